@@ -48,6 +48,24 @@ def fake_group(num_ranks: int) -> Iterator[None]:
 def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Optimizer, torch.nn.Module]:
     """Returns decoder, optimizer and DDP's wrapper, built as the strategies build them."""
     torch.manual_seed(0)
+    decoder = build_on_meta(workload, layout)
+    decoder.to_empty(device="cpu")
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
+    optimizer: Any = build_optimizer(decoder, OptimizerOptions(name=workload.optimizer))
+    wrapped: torch.nn.Module = decoder
+    if layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1:
+        wrapped = DistributedDataParallel(decoder, gradient_as_bucket_view=True, find_unused_parameters=True,
+                                          init_sync=False)  # fmt: skip
+        wrapped.register_comm_hook(None, _reduce)  # the fake group's own reduction returns nothing
+        if layout.strategy == "zero1":
+            groups = [dict(group) for group in optimizer.param_groups]
+            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    return decoder, optimizer, wrapped
+
+
+def build_on_meta(workload: Workload, layout: Layout) -> Decoder:
+    """Returns the decoder with adapters and wrappers, of which nothing exists in memory."""
     with torch.device("meta"):
         decoder = Decoder(workload.decoder)
         if workload.adapter is not None:
@@ -90,19 +108,7 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
     for mixture in decoder.modules():
         if isinstance(mixture, Mixture) and mixture.exchange is not None:
             mixture.exchange = EvenExchange(mixture.exchange._group, layout.expert_parallel)
-    decoder.to_empty(device="cpu")
-    for parameter in decoder.parameters():
-        torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
-    optimizer: Any = build_optimizer(decoder, OptimizerOptions(name=workload.optimizer))
-    wrapped: torch.nn.Module = decoder
-    if layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1:
-        wrapped = DistributedDataParallel(decoder, gradient_as_bucket_view=True, find_unused_parameters=True,
-                                          init_sync=False)  # fmt: skip
-        wrapped.register_comm_hook(None, _reduce)  # the fake group's own reduction returns nothing
-        if layout.strategy == "zero1":
-            groups = [dict(group) for group in optimizer.param_groups]
-            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
-    return decoder, optimizer, wrapped
+    return decoder
 
 
 class EvenExchange(Exchange):

@@ -1,0 +1,68 @@
+"""The recipes of large mixtures are built for eight ranks, on fake tensors: nothing of them exists in memory."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from genesis.model.decoder import Decoder
+from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.plan.recipe import read_content, read_recipe
+from genesis.plan.state import build_model, count_state
+from tests.plan.measure import build_on_meta, fake_group
+
+CONFIGS: Final = Path(__file__).parents[2] / "configs"
+
+
+def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of a rank's shards."""
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+
+
+def fake_parameters(decoder: Decoder) -> None:
+    """Replaces each parameter on the meta device by a fake one on the CPU."""
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            assert isinstance(parameter, DTensor), "every parameter is sharded"
+            local = parameter._local_tensor
+            held = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+            shard = DTensor.from_local(held, parameter.device_mesh, parameter.placements, run_check=False,
+                                       shape=parameter.shape, stride=parameter.stride())  # fmt: skip
+            setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixture-8x1b", "finetune/qwen3.5-397b-lora"])
+def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
+    path = CONFIGS / f"{name}.yaml"
+    recipe = read_recipe(read_content([path]), str(path))
+    assert recipe.layout.num_ranks == recipe.layout.expert_parallel == 8
+    with fake_group(8):
+        decoder = build_on_meta(recipe.workload, recipe.layout)
+        with FakeTensorMode():
+            fake_parameters(decoder)
+            optimizer = build_optimizer(decoder, OptimizerOptions())
+            trained = [one for one in decoder.parameters() if one.requires_grad]
+            frozen = [one for one in decoder.parameters() if not one.requires_grad]
+            for one in trained:
+                one.grad = torch.zeros_like(one)
+            optimizer.step()
+            moments = [value for states in optimizer.state.values() for value in states.values()]
+            held = [count_bytes(tensors) for tensors in (trained, frozen, moments)]
+    state = count_state(build_model(recipe.workload), recipe.workload, recipe.layout, rounded_to=1)
+    assert [state.weights, state.frozen, state.optimizer] == held
+
+
+def test_the_weights_of_the_397b_mixture_are_92_gib_a_rank() -> None:
+    """Authors of a published run give about 50 GiB; docs/how-to/plan.md has both."""
+    path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
+    recipe = read_recipe(read_content([path]), str(path))
+    parameters = build_model(recipe.workload).parameters
+    assert sum(one.num_elements for one in parameters if not one.is_trained) == pytest.approx(396.3e9, rel=1e-3)
+    state = count_state(build_model(recipe.workload), recipe.workload, recipe.layout)
+    assert state.frozen / 2**30 == pytest.approx(92.3, abs=0.1)
