@@ -168,8 +168,8 @@ class GatedDelta(Part):
         beta, decay = (record_linear(tape, x, layer) for layer in (self.beta, self.decay))
         beta = tape.apply((beta,), beta.num_elements, beta.element_bytes, saves_output=True)
         vectors = [tape.weight(self.log_rate), tape.weight(self.decay_bias)]
-        added = tape.value(decay.num_elements, FLOAT32_BYTES)
-        decay = tape.apply((decay,), decay.num_elements, FLOAT32_BYTES, saved=(added, added), weights=vectors)
+        added = [tape.value(decay.num_elements, FLOAT32_BYTES) for _ in range(2)]
+        decay = tape.apply((decay,), decay.num_elements, FLOAT32_BYTES, saved=added, weights=vectors)
         heads = (config.num_key_heads, config.num_value_heads, config.key_dim, config.value_dim)
         read = record_rule(tape, mixed, decay, beta, heads)
         gate = record_linear(tape, x, self.gate)

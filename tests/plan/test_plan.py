@@ -10,6 +10,7 @@ import torch
 from genesis.data.packing import PackingFigures
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig, KVCache
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
@@ -201,6 +202,15 @@ def test_answers_are_counted_with_their_cache_and_a_whole_model_where_ranks_shar
     shared = play_step(replace(recipe.workload, micro_batch_size=1), Layout("full", 2, 2)).peaks["answers"]
     num_parameters = sum(one.num_elements for one in build_model(recipe.workload).parameters)
     assert shared["whole model that answers"] == 4 * num_parameters
+
+
+def test_nothing_of_a_forward_is_left_after_its_backward() -> None:
+    linear = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, attention_every=2)
+    decoder = replace(read("mixture-tiny").workload.decoder, linear_attention=linear)
+    layouts = (Layout(), Layout(activation_checkpointing="block"), Layout("full", 4, 4, expert_parallel=4))
+    for layout in layouts:
+        peaks = play_step(Workload(decoder, seq_len=128, global_batch_size=4, is_cpu=True), layout).peaks
+        assert peaks["save"].get("activations", 0) == 0
 
 
 def test_experts_of_other_ranks_are_not_held_and_rows_cost_time() -> None:
