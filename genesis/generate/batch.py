@@ -138,12 +138,12 @@ class Batch:
             UserError: The prompt is empty, or it and its new tokens are longer than the context.
         """
         assert self.num_free, "no row is free"
-        start = len(self._prefix)
-        assert (list(request.prompt[:start]) == self._prefix and len(request.prompt) > start) or not start
+        start, prompt = len(self._prefix), list(request.prompt)
+        assert not start or (prompt[:start] == self._prefix and len(prompt) > start), "not a prompt after the prefix"
         (budget,) = plan_budgets([len(request.prompt)], request.max_new_tokens, self._num_slots)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         end = len(request.prompt) + budget
-        row = _Row(self._num_added, request, list(request.prompt), end, generator)
+        row = _Row(self._num_added, request, prompt, end, generator)
         self._num_added += 1
         self._newcomers.append(row)
         return row.handle
