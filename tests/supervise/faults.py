@@ -70,6 +70,8 @@ class FaultyRun:
     def __init__(self, corpus: Path, directory: Path, max_steps: int, seed: int) -> None:
         self.directory, self.straight, self.run_dir = directory, directory / "straight", directory / "disk" / "run"
         self.run_dir.parent.mkdir(parents=True)
+        # Room for a few checkpoints, and for a log that grows with the steps.
+        self.disk_megabytes = 12 + max_steps // 500
         self.limit_seconds = 5 * LIMIT_SECONDS + max_steps * STEP_LIMIT_SECONDS
         self._chooser = random.Random(seed)
         self._recipe = write_recipe(
@@ -327,7 +329,7 @@ def main() -> None:
 def small_disk_of(faulty: FaultyRun) -> Iterator[bool]:
     """Mounts a small disk for a faulty run."""
     faulty.run_dir.parent.rmdir()
-    with small_disk(faulty.run_dir.parent, 12) as has_disk:
+    with small_disk(faulty.run_dir.parent, faulty.disk_megabytes) as has_disk:
         yield has_disk
 
 

@@ -42,4 +42,4 @@ def test_a_run_with_a_fault_of_each_kind_ends_as_if_there_were_none(tiny_corpus:
 @pytest.mark.process
 @pytest.mark.timeout(14_400)
 def test_a_run_with_a_hundred_faults_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
-    run_faults(tiny_corpus, tmp_path / "faults", num_faults=100, max_steps=5_000, seed=1)
+    run_faults(tiny_corpus, tmp_path / "faults", num_faults=100, max_steps=14_000, seed=1)
