@@ -199,6 +199,7 @@ def test_nodes_that_do_not_belong_together_are_refused_on_both(pair: Pair, tmp_p
         assert "are different directories: give the same --run_dir on each node, on storage that all" in node.error
 
 
+@pytest.mark.long
 def test_a_preempted_node_saves_and_leaves_and_the_other_ends_to_be_requeued(pair: Pair, tmp_path: Path) -> None:
     recipe, mirror = pair.write(), tmp_path / "mirror"
     options = ("--rdzv-seconds", "60", "--metrics-port", "0", "--mirror", str(mirror))
