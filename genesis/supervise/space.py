@@ -58,7 +58,7 @@ def has_space(run_dir: Path, num_bytes: int) -> bool:
             raise
     finally:
         os.close(descriptor)
-        path.unlink()
+        path.unlink(missing_ok=True)  # the supervisor of another node may have removed it
     return True
 
 

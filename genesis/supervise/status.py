@@ -77,7 +77,8 @@ def write_status(run_dir: Path, status: SupervisorStatus) -> None:
     """
     path = RunDirectory(run_dir).supervisor_status
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(asdict(status), indent=2).encode() + b"\n")
+    # The supervisors of several nodes share the directory.
+    replace_file(path, json.dumps(asdict(status), indent=2).encode() + b"\n", has_rivals=True)
 
 
 def read_status(run_dir: Path) -> SupervisorStatus | None:
