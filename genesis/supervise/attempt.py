@@ -75,6 +75,11 @@ class Sight:
         steps = [beat.step for beat in self.heartbeats.values() if "first_step" in beat.milestones]
         return max(steps, default=None)
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a rank trained a step, or began its first one after a restore: the model has fitted before."""
+        return self.step is not None or (bool(self.restored_step) and self.milestone("train") is not None)
+
     def milestone(self, name: str) -> float | None:
         """Returns when the last rank came to a milestone; None before."""
         moments = [beat.milestones.get(name) for beat in self.heartbeats.values()]
@@ -298,7 +303,7 @@ class Attempt:
     def _gather(self, survivors: set[int], stop_reason: str | None) -> Evidence:
         return Evidence(
             ranks=[self._describe(child, child.rank in survivors) for child in self._children],
-            has_trained=self.sight.step is not None,
+            has_trained=self.sight.has_trained,
             hung_rank=None if self._hung is None else self._hung[0],
             hung_seconds=None if self._hung is None else self._hung[1],
             stop_reason=stop_reason,

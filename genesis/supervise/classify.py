@@ -44,7 +44,7 @@ class Evidence:
 
     Args:
         ranks: Its ranks.
-        has_trained: Whether a rank had trained a step in this attempt.
+        has_trained: Whether a rank had trained a step in this attempt, or begun the first one after a restore.
         hung_rank: The rank that stopped first, if the supervisor ended the attempt because it hung.
         hung_seconds: How long that rank had been silent; None if the attempt did not hang.
         stop_reason: Why the supervisor asked the ranks to save and stop; None if it did not.

@@ -124,7 +124,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
         remedy="end the named process, or use smaller micro-batches or more sharding",
         exit_status=82,
         signatures=_OUT_OF_CUDA_MEMORY,
-        evidence="no rank of the attempt had trained a step",
+        evidence="no rank of the attempt had trained a step, or begun the first step after a restore",
     ),
     "out_of_memory_at_save": EndRule(
         meaning="a device has no memory for a save",
@@ -141,7 +141,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
         remedy="lower data.micro_batch_size; the global batch stays the same",
         exit_status=84,
         signatures=_OUT_OF_CUDA_MEMORY,
-        evidence="a rank of the attempt had trained a step",
+        evidence="a rank of the attempt had trained a step, or begun the first step after a restore",
     ),
     "host_out_of_memory": EndRule(
         meaning="the host has no memory",

@@ -239,16 +239,23 @@ class HistoryMirror:
         )
 
 
-def find_history(place: Place) -> History | None:
+def find_history(place: Place, report: Callable[[str], None] | None = None) -> History | None:
     """Returns the newest copy whose manifest is whole; None if there is none.
+
+    Args:
+        place: The mirror.
+        report: Prints a line about each damaged copy that is passed over.
 
     Raises:
         StoreError: The store does not respond.
     """
     folders = [each for each in place.list_folders(HISTORY) if _NUMBER.fullmatch(each.name) and each.is_committed]
     for each in sorted(folders, key=lambda folder: folder.name, reverse=True):
-        with contextlib.suppress(DamagedCheckpointError):
+        try:
             return _read_history(place, f"{HISTORY}/{each.name}")
+        except DamagedCheckpointError as error:
+            if report is not None:
+                report(f"a copy of the history is left out: {error}")
     return None
 
 
@@ -320,21 +327,21 @@ def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: 
         StoreError: The store does not respond.
         OSError: A disk is full, or cannot be written.
     """
-    history = find_history(place)
+    history = find_history(place, report)
     if history is None:
         return
-    restored = []
+    restored: list[Path] = []
     for file in history.files:
         target = find_local_path(run_dir, file.name)
         assert target is not None, "the name was checked"
         if os.path.lexists(target):
             report(f"{target} exists, and is not replaced by the one in the mirror")
         elif _restore_file(place, history, file, target, step, pace):
-            restored.append(file)
+            restored.append(target)
         else:
             report(f"{place.url}/{history.folder}/{file.name} is damaged, and is left out")
     if restored:
-        num_bytes = sum(file.num_bytes for file in restored)
+        num_bytes = sum(path.stat().st_size for path in restored)
         up_to = min(step, history.step)
         report(f"the history up to step {up_to} is restored: {len(restored)} files, {num_bytes:,} bytes")
 

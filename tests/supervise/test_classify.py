@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from genesis.cli.supervise import main
-from genesis.supervise.attempt import Limits
+from genesis.supervise.attempt import Limits, Sight
 from genesis.supervise.classify import Evidence, RankEnd, classify
 from genesis.supervise.ends import CONSEQUENCES, ENDS, EndClass
 from genesis_callbacks.heartbeats import HeartbeatRecord
@@ -61,6 +61,23 @@ def test_the_moment_decides_between_memory_at_start_in_a_step_and_at_a_save() ->
     assert classify(Evidence((RankEnd(0, 1, 1.0, text),), has_trained=False)).end_class == "out_of_memory_at_start"
     saving = RankEnd(0, 1, 1.0, text, "SaveFailedError", "staging failed")
     assert classify(Evidence((saving,), has_trained=True)).end_class == "out_of_memory_at_save"
+
+
+@pytest.mark.parametrize(
+    ("restored_step", "milestones", "has_trained"),
+    [
+        (None, {"train": 1.0, "first_step": 2.0}, True),
+        (20, {"train": 1.0}, True),  # the step after a checkpoint fails again and again, and is no start
+        (20, {"setup": 1.0}, False),
+        (None, {"train": 1.0}, False),
+        (0, {"train": 1.0}, False),
+    ],
+)
+def test_the_first_step_after_a_restore_is_a_step(
+    restored_step: int | None, milestones: dict[str, float], has_trained: bool
+) -> None:
+    beat = HeartbeatRecord(0, 1, 42, "node", "failed", 20, 1.0, 1.0, milestones=milestones)
+    assert Sight({0: beat}, restored_step).has_trained is has_trained
 
 
 def test_the_process_that_holds_the_device_is_named() -> None:

@@ -123,8 +123,11 @@ def test_a_restore_of_an_older_checkpoint_has_the_history_up_to_this_one(run: Lo
     shard = next((place / "checkpoints" / "step-00000004").glob("*.distcp"))
     shard.write_bytes(bytes(shard.stat().st_size))
     shutil.rmtree(run.path)
-    restore(place, run.path)
+    lines = restore(place, run.path)
     assert run.rows == [1, 2]
+    restored = [run.path / "metrics.csv", run.path / "config.yaml", run.path / "events" / "rank-0.jsonl"]
+    num_bytes = sum(path.stat().st_size for path in restored)
+    assert f"the history up to step 2 is restored: 3 files, {num_bytes:,} bytes" in lines
 
 
 def test_a_kill_at_any_write_leaves_a_whole_history(run: LoggedRun, tmp_path: Path, monkeypatch) -> None:
@@ -190,7 +193,11 @@ def test_a_damaged_file_of_the_history_is_left_out_and_found_by_a_verification(
     # The checkpoint matters more: without any history the run continues, too.
     (copy / "manifest.json").write_bytes(b"{}")
     shutil.rmtree(run.path)
-    assert "history" not in "".join(restore(place, run.path))
+    lines = restore(place, run.path)
+    assert any(
+        "a copy of the history is left out: " in line and "has no manifest with the hash" in line for line in lines
+    )
+    assert not (run.path / "config.yaml").exists()
     assert (run.directory / "step-00000002").exists()
 
 

@@ -262,8 +262,9 @@ def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_c
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("forked_launcher")
-def test_a_batch_without_memory_is_skipped_in_the_end(tiny_corpus: Path, tmp_path: Path) -> None:
-    run = Run(tiny_corpus, tmp_path, changes(80, 88, exhausts_memory=True))
+@pytest.mark.parametrize("first", [80, pytest.param(64, id="first-step-after-a-checkpoint")])
+def test_a_batch_without_memory_is_skipped_in_the_end(tiny_corpus: Path, tmp_path: Path, first: int) -> None:
+    run = Run(tiny_corpus, tmp_path, changes(first, first + 8, exhausts_memory=True))
     status = run.supervise(policy=Policy(max_ends_without_progress=9, may_skip_data=1))
     assert status == 0, "\n".join(run.lines)
     actions = [crash.action for crash in read_crashes(run.run_dir)]
@@ -272,4 +273,6 @@ def test_a_batch_without_memory_is_skipped_in_the_end(tiny_corpus: Path, tmp_pat
         "replay the step in micro-batches of 1/2 of the size",
         "replay the step in micro-batches of 1/4 of the size",
     ]
-    assert actions[3].startswith("restart from the newest checkpoint and skip 1 window of data, positions 80 to 87")
+    assert actions[3].startswith(
+        f"restart from the newest checkpoint and skip 1 window of data, positions {first} to {first + 7}"
+    )
