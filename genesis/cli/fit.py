@@ -61,9 +61,11 @@ _REFUSED_OPTION = re.compile(
 _NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
 _OPTIONAL = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: (?:(?!Errors: ).)*"
-    r"Errors: - Expected a <class 'NoneType'> - (?P<reason>(?!Expected a )(?:(?!Errors: ).)+?) Given value type: .*"
+    r"Errors: - Expected a <class '(?:NoneType|str)'> - "
+    r"(?P<reason>(?!Expected a )(?:(?!Errors: ).)+?) Given value type: .*"
 )
-"""The text that jsonargparse writes around the error of an optional section, such as model.objective."""
+"""The text that jsonargparse writes around the error of an optional section, such as model.objective, or of a class
+that may be given by its name alone, such as trainer.strategy."""
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _FEW_KEYS = 20
 _MAX_SEED = 2**32 - 1  # numpy's

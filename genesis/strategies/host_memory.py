@@ -27,7 +27,8 @@ class HostOffload:
     """
 
     def __init__(self, *, activations: bool, optimizer_share: float) -> None:
-        if isinstance(optimizer_share, bool) or not 0.0 <= optimizer_share <= 1.0:
+        is_number = isinstance(optimizer_share, int | float) and not isinstance(optimizer_share, bool)
+        if not is_number or not 0.0 <= optimizer_share <= 1.0:  # a recipe may have null here
             raise UserError(f"optimizer_offload is {optimizer_share}; it must be a share from 0 to 1")
         self.traffic = Traffic()
         self._has_activations, self._share = activations, float(optimizer_share)

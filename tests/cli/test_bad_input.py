@@ -113,6 +113,17 @@ def test_a_value_that_fit_cannot_use_is_refused(
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
+@pytest.mark.parametrize("share", ["1.1", "-1", "null"])
+def test_a_mistake_in_a_strategys_options_is_reported_without_the_parsers_types(
+    genesis: Genesis, recipe: Path, share: str
+) -> None:
+    strategy = ("--trainer.strategy.class_path", "genesis.strategies.Replicated")
+    outcome = genesis(
+        "fit", "--config", str(recipe), *strategy, "--trainer.strategy.init_args.optimizer_offload", share
+    )
+    check_is_one_line(outcome, "error: optimizer_offload is ", "it must be a share from 0 to 1\n")
+
+
 def test_a_recipe_without_a_required_key_names_it(genesis: Genesis, tmp_path: Path, tiny_corpus: Path) -> None:
     recipe = build_recipe(tiny_corpus, tmp_path / "run")
     del recipe["data"]["seq_len"]
