@@ -354,7 +354,7 @@ def test_a_stale_snapshot_is_refused(tmp_path):
     parts = local_shards("model.x", live, "parameter") + local_shards("model.y", other, "parameter")
     parts += local_shards("optimizer.0.x.step", counter, "optimizer")
     pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread", staging="overlapped", time_limit_seconds=60.0)
-    moved = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
+    moved = Progress(lambda: 0, num_updates=1, moved=lambda: frozenset({"model.x"}))
     assert begin_and_finish(pipeline, 1, parts, moved).kind == "committed"
     outcome = begin_and_finish(pipeline, 2, parts, moved)
     assert outcome.kind == "failed"

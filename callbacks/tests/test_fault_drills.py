@@ -511,7 +511,7 @@ def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
     pipeline = SavePipeline(target, mode="thread", staging="overlapped", time_limit_seconds=60.0)
     weight, moment = torch.ones(5), torch.ones(5)
     model = local_shards("model.x", weight, "parameter")
-    progress = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
+    progress = Progress(lambda: 0, num_updates=1, moved=lambda: frozenset({"model.x"}))
     parts = model + local_shards("optimizer.0.x.exp_avg", moment, "optimizer")
     pipeline.begin(1, lambda: Snapshot(1, {}, parts, {}), progress)
     assert pipeline.finish().kind == "committed"

@@ -180,3 +180,27 @@ def test_a_tensor_that_is_no_parameter_is_refused_though_others_are_known():
     project.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(UnsupportedStateError, match="not a parameter of the model"):
         project.take()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at_once", "late"])
+def test_what_is_remembered_does_not_depend_on_the_mode_of_autograd(is_late):
+    """A save after a validation begins in inference mode, one after a step does not."""
+    project = Project(is_late=is_late)
+    with torch.inference_mode():
+        first = project.take()
+    assert project.take()[0] is first[0]
+    assert not project.known.has_missed_change()
+    with torch.inference_mode():
+        assert project.take()[0] is first[0]
+    assert not project.known.has_missed_change()
+
+
+def test_a_late_check_repeats_no_save_because_training_went_on():
+    """A callback at the beginning of the next step unfreezes a parameter, and another gives one its average."""
+    project = Project(is_late=True)
+    first = project.take()
+    project.take()
+    project.model[0].weight.requires_grad_(False)
+    project.model[2].weight.data = project.model[2].weight.data + 1.0
+    assert not project.known.has_missed_change()
+    assert project.take()[0] is not first[0], "the parameter has other elements now"

@@ -73,7 +73,7 @@ class Run:
     ) -> None:
         """Saves, and notes what this rank is told; then all of the directory is as it was, or is the new one."""
         take = take or (lambda: Snapshot(step, {}, self.parts(), {}))
-        moved = Progress(lambda: 0, num_updates=3, moved=frozenset({"model.a"}))
+        moved = Progress(lambda: 0, num_updates=3, moved=lambda: frozenset({"model.a"}))
         try:
             self.pipeline.begin(step, take, progress or moved)
             outcome = self.pipeline.finish()

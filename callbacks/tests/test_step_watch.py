@@ -30,13 +30,15 @@ def test_an_optimizer_that_did_not_step_since_the_last_save_moved_nothing_whatev
     steps = watch(first, second, generator=generator, critic=critic)
     critic(generator(torch.ones(1, 2))).sum().backward()
     first.step()
-    assert steps.moved(since_updates=0) == {"generator"}
+    assert steps.sample_moved(since_updates=0)() == {"generator"}
     second.zero_grad()
     critic(generator(torch.ones(1, 2))).sum().backward()
     second.step()
     assert all(parameter.grad is not None for parameter in generator.parameters())
-    assert steps.moved(since_updates=1) == {"critic"}
-    assert steps.moved(since_updates=0) == {"generator", "critic"}, "a save that failed is none to compare with"
+    assert steps.sample_moved(since_updates=1)() == {"critic"}
+    assert steps.sample_moved(since_updates=0)() == {"generator", "critic"}, (
+        "a save that failed is none to compare with"
+    )
 
 
 def test_gradients_of_one_optimizer_say_nothing_of_anothers():
@@ -46,7 +48,18 @@ def test_gradients_of_one_optimizer_say_nothing_of_anothers():
     (moving(torch.ones(1, 2)).sum() + 0 * resting(torch.ones(1, 2)).sum()).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert steps.moved(since_updates=0) == {"moving"}
+    assert steps.sample_moved(since_updates=0)() == {"moving"}
+
+
+def test_what_moved_is_found_after_the_gradients_are_gone():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    steps = watch(optimizer, layer=layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    find = steps.sample_moved(since_updates=0)
+    optimizer.zero_grad()
+    assert find() == {"layer"}
 
 
 def test_sparse_gradients_move_their_embedding():
@@ -55,7 +68,7 @@ def test_sparse_gradients_move_their_embedding():
     steps = watch(optimizer, embedding=embedding)
     embedding(torch.tensor([1, 3, 3])).sum().backward()
     optimizer.step()
-    assert steps.moved(since_updates=0) == {"embedding"}
+    assert steps.sample_moved(since_updates=0)() == {"embedding"}
 
 
 def test_a_parameter_without_a_gradient_did_not_move_and_moves_again_with_one():
@@ -67,7 +80,7 @@ def test_a_parameter_without_a_gradient_did_not_move_and_moves_again_with_one():
         frozen.requires_grad_(not is_frozen)
         frozen(layer(torch.ones(1, 2))).sum().backward()
         optimizer.step()
-        assert steps.moved(since_updates=0) == ({"layer"} if is_frozen else {"layer", "frozen"})
+        assert steps.sample_moved(since_updates=0)() == ({"layer"} if is_frozen else {"layer", "frozen"})
 
 
 def test_a_group_without_a_rate_did_not_move():
@@ -77,9 +90,9 @@ def test_a_group_without_a_rate_did_not_move():
     steps = watch(optimizer, layer=layer, resting=resting)
     resting(layer(torch.ones(1, 2))).sum().backward()
     optimizer.step()
-    assert steps.moved(since_updates=0) == {"layer"}
+    assert steps.sample_moved(since_updates=0)() == {"layer"}
     optimizer.param_groups[1]["lr"] = 0.1
-    assert steps.moved(since_updates=0) == {"layer", "resting"}
+    assert steps.sample_moved(since_updates=0)() == {"layer", "resting"}
 
 
 def test_steps_that_the_device_skips_are_no_updates_and_are_read_late():
@@ -93,10 +106,10 @@ def test_steps_that_the_device_skips_are_no_updates_and_are_read_late():
         optimizer.step()
     assert [outcome.num_waits for outcome in outcomes] == [1, 1, 0, 0], "the last steps are still on the device"
     assert (steps.num_steps, steps.num_updates) == (4, 2)
-    assert steps.moved(since_updates=0) == frozenset(), "the last step was skipped"
+    assert steps.sample_moved(since_updates=0)() == frozenset(), "the last step was skipped"
     optimizer.found_inf, owner.late_outcome = None, None
     optimizer.step()
-    assert (steps.num_updates, steps.moved(since_updates=2)) == (3, {"layer"})
+    assert (steps.num_updates, steps.sample_moved(since_updates=2)()) == (3, {"layer"})
 
 
 def test_a_step_whose_outcome_nobody_knows_is_no_update():
@@ -106,4 +119,4 @@ def test_a_step_whose_outcome_nobody_knows_is_no_update():
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.found_inf = torch.zeros(())
     optimizer.step()
-    assert (steps.num_steps, steps.num_updates, steps.moved(since_updates=0)) == (1, 0, frozenset())
+    assert (steps.num_steps, steps.num_updates, steps.sample_moved(since_updates=0)()) == (1, 0, frozenset())

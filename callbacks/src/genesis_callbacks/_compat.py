@@ -75,22 +75,42 @@ def local_tensor(tensor: Tensor) -> Tensor:
 class LayoutGuard:
     """The `memory_layout` of many plain tensors at one time, for a quick comparison at a later time.
 
-    It keeps no tensor alive.
+    It keeps no tensor alive. Any thread may use it, under any mode of autograd.
 
     Args:
         tensors: Different tensors that hold elements.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._layouts = list(map(memory_layout, tensors))
+        self._addresses = [layout[0] for layout in self._layouts]
+        self._guards = self._guard(tensors)
+
+    @staticmethod
+    def _guard(tensors: Sequence[Tensor]) -> TensorGuards:
+        # It also compares the mode of autograd: so that is always the same.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def has_addresses(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether the elements are where they were: a fourth of the time of the whole comparison."""
+        return list(map(Tensor.data_ptr, tensors)) == self._addresses
+
+    def has_forms(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether the layouts are the same, whatever the addresses."""
         # One call into C++ compares class, dtype, device, sizes, strides and dispatch keys (lazy conjugation and
-        # negation among them) of all tensors. It also compares the mode of autograd, so it may find a difference where
-        # the layouts are equal.
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # negation among them) of all tensors; also whether they require a gradient, which belongs to no layout.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            if self._guards.check(*tensors):
+                return True
+        if [memory_layout(tensor)[1:] for tensor in tensors] != [layout[1:] for layout in self._layouts]:
+            return False
+        self._guards = self._guard(tensors)
+        return True
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether the layouts are the same; False may also mean that this cannot be decided quickly."""
-        return list(map(Tensor.data_ptr, tensors)) == self._addresses and bool(self._guards.check(*tensors))
+        """Returns whether the layouts are the same."""
+        return self.has_addresses(tensors) and self.has_forms(tensors)
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:

@@ -232,7 +232,7 @@ class FitSaves:
         return Progress(
             lambda: watch.num_steps,
             watch.num_updates - self._updates_at_last,
-            watch.moved(since_updates=self._updates_at_last),
+            watch.sample_moved(since_updates=self._updates_at_last),
         )
 
     # ---- to settle

@@ -21,13 +21,17 @@ _MAX_LATE: Final = 2
 _GRADIENT = attrgetter("grad")
 
 
+def _sample(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns some of the gradients."""
+    # From the last one on: the first is often an embedding, whose first rows may have no gradient.
+    return gradients[:: -max(1, len(gradients) // _SAMPLED_PARAMETERS)]
+
+
 def _has_signal(gradients: Sequence[Tensor]) -> bool:
-    """Returns whether a sample of the gradients is not all zeros; on an accelerator always True."""
+    """Returns whether gradients are not all zeros; on an accelerator always True."""
     # A False ends in a comparison less and never in a refused save. Reading gradients on a device would make each save
     # wait for the device's queue, so they count as non-zero there.
-    # From the last one on: the first is often an embedding, whose first rows may have no gradient.
-    stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
-    for gradient in gradients[::-stride]:
+    for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if local.is_sparse:
             local = local._values()  # the rows of a sparse embedding; `coalesce` would sort them first
@@ -133,18 +137,19 @@ class StepWatch:
         else:
             self._moved_by.pop(id(optimizer), None)
 
-    def moved(self, *, since_updates: int) -> frozenset[str]:
-        """Returns the names of the parameters that the optimizers' last steps moved: they have a gradient and a lr.
+    def sample_moved(self, *, since_updates: int) -> Callable[[], frozenset[str]]:
+        """Returns a function that finds the parameters that the optimizers' last steps moved, by name.
 
-        An optimizer without an update since `since_updates` moved nothing, whatever gradients its parameters have by
-        now: a backward pass for another optimizer may run through them. It moved nothing either if the sample of its
-        gradients is all zeros. Call it at a window's end.
+        These have a gradient and a lr. An optimizer without an update since `since_updates` moved nothing, whatever
+        gradients its parameters have by now: a backward pass for another optimizer may run through them. It moved
+        nothing either if a sample of its gradients is all zeros. Call this at a window's end; the function may be
+        called by another thread while training continues, before the next call of this.
 
         Args:
             since_updates: `num_updates` at the save to compare with.
         """
         self._settle(0)
-        moved: frozenset[str] = frozenset()
+        found: list[tuple[_Names, list[Tensor], Sequence[Tensor]]] = []
         for optimizer, num_updates in self._moved_by.values():
             if num_updates <= since_updates:
                 continue
@@ -156,10 +161,15 @@ class StepWatch:
             if any(map(is_, gradients, repeat(None))):
                 parameters = [parameter for parameter in parameters if parameter.grad is not None]
                 gradients = [gradient for gradient in gradients if gradient is not None]
+            # Only a sample, because the gradients would stay in memory beside those of the next backward.
+            found.append((self._known.setdefault(id(optimizer), _Names()), parameters, _sample(gradients)))
+
+        def find() -> frozenset[str]:
             with torch.no_grad():
-                if _has_signal(gradients):
-                    moved |= self._known.setdefault(id(optimizer), _Names()).find(parameters, self._names)
-        return moved
+                moved = [names.find(parameters, self._names) for names, parameters, some in found if _has_signal(some)]
+            return frozenset().union(*moved)
+
+        return find
 
     def remove(self) -> None:
         """Removes the hooks; a second call does nothing."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
@@ -233,10 +234,12 @@ def take_snapshot(
     live = cache.state_dict.read(module)
     state = read_trainer_state(trainer, module, live, cache)
     given = state.pop("state_dict")
-    # A key that a hook took away is not saved, one that it added is.
-    known = cache.tensors.find_model({key: live.get(key, value) for key, value in given.items()})
+    if len(given) == len(live) and all(map(is_, given, live)) and all(map(is_, given.values(), live.values())):
+        known, swapped = cache.tensors.find_model(live), _Swapped()
+    else:  # a key that a hook took away is not saved, one that it added is
+        known = cache.tensors.find_model({key: live.get(key, value) for key, value in given.items()})
+        swapped = _find_swapped(live, given, known.model)
     model = known.model
-    swapped = _find_swapped(live, given, model)
     del state["optimizer_states"]
     saved_optimizers = trainer.optimizers if has_optimizer else []
     optimizers = [

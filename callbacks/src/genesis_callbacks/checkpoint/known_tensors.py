@@ -80,11 +80,21 @@ class _Tensors:
 
     def are(self, keys: Sequence[object], values: list[Any]) -> bool:
         """Returns whether `values` are the same tensors under the same keys, with elements at the same addresses."""
+        return self._has(keys, values) and self._layouts.holds(self._local())
+
+    def seem_to_be(self, keys: Sequence[object], values: list[Any]) -> bool:
+        """Returns what `are` does unless only the order of elements at an address has changed: see `have_forms`."""
+        return self._has(keys, values) and self._layouts.has_addresses(self._local())
+
+    def have_forms(self) -> bool:
+        """Returns whether the tensors' elements are in the same order, wherever they are by now."""
+        return self._layouts.has_forms(self._local())
+
+    def _has(self, keys: Sequence[object], values: list[Any]) -> bool:
         return (
             len(values) == len(self._tensors)
             and all(map(is_, values, self._tensors))  # `==` would compare elements, on their device
             and keys == self._keys
-            and self._layouts.holds(self._local())
         )
 
 
@@ -122,13 +132,15 @@ class KnownTensors:
     """The cache of one run. It keeps tensors alive: drop it when the run ends. One thread at a time uses it.
 
     Args:
-        is_late: Whether the state of optimizers is taken for unchanged at first: `has_missed_change` has to be asked
-            before a tensor is read. Only a step of the optimizer, for which a save is waited, replaces tensors there.
+        is_late: Whether the state of optimizers, and the order of elements in the model's tensors, are taken for
+            unchanged at first: `has_missed_change` has to be asked before a tensor is read. Only a step of the
+            optimizer, for which a save is waited, replaces tensors there.
     """
 
     def __init__(self, *, is_late: bool = False) -> None:
         self._is_late = is_late
         self._unchecked: list[tuple[int, Optimizer]] = []
+        self._unchecked_model: _Tensors | None = None
         self._parts = PartsCache()
         self._model: tuple[_Tensors, KnownModel] | None = None
         self._optimizers: dict[int, _OptimizerEntry] = {}
@@ -143,10 +155,15 @@ class KnownTensors:
         Raises:
             UnsupportedStateError: Two different tensors would have the same name, or a tensor cannot be saved.
         """
-        self._unchecked = []  # of a snapshot that was not finished
+        self._unchecked, self._unchecked_model = [], None  # of a snapshot that was not finished
         keys, values = list(state_dict), list(state_dict.values())
-        if self._model is not None and self._model[0].are(keys, values):
-            return self._model[1]
+        if self._model is not None:
+            tensors, known = self._model
+            if self._is_late and tensors.seem_to_be(keys, values):
+                self._unchecked_model = tensors
+                return known
+            if not self._is_late and tensors.are(keys, values):
+                return known
         model = name_model(state_dict)
         # An `id` stays valid because the entry below refers to the tensors: no other object can get it meanwhile.
         stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
@@ -200,15 +217,17 @@ class KnownTensors:
         return KnownOptimizer(named.section, parts, tensors)
 
     def has_missed_change(self) -> bool:
-        """Returns whether a late check finds another state in an optimizer; then the next searches will not be late.
+        """Returns whether a late check finds other tensors than were taken; then the next searches will not be late.
 
         Another thread may call it, until the next search.
         """
+        model, self._unchecked_model = self._unchecked_model, None
         unchecked, self._unchecked = self._unchecked, []
+        has_missed = model is not None and not model.have_forms()
         for index, optimizer in unchecked:
-            if not self._optimizers[index].has_state_of(state_holder(optimizer)):
-                self._is_late = False
-        return bool(unchecked) and not self._is_late
+            has_missed |= not self._optimizers[index].has_state_of(state_holder(optimizer))
+        self._is_late = self._is_late and not has_missed
+        return has_missed
 
     def share(self, model: KnownModel, optimizers: Sequence[KnownOptimizer], swapped: list[LocalShard]) -> SharedParts:
         """Returns all parts that ranks plan together. Nothing is computed if they are those of the last call.
@@ -221,9 +240,9 @@ class KnownTensors:
         lists = [model.parts, *(optimizer.parts for optimizer in optimizers)]
         if not swapped and self._shared is not None and _are_same(lists, self._shared[0]):
             return self._shared[1]
-        tensors = [*model.tensors, *chain.from_iterable(optimizer.tensors for optimizer in optimizers)]
-        tensors += (local.data for local in swapped)
-        shared = SharedParts([*chain.from_iterable(lists), *swapped], tensors)
+        parameters = [*model.tensors, *(local.data for local in swapped)]
+        states = list(chain.from_iterable(optimizer.tensors for optimizer in optimizers))
+        shared = SharedParts([*chain.from_iterable(lists), *swapped], parameters, states)
         self._shared = None if swapped else (lists, shared)
         return shared
 

@@ -62,12 +62,13 @@ class Progress:
     Attributes:
         num_steps: Returns the optimizer steps so far; called when staging begins and when it ends.
         num_updates: Optimizer steps since the last checkpoint that changed parameters.
-        moved: Names of the parameters that the last of these updates changed.
+        moved: Returns the names of the parameters that the last of these updates changed; called once, while training
+            continues.
     """
 
     num_steps: Callable[[], int]
     num_updates: int = 0
-    moved: frozenset[str] = frozenset()
+    moved: Callable[[], frozenset[str]] = frozenset
 
 
 @dataclass(frozen=True)
@@ -283,14 +284,16 @@ class SavePipeline:
         others = [*shared.copied, *of_rank]
         if self.mode != "sync":
             others = [LocalShard(local.part, local.data.clone()) for local in others]
-        written = shared.watched
         # The step clock catches an optimizer step, torch's version counters any other in-place write. A write through
         # `.data` bumps no counter; the second digest in `job` finds it if it fell between copy and first digest.
-        before = (progress.num_steps(), plain_write_counts(written))
+        before = (progress.num_steps(), plain_write_counts(shared.parameters))
         # After the clones, which run on the training stream: the saves' stream waits for this event, and so for them.
         event = record_staging_event(snapshot.parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
+            # Counted only here, because training would wait: a write of a callback before this belongs to the save, as
+            # it does to the run, and a step of the optimizer is caught by the clock.
+            states_before = plain_write_counts(shared.states)
             whole = snapshot.whole()
             if shared.shards != plan.own:  # compared here, where training does not wait
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
@@ -301,7 +304,8 @@ class SavePipeline:
             staged = self._stager.stage_one_at_a_time(live, ours) if is_sync else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, whole, progress, staged, limit_seconds)
-            if before != (progress.num_steps(), plain_write_counts(written)):
+            counts = (progress.num_steps(), plain_write_counts(shared.parameters))
+            if counts != before or plain_write_counts(shared.states) != states_before:
                 raise TornSnapshotError("training changed tensors during staging: an optimizer step came too early")
             return job, staged.data
 
@@ -323,7 +327,7 @@ class SavePipeline:
                 plan.save.shards_by_writer,
                 target.retention,
                 progress.num_updates,
-                progress.moved,
+                progress.moved(),
                 target.events,
                 target.scope,
             )

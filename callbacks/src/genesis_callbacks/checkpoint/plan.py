@@ -48,20 +48,26 @@ class SharedParts:
 
     Args:
         parts: The parts of one rank: of the model, and of its optimizers' state.
-        watched: Tensors with the data of all parts that only an optimizer step writes; None for the parts' own. Those
-            parts are copied while the next forward runs, and a write to one of these tensors meanwhile is noticed.
+        parameters: Tensors with the data of all parameters; None for the parts' own. Parameters and the state of
+            optimizers are copied while the next forward runs, and a write to one of these tensors meanwhile is noticed.
+        states: Tensors with the data of all states of optimizers; None for the parts' own.
 
     Attributes:
         shards: The description of each part, in order.
         copied: The parts that the next forward may change, so that they are copied at once.
     """
 
-    def __init__(self, parts: list[LocalShard], watched: list[Tensor] | None = None) -> None:
+    def __init__(
+        self, parts: list[LocalShard], parameters: list[Tensor] | None = None, states: list[Tensor] | None = None
+    ) -> None:
         self.parts = parts
         self.shards = tuple(local.part for local in parts)
         self.copied = [local for local in parts if local.part.kind not in _OVERLAPPED_KINDS]
-        overlapped = (local.data for local in parts if local.part.kind in _OVERLAPPED_KINDS)
-        self.watched = list(overlapped) if watched is None else watched
+        self.parameters = self._list("parameter") if parameters is None else parameters
+        self.states = self._list("optimizer") if states is None else states
+
+    def _list(self, kind: TensorKind) -> list[Tensor]:
+        return [local.data for local in self.parts if local.part.kind == kind]
 
 
 @dataclass(frozen=True)
