@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -43,7 +43,19 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 class ForkedCommand:
-    """A running command, with the methods of `subprocess.Popen` that tests use; it may be used in a `with`."""
+    """A running command, with the methods of `subprocess.Popen` that tests use; it may be used in a `with`.
+
+    Args:
+        module: A module, or the path of a script that ends with `.py`.
+        arguments: Of the command.
+        cwd: Its working directory; this process's if None.
+        env: Its environment; this process's if None.
+        stdin: `PIPE`, or None for nothing to read.
+        stdout: As for `subprocess.Popen`.
+        stderr: As for `subprocess.Popen`.
+        pass_descriptor: One more descriptor for it; its number becomes the last argument.
+        preloaded: What the process that it is forked from has imported; chosen by the module if None.
+    """
 
     def __init__(
         self,
@@ -51,9 +63,11 @@ class ForkedCommand:
         *arguments: str | Path,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
         stdout: Target = None,
         stderr: Target = None,
         pass_descriptor: int | None = None,
+        preloaded: tuple[str, ...] | None = None,
     ) -> None:
         self.args = ["python", "-m", module, *map(str, arguments)]
         self.returncode: int | None = None
@@ -66,11 +80,12 @@ class ForkedCommand:
         self.stdout, out = _open(stdout, 1)
         self.stderr, err = (None, os.dup(out)) if stderr == STDOUT else _open(stderr, 2)
         reports, pipe = os.pipe()
-        stdin = os.open(os.devnull, os.O_RDONLY)
-        modules = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else MODULES
+        self.stdin, given = _open_stdin(stdin)
+        if preloaded is None:
+            preloaded = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else MODULES
         passed = [] if pass_descriptor is None else [pass_descriptor]
-        socket.send_fds(_requests(modules), [json.dumps(request).encode()], [stdin, out, err, *passed, pipe])
-        for descriptor in (stdin, out, err, pipe):
+        socket.send_fds(_requests(preloaded), [json.dumps(request).encode()], [given, out, err, *passed, pipe])
+        for descriptor in (given, out, err, pipe):
             os.close(descriptor)
         self._reports = os.fdopen(reports, "r", encoding="ascii")
         self.pid = int(self._reports.readline())
@@ -171,6 +186,20 @@ def start_worker(module: str, descriptor: int) -> ForkedCommand:
     return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor)
 
 
+def fork_python(command: Sequence[str], *, text: bool = True, **options: Any) -> Any:
+    """Does what `subprocess.Popen(command)` does, for a command of this interpreter that runs a module or a script.
+
+    The command of another interpreter is started, as is code of `-c`.
+    """
+    python, *words = command
+    words = [word for word in words if word != "-P"]
+    preloaded = options.pop("preloaded", None)
+    if python != sys.executable or words[0] == "-c":
+        return subprocess.Popen(command, text=text, **options)
+    program, *arguments = words[1:] if words[0] == "-m" else words
+    return ForkedCommand(program, *arguments, preloaded=preloaded, **options)
+
+
 def run_genesis(
     *arguments: str | Path, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
@@ -188,6 +217,15 @@ def _open(target: Target, standard: int) -> tuple[IO[str] | None, int]:
     if target is None:
         return None, os.dup(standard)
     return None, os.dup(target if isinstance(target, int) else target.fileno())
+
+
+def _open_stdin(target: int | None) -> tuple[IO[str] | None, int]:
+    """Returns the end of a pipe to write to, if one is asked for, and a descriptor for the child."""
+    if target == PIPE:
+        theirs, ours = os.pipe()
+        return os.fdopen(ours, "w", encoding="utf-8"), theirs
+    assert target is None
+    return None, os.open(os.devnull, os.O_RDONLY)
 
 
 @functools.cache

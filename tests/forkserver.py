@@ -1,11 +1,11 @@
 """The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
 Its arguments are the descriptor of a socket and the modules to import. It reads requests from that socket: as JSON a
-module, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at
-most one more for the module (its number becomes the last argument) and a pipe. To the pipe it writes the child's
-process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
-`python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the fork: the threads of OpenMP do
-not survive one.
+module or a script, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout,
+stderr, at most one more for the module (its number becomes the last argument) and a pipe. To the pipe it writes the
+child's process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
+`python -m MODULE` does, or the script as `python -P SCRIPT` does, and ends as any interpreter ends. Nothing may compute
+before the fork: the threads of OpenMP do not survive one.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from genesis_callbacks.testing import fork_writers
 
 MAX_REQUEST_BYTES = 1 << 20
 NUM_STANDARD = 3
+SCRIPT_SUFFIX = ".py"
 MAX_DESCRIPTORS = 5
 
 
@@ -91,7 +92,7 @@ def report_ends(pipes: dict[int, int]) -> None:
 
 
 def become(request: Request) -> None:
-    """Turns this process into `python -m MODULE`, and runs it."""
+    """Turns this process into `python -m MODULE` or `python -P SCRIPT`, and runs it."""
     for number, descriptor in enumerate(request.descriptors[:NUM_STANDARD]):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -105,7 +106,11 @@ def become(request: Request) -> None:
     given = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in given if path and path not in sys.path]
     sys.argv[1:] = [*request.arguments, *map(str, request.descriptors[NUM_STANDARD:])]
-    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    if request.module.endswith(SCRIPT_SUFFIX):
+        sys.argv[0] = request.module
+        runpy.run_path(request.module, run_name="__main__")
+    else:
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:

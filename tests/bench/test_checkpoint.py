@@ -112,6 +112,7 @@ def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) 
 
 @MANY_PROCESSES
 @pytest.mark.bench
+@pytest.mark.usefixtures("forked_contenders")
 def test_saves_of_adapters_hold_the_adapters_alone_and_their_stall_is_measured(tmp_path: Path) -> None:
     modes = f"{BASELINE},process,torch-sync"
     record = run_bench(tmp_path, "--pairs", "2", "--adapter-rank", "4", "--modes", modes)

@@ -15,6 +15,7 @@ SMALL = [
 
 
 @pytest.mark.bench
+@pytest.mark.usefixtures("forked_contenders")
 def test_a_record_tells_of_every_part_and_has_a_page_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from genesis.model.router import find_routers
 
 
 @pytest.mark.bench
+@pytest.mark.usefixtures("forked_contenders")
 @pytest.mark.parametrize(("ranks", "peers"), [("1", ["grouped_mm", "eager"]), ("2", [])])
 def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
     tmp_path: Path, ranks: str, peers: list[str]

@@ -38,6 +38,7 @@ def _write_model(directory: Path) -> None:
 
 
 @pytest.mark.bench
+@pytest.mark.usefixtures("forked_finetuners")
 def test_adapters_whole_models_and_dpo_train_with_the_losses_of_peft_and_trl(tmp_path: Path) -> None:
     _write_model(tmp_path / "model")
     conversations = tmp_path / "conversations.jsonl"

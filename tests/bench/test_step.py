@@ -11,6 +11,7 @@ from genesis.errors import UserError
 
 
 @pytest.mark.bench
+@pytest.mark.usefixtures("forked_contenders")
 def test_a_run_measures_every_contender_and_writes_a_record_without_paths(tmp_path: Path) -> None:
     out = tmp_path / "records" / "step.json"
     arguments = ["--model", "tiny", "--contenders", "genesis,genesis-packed,bare,matmul", "--pairs", "2"]
