@@ -21,7 +21,7 @@ def free_port() -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_other_rank_names_a_killed_one_in_its_last_line_and_prints_no_traceback(
     lost: int, tiny_corpus: Path, tmp_path: Path
 ) -> None:

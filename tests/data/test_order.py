@@ -106,7 +106,7 @@ def test_sources_of_equal_length_are_shuffled_apart() -> None:
     assert not np.array_equal(sequences[sources == 0], sequences[sources == 1])
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(order=orders, position=st.integers(0, 400), data=st.data())
 def test_a_changed_mix_leaves_the_past_alone_and_no_source_skips_a_sequence(
     order: SequenceOrder, position: int, data: st.DataObject
@@ -187,7 +187,7 @@ def test_a_limited_order_is_the_same_after_a_resume_at_any_position(
         assert fresh.continued(state, mix.start_position) == order
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(limited=limited_orders(), data=st.data())
 def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
     limited: tuple[SequenceOrder, dict[str, int]], data: st.DataObject

@@ -24,7 +24,13 @@ def build_prompts(number):
 
 
 @pytest.mark.parametrize(
-    ("has_cache", "num_shared", "read_tokens"), [(True, 0, None), (False, 0, None), (True, 12, None), (True, 12, 30)]
+    ("has_cache", "num_shared", "read_tokens"),
+    [
+        pytest.param(True, 0, None, marks=pytest.mark.slow),
+        (False, 0, None),
+        pytest.param(True, 12, None, marks=pytest.mark.slow),
+        (True, 12, 30),
+    ],
 )
 def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache, num_shared, read_tokens):
     check_texts_that_come_and_go(decoder, 40, num_shared, has_cache=has_cache, read_tokens=read_tokens)

@@ -27,7 +27,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a path of
         "mask",
         "document by document, autocast",
         "mask, autocast",
-        "compiled",
+        pytest.param("compiled", marks=pytest.mark.slow),
         pytest.param("kernel, cuda", marks=needs_cuda),
         pytest.param("mask, cuda", marks=needs_cuda),
     ]

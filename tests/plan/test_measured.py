@@ -150,12 +150,35 @@ for _layout in (ONE, Layout("replicated", 2), Layout("zero1", 2), FULL, Layout("
         CASES[_name] = case(replace(_layout, activation_checkpointing=_policy), global_batch_size=12 * _ranks)
 
 
-# Quick cases prove each strategy and part once.
-_SLOW: Final = ("experts shared by two,", "experts shared by two of", "linear,", "linear and")
+# They prove each strategy, part and policy once; the others prove them together.
+_QUICK: Final = (
+    "one device",
+    "one device, documents",
+    "one device, bf16-mixed",
+    "one device, muon",
+    "one device, gated attention",
+    "one device, groups of 3",
+    "experts",
+    "experts shared by two",
+    "linear",
+    "adapters",
+    "adapters, DoRA",
+    "preferences",
+    "full, one micro-batch",
+    "full, bf16-mixed",
+    "full, no prefetch",
+    *(f"{layout.name}, checkpointing block" for layout in (Layout("replicated", 2), Layout("zero1", 2), FULL)),
+    *(f"{layout.name}, checkpointing 2" for layout in (Layout("grad_op", 2, 2), Layout("hybrid", 4, 2))),
+    f"{replace(FULL, cpu_offload=True).name}, checkpointing none",
+)
 
 
 def mark(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.slow) if name.startswith(_SLOW) else name
+    return name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+
+
+def test_each_quick_case_is_a_case() -> None:
+    assert set(_QUICK) <= CASES.keys()
 
 
 @pytest.mark.parametrize("name", [mark(name) for name in CASES])

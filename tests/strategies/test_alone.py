@@ -25,7 +25,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_alone("single", tmp_path_factory.mktemp("alone") / "single")
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "zero1"])
+@pytest.mark.parametrize("strategy", ["replicated", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_one_device_listens_on_no_port_and_trains_bit_for_bit_as_lightnings_own_strategy(
     strategy: str, expected: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -116,7 +116,8 @@ def sum_and_average(shard: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("shard", [slow("full"), "hybrid"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["full", "hybrid"])
 def test_summed_gradients_are_those_of_an_average_bit_for_bit_on_four_ranks(shard: str) -> None:
     for summed, averaged in run_ranks(sum_and_average, 4, shard):
         assert all(torch.equal(summed[name], averaged[name]) for name in summed)
@@ -202,7 +203,7 @@ def test_a_run_depends_on_data_ranks_and_not_on_global_ranks(
 # Not `pairs`: where DDP has more than two ranks, its buckets of the first step, and of the first after a resume, add in
 # another order than those that it builds again after that step.
 @pytest.mark.parametrize(
-    ("layout", "world_size"), [slow("reversed", 2), ("reversed_shards", 2), slow("paired_shards", 4)]
+    ("layout", "world_size"), [slow("reversed", 2), slow("reversed_shards", 2), slow("paired_shards", 4)]
 )
 def test_a_run_whose_data_ranks_are_not_the_global_ranks_goes_on_bit_for_bit(
     tmp_path: Path, tiny_corpus: Path, straight: Straight, layout: str, world_size: int

@@ -13,7 +13,7 @@ from genesis.strategies.mesh import WorldMesh
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import find_latest, read_manifest
 from genesis_callbacks.testing import run_ranks
-from tests.train.support import build_module, build_strategy, build_trainer, loader
+from tests.train.support import build_module, build_strategy, build_trainer, loader, run_in_turn
 
 DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 4, "ep": 8}
 WORLD_SIZE = 64
@@ -60,6 +60,13 @@ def test_an_axis_of_one_rank_opens_no_connection() -> None:
         assert backends == {"pp": "fake", "dp_replicate": "fake", "fsdp": "gloo", "tp": "fake"}
 
 
+MESHES = {
+    "replicated": {"dp_replicate": 4},
+    "full": {"dp_shard": 4},
+    "hybrid": {"dp_replicate": 2, "dp_shard": 2},
+}
+
+
 def train_one_step(run_dir: str, strategy: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, mode="sync")
@@ -68,12 +75,9 @@ def train_one_step(run_dir: str, strategy: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("strategy", "mesh"),
-    [("replicated", {"dp_replicate": 4}), ("full", {"dp_shard": 4}), ("hybrid", {"dp_replicate": 2, "dp_shard": 2})],
-)
-def test_the_manifest_has_the_degrees(tmp_path: Path, strategy: str, mesh: dict[str, int]) -> None:
-    run_ranks(train_one_step, 4, str(tmp_path), strategy)
-    latest = find_latest(tmp_path)
-    assert latest is not None
-    assert read_manifest(latest).mesh == mesh
+def test_the_manifest_has_the_degrees(tmp_path: Path) -> None:
+    run_ranks(run_in_turn, 4, train_one_step, [(str(tmp_path / name), name) for name in MESHES])
+    for name, mesh in MESHES.items():
+        latest = find_latest(tmp_path / name)
+        assert latest is not None
+        assert read_manifest(latest).mesh == mesh

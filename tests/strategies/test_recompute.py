@@ -1,5 +1,6 @@
 """Groups of blocks that are recomputed together: the gradients are those without recomputation, bit for bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -139,9 +140,13 @@ SHARDS: dict[str, tuple[DecoderConfig, dict[str, Any]]] = {
 }
 
 
-def compare_shards() -> list[str]:
+QUICK_SHARDS = ("units of three", "adapters")
+
+
+def compare_shards(names: Sequence[str]) -> list[str]:
     wrong = []
-    for name, (shape, options) in SHARDS.items():
+    for name in names:
+        shape, options = SHARDS[name]
         plain, grouped = gradients_of(shape, **options), gradients_of(shape, **options, **GROUPS)
         moved = gradients_of(shape, **options, **GROUPS, traffic=Traffic())
         if not plain or any(not torch.equal(plain[key], other[key]) for key in plain for other in (grouped, moved)):
@@ -149,8 +154,15 @@ def compare_shards() -> list[str]:
     return wrong
 
 
-def test_gradients_with_groups_are_those_without_under_every_form_of_sharding() -> None:
-    assert run_ranks(compare_shards, 2) == [[], []]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK_SHARDS, id="quick"),
+        pytest.param([name for name in SHARDS if name not in QUICK_SHARDS], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_with_groups_are_those_without_under_every_form_of_sharding(names: Sequence[str]) -> None:
+    assert run_ranks(compare_shards, 2, names) == [[], []]
 
 
 def compare_compiled() -> list[str]:

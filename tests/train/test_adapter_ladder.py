@@ -77,7 +77,8 @@ def climb(
         pytest.param("replicated", 2, DORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("zero1", 2, LORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("full", 1, LORA, torch.float32, marks=pytest.mark.slow),
-        ("full", 2, DORA, torch.float32),
+        # `tests/cli/test_adapter.py` resumes a run in the quick tier.
+        pytest.param("full", 2, DORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("full", 4, DORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("full", 2, LORA, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, DORA, torch.float32, marks=pytest.mark.slow),
@@ -131,7 +132,8 @@ def test_compiled_blocks_give_adapters_the_same_weights(
         torch.testing.assert_close(compiled["weights"][name], tensor, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", "replicated"])
 def test_adapters_on_two_ranks_equal_those_on_one(tmp_path: Path, tiny_corpus: Path, strategy: str) -> None:
     base = make_base(tmp_path / "base", tiny_corpus)
     adapter = {"rank": 3, "dora": True}

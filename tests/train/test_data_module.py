@@ -592,7 +592,7 @@ def _run_ranks(corpus: Path, folder: Path, packing: Packing, num_ranks: int, max
     return batches, [validated for _, validated, _ in ranks], json.loads(state)
 
 
-@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+@pytest.mark.parametrize("packing", [pytest.param("chunk", marks=pytest.mark.slow), "best_fit"])
 def test_two_then_four_ranks_then_one_train_the_same_global_batches(
     corpus: Path, tmp_path: Path, packing: Packing
 ) -> None:

@@ -105,7 +105,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, teacher: 
         pytest.param("replicated", 1, "teacher", marks=pytest.mark.slow),
         pytest.param("replicated", 1, "cache", marks=pytest.mark.slow),
         pytest.param("replicated", 2, "cache", marks=pytest.mark.slow),
-        ("full", 2, "teacher"),
+        # `tests/cli/test_distillation.py` resumes a run in the quick tier.
+        pytest.param("full", 2, "teacher", marks=pytest.mark.slow),
         pytest.param("full", 2, "cache", marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, "teacher", marks=pytest.mark.slow),
     ],

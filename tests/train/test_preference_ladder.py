@@ -129,7 +129,8 @@ def figures_of(log: dict[str, float]) -> dict[str, float]:
         pytest.param("replicated", 1, LORA, marks=pytest.mark.slow),
         pytest.param("replicated", 2, None, marks=pytest.mark.slow),
         pytest.param("replicated", 2, LORA, marks=pytest.mark.slow),
-        pytest.param("full", 2, LORA),
+        # `tests/cli/test_preference.py` resumes a run in the quick tier.
+        pytest.param("full", 2, LORA, marks=pytest.mark.slow),
         pytest.param("full", 2, None, marks=pytest.mark.slow),
         pytest.param("replicated", 1, None, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, {**LORA, "dora": True}, marks=pytest.mark.slow),

@@ -28,6 +28,7 @@ from tests.train.support import (
     loader,
     reference_gradients,
     rows_of_step,
+    run_in_turn,
     whole,
 )
 
@@ -45,30 +46,29 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
 
 
 CASES = [
-    ("single", 1), ("replicated", 1), ("full", 1),
-    ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2),
-    ("checkpointing", 2), pytest.param("compiled", 1, marks=pytest.mark.slow),
-    pytest.param("compiled_shards", 2, marks=pytest.mark.slow), pytest.param("reduced_each", 2, marks=pytest.mark.slow),
-    ("replicated", 4), ("full", 4), ("hybrid", 4),
+    (1, "single replicated full"), (2, "replicated zero1 full grad_op two_blocks offload checkpointing"), (4, "hybrid"),
+    pytest.param(1, "compiled", marks=pytest.mark.slow), pytest.param(4, "replicated full", marks=pytest.mark.slow),
+    pytest.param(2, "compiled_shards reduced_each", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), CASES)
-def test_uneven_micro_batches_give_the_gradient_of_one_big_batch(strategy: str, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "strategies"), CASES)
+def test_uneven_micro_batches_give_the_gradient_of_one_big_batch(world_size: int, strategies: str) -> None:
     expected, norm = reference_gradients(TINY, 0)
     num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
-    for gradients, rank_norm, tokens in run_ranks(one_step, world_size, strategy):
-        assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():
-            assert (gradient.double() - expected[name]).abs().max() < 1e-6, name
-        assert rank_norm == pytest.approx(norm, abs=1e-6)
-        assert tokens == num_valid
+    names = strategies.split()
+    for found in run_ranks(run_in_turn, world_size, one_step, [(name,) for name in names]):
+        for strategy, (gradients, rank_norm, tokens) in zip(names, found, strict=True):
+            assert gradients.keys() == expected.keys(), strategy
+            for name, gradient in gradients.items():
+                assert (gradient.double() - expected[name]).abs().max() < 1e-6, (strategy, name)
+            assert rank_norm == pytest.approx(norm, abs=1e-6), strategy
+            assert tokens == num_valid, strategy
 
 
 def test_all_ranks_report_the_same_norm() -> None:
-    for strategy in ("replicated", "full"):
-        norms = [norm for _, norm, _ in run_ranks(one_step, 2, strategy)]
-        assert norms[0] == norms[1]
+    first, second = run_ranks(run_in_turn, 2, one_step, [("replicated",), ("full",)])
+    assert [norm for _, norm, _ in first] == [norm for _, norm, _ in second]
 
 
 class PoisonOneRank(pl.Callback):
@@ -143,23 +143,28 @@ class WithSkippedWindow:
         return skipped
 
 
+REASONS = {"nan": "nonfinite_gradient", "empty": "no_valid_tokens", "skipped": "skipped_data"}
+
+
 @pytest.mark.parametrize("strategy", ["replicated", "full"])
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("nan", "nonfinite_gradient"), ("empty", "no_valid_tokens"), ("skipped", "skipped_data")],
-)
-def test_a_bad_window_is_skipped_by_all_ranks(strategy: str, fault: str, reason: str) -> None:
+def test_a_bad_window_is_skipped_by_all_ranks(strategy: str) -> None:
+    for found in run_ranks(run_in_turn, 2, three_steps, [(strategy, fault) for fault in REASONS]):
+        for fault, states in zip(REASONS, found, strict=True):
+            check_skip(fault, *states)
+
+
+def check_skip(fault: str, first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]) -> None:
+    """Checks that the second of three windows changed nothing and was counted for what it is."""
     num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
-    for first, second, third in run_ranks(three_steps, 2, strategy, fault):
-        assert second["reason"] == reason
-        assert first["tensors"].keys() == second["tensors"].keys()
-        assert all(torch.equal(first["tensors"][name], second["tensors"][name]) for name in first["tensors"])
-        assert any(not torch.equal(second["tensors"][name], third["tensors"][name]) for name in first["tensors"])
-        seen_in_window = num_valid if fault == "nan" else 0
-        assert second["seen"] == first["seen"] + seen_in_window
-        assert second["updated"] == first["updated"]
-        assert [state["updates"] for state in (first, second, third)] == [1, 1, 2]
-        assert [state["step"] for state in (first, second, third)] == [1, 2, 3]
+    assert second["reason"] == REASONS[fault]
+    assert first["tensors"].keys() == second["tensors"].keys()
+    assert all(torch.equal(first["tensors"][name], second["tensors"][name]) for name in first["tensors"])
+    assert any(not torch.equal(second["tensors"][name], third["tensors"][name]) for name in first["tensors"])
+    seen_in_window = num_valid if fault == "nan" else 0
+    assert second["seen"] == first["seen"] + seen_in_window
+    assert second["updated"] == first["updated"]
+    assert [state["updates"] for state in (first, second, third)] == [1, 1, 2]
+    assert [state["step"] for state in (first, second, third)] == [1, 2, 3]
 
 
 def overflow_run() -> tuple[list[dict[str, Any]], float]:
@@ -206,15 +211,14 @@ def count_collectives(strategy: str) -> dict[str, int]:
 
 def test_gradients_meet_once_per_window_or_in_every_micro_batch_if_asked_to() -> None:
     num_units = TINY.num_layers + 1
-    for counts in run_ranks(count_collectives, 2, "full"):
+    of_each = [("full",), ("reduced_each",), ("replicated",)]
+    for full, reduced_each, replicated in run_ranks(run_in_turn, 2, count_collectives, of_each):
         # Four micro-batches a window: one reduction per sharded unit, not one per unit and micro-batch.
-        assert sum(n for name, n in counts.items() if "reduce_scatter" in name) == num_units
-    for counts in run_ranks(count_collectives, 2, "reduced_each"):
-        assert sum(n for name, n in counts.items() if "reduce_scatter" in name) == 4 * num_units
-    for counts in run_ranks(count_collectives, 2, "replicated"):
+        assert sum(n for name, n in full.items() if "reduce_scatter" in name) == num_units
+        assert sum(n for name, n in reduced_each.items() if "reduce_scatter" in name) == 4 * num_units
         # One bucket, DDP's map of used parameters, the count of valid tokens, and the sum of the losses; TokenCounters
         # is absent here.
-        assert sum(n for name, n in counts.items() if "allreduce" in name) == 4
+        assert sum(n for name, n in replicated.items() if "allreduce" in name) == 4
 
 
 def gradients_with_dropout(strategy_options: dict[str, Any]) -> dict[str, Tensor]:

@@ -314,6 +314,7 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(inputs: Path) -> None
     assert_same_result(options.out, inputs / "cleaned", inputs)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_named_and_what_is_finished_is_kept(inputs: Path) -> None:
     options = make_options(inputs, out=inputs / "worker-killed")
     process = start_cleaning(options, inputs)
