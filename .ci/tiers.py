@@ -26,12 +26,16 @@ class TierReport:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Writes each test's tier to the test's report, which pytest-xdist sends from worker to controller.
+        """Puts the longest tests first, and writes each test's tier to the test's report.
+
+        A long test that starts last leaves the other workers idle. pytest-xdist sends the report from worker to
+        controller.
 
         Raises:
             pytest.UsageError: The installed pytest-xdist cannot group the tests of the installed pytest. Grouping needs
                 a private attribute of pytest; without groups each worker would build the fixtures that a group shares.
         """
+        items.sort(key=lambda item: item.get_closest_marker("early") is None)
         is_grouped = config.getoption("loadgroup", default=False)
         for item in items:
             if is_grouped and item.get_closest_marker("xdist_group") and "@" not in item.nodeid:

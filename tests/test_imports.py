@@ -97,6 +97,7 @@ def list_third_parties() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.process
 def test_importing_a_module_changes_no_state_of_the_process() -> None:
     request = json.dumps([list_modules(), list_third_parties()])

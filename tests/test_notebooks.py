@@ -95,6 +95,7 @@ def test_a_notebook_is_committed_without_outputs(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
+@pytest.mark.early
 def test_a_notebook_runs_and_shows_a_picture_and_what_it_teaches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Names of sockets must be short, and pytest's directories are not.
     with tempfile.TemporaryDirectory() as directory:

@@ -46,6 +46,7 @@ def test_too_few_steps_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.demo
+@pytest.mark.early
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path) -> None:

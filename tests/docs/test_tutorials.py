@@ -44,6 +44,7 @@ def run(block: CodeBlock, directory: Path, environment: dict[str, str]) -> str:
 @pytest.mark.parametrize("page", TUTORIALS, ids=[page.stem for page in TUTORIALS])
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.timeout(900)
 def test_a_tutorial_runs_from_top_to_bottom_in_an_empty_directory(
     page: Path, tmp_path: Path, environment: dict[str, str]

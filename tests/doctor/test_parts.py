@@ -150,6 +150,7 @@ def test_a_killed_run_resumes_bit_for_bit(probe: Probe) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.process
 def test_the_doctor_examines_the_simulated_device(tmp_path: Path) -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:

@@ -110,6 +110,7 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
+@pytest.mark.early
 def test_a_run_that_is_killed_while_it_starts_ends_bit_equal(tmp_path: Path, tiny_corpus: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yaml",

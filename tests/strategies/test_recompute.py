@@ -179,6 +179,7 @@ def compare_compiled() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_gradients_with_groups_of_compiled_blocks_are_those_without() -> None:
     find_compiler()

@@ -24,6 +24,7 @@ def run_faults(
 
 
 @pytest.mark.slow
+@pytest.mark.early
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_a_run_with_a_few_faults_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
