@@ -112,6 +112,24 @@ def test_flipped_byte_is_refused_by_name_and_latest_falls_back(tmp_path, name):
     assert not second.exists()
 
 
+@pytest.mark.parametrize("reader", ["read_manifest", "_verify_tensors"])
+def test_a_checkpoint_that_another_rank_quarantines_during_the_search_is_passed_over(tmp_path, monkeypatch, reader):
+    first, second = save_steps(tmp_path, 3, 6)
+    flip_byte(second / "__0_0.distcp")
+    module = sys.modules[verify.__module__]
+    original = getattr(module, reader)
+
+    def read_late(*arguments):
+        monkeypatch.setattr(module, reader, original)
+        with pytest.warns(QuarantineWarning, match="step-00000006"):
+            assert find_latest(tmp_path) == first
+        return original(*arguments)
+
+    monkeypatch.setattr(module, reader, read_late)
+    assert find_latest(tmp_path) == first
+    assert not second.exists()
+
+
 @pytest.mark.parametrize("name", ["COMMITTED", "manifest.json", "__0_0.distcp", "state.json", ".metadata"])
 def test_missing_or_truncated_file_is_refused(tmp_path, name):
     first, second = save_steps(tmp_path, 3, 6)

@@ -178,7 +178,8 @@ def find_latest(
     """Returns the newest committed checkpoint that verifies, or None if there are no checkpoints.
 
     "Newest" follows the lineage, not the step. A checkpoint that does not verify is renamed to `quarantined-...` and
-    named in a `QuarantineWarning`; the checkpoint before it is tried next. Only rank 0 calls it; no communication.
+    named in a `QuarantineWarning`; the checkpoint before it is tried next. A checkpoint that another process renames
+    during the search is passed over in silence, because that process reports it. No communication.
 
     Args:
         directory: A run's directory, or its directory of `step-*`.
@@ -202,7 +203,12 @@ def find_latest(
     for path in sorted(candidates, key=_order, reverse=True):
         try:
             verify(path, level, places=places)
-        except CorruptCheckpointError as error:
+        except CheckpointError as error:
+            if not path.exists():
+                # Another rank searches at the same time and has quarantined it.
+                continue
+            if not isinstance(error, CorruptCheckpointError):
+                raise
             bad[path] = error
         else:
             # Only now: if no checkpoint is whole, or an error ends this search, nothing has been renamed.
