@@ -140,6 +140,35 @@ def test_going_on_from_an_older_one_supersedes_the_newer(tmp_path):
     assert read_manifest(latest).previous.name == "step-00000002"
 
 
+def test_a_run_goes_on_from_a_copy_with_another_name_and_its_saves_verify(tmp_path):
+    run_training(1, tmp_path / "first", "single", 2)
+    copy = tmp_path / "kept/good"
+    shutil.copytree(find_latest(tmp_path / "first"), copy)
+    run_training(1, tmp_path / "second", "single", 4, every_n_steps=1, ckpt_path=str(copy))
+    assert names_in(tmp_path / "second") == ["step-00000003", "step-00000004"]
+    for name in names_in(tmp_path / "second"):
+        verify(tmp_path / "second/checkpoints" / name, "deep")
+    previous = read_manifest(tmp_path / "second/checkpoints/step-00000003").previous
+    assert (previous.name, previous.directory) == ("step-00000002", "../../kept")
+
+
+@pytest.mark.parametrize("name", ["step-00000002", "moved"])
+def test_a_checkpoint_behind_a_link_to_another_disk_stays_the_runs_own(tmp_path, name):
+    run_training(1, tmp_path / "run", "single", 2, every_n_steps=1)
+    path, target = tmp_path / "run/checkpoints/step-00000002", tmp_path / "disk" / name
+    target.parent.mkdir()
+    path.rename(target)
+    path.symlink_to(target)
+    run_training(1, tmp_path / "run", "single", 3, every_n_steps=1, ckpt_path=str(path))
+    assert names_in(tmp_path / "run") == ["step-00000001", "step-00000002", "step-00000003"]
+    previous = read_manifest(find_latest(tmp_path / "run")).previous
+    assert (previous.name, previous.directory) == ("step-00000002", None)
+    run_training(1, tmp_path / "run", "single", 5, every_n_steps=1, keep_last=1, ckpt_path="latest")
+    assert names_in(tmp_path / "run") == ["step-00000005"]
+    assert not list((tmp_path / "run/checkpoints").glob(".trash/*"))
+    assert (target / "COMMITTED").exists()
+
+
 def test_latest_on_an_empty_directory_starts_from_nothing(tmp_path):
     for strategy in ("single", "fsdp2"):
         runs = run_training(WORLD_SIZES[strategy], tmp_path / strategy, strategy, 2, ckpt_path="latest")

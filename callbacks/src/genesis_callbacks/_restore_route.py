@@ -1,5 +1,6 @@
 """Replaces a strategy's `load_checkpoint`: finds the checkpoint that a Trainer asks for, checks it and returns it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -63,6 +64,13 @@ class RestoreRoute:
         self._verified = self._look(quarantine_bad=is_first)
         return self._verified
 
+    def _locate(self, target: str, siblings: Sequence["RestoreRoute"]) -> Path:
+        """Returns a checkpoint's directory; a link in a directory of the run, to another disk, stays the run's own."""
+        path = Path(os.path.abspath(target))  # noqa: PTH100  # resolve() would follow the link
+        place = path.parent.resolve() / path.name
+        own = {self._options.directory, *(sibling._options.directory for sibling in siblings)}
+        return place if place.parent in own and is_checkpoint_name(place.name) else path.resolve()
+
     def _agree_on_latest(self, ranks: Ranks) -> Path | None:
         self._verified = ranks.attempt_and_gather(
             "looking for the latest checkpoint",
@@ -120,7 +128,7 @@ class RestoreRoute:
         target = ranks.broadcast(str(path))
         if target != LATEST and not _is_ours(Path(target)):
             return original(path)
-        found = self._agree_on_latest(ranks) if target == LATEST else Path(target).resolve()
+        found = self._agree_on_latest(ranks) if target == LATEST else self._locate(target, siblings)
         if found is None:
             return NothingToRestore({"pytorch-lightning_version": version("lightning")})
         # `latest` has just verified this checkpoint, so its files are not read twice. The restored tensors are compared

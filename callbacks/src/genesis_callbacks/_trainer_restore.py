@@ -39,6 +39,7 @@ from .checkpoint.scope import SaveScope
 from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport, describe_model
+from .run_directory import checkpoint_name
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
 
@@ -75,7 +76,8 @@ class Restore:
         manifest = answers[0][0]
         assert manifest is not None
         self.manifest: Manifest = manifest
-        self.ancestor = Ancestor(path.name, read_committed_hash(path))
+        # By its step: a copy may have another name, but a manifest names checkpoints as a run does.
+        self.ancestor = Ancestor(checkpoint_name(manifest.step), read_committed_hash(path))
         self.has_weights_alone = False
         """Whether the run restores only the weights and starts everything else from scratch."""
         self.leaves_optimizer = False

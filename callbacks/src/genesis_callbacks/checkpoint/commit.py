@@ -108,7 +108,11 @@ def empty_trash(directory: Path) -> None:
     trash = directory / TRASH_NAME
     if trash.is_dir():
         for path in trash.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_symlink():  # a checkpoint that was moved to another disk; what it leads to is not ours
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_empty_trash(directory: Path) -> None:
