@@ -28,6 +28,7 @@ MARK_NAME: Final = "GENESIS_SUPERVISED"
 """Environment variable that marks every process of a supervised run."""
 
 _IMPORT_LIMIT_SECONDS: Final = 600.0
+_START_TRIES: Final = 3
 _END_LIMIT_SECONDS: Final = 20
 _POLL_SECONDS: Final = 0.02
 
@@ -99,13 +100,22 @@ class LauncherClient:
         Raises:
             RunEndedError: The launcher cannot be started.
         """
-        self.close()
-        self._process = start_launcher(self._directory, self._mark)
+        for _ in range(_START_TRIES):
+            self.close()
+            self._process = start_launcher(self._directory, self._mark)
+            if self._wait_connected(self._process):
+                return
+            if (self._process.poll() or 0) >= 0:  # an error of its own would come again; what a signal ended need not
+                break
+        raise RunEndedError(f"the launcher of ranks did not start (see {self._directory / 'launcher.log'})")
+
+    def _wait_connected(self, process: subprocess.Popen[bytes]) -> bool:
         deadline_seconds = time.monotonic() + _IMPORT_LIMIT_SECONDS
         while not self._try_connect():
-            if self._process.poll() is not None or time.monotonic() > deadline_seconds:
-                raise RunEndedError(f"the launcher of ranks did not start (see {self._directory / 'launcher.log'})")
+            if process.poll() is not None or time.monotonic() > deadline_seconds:
+                return False
             time.sleep(_POLL_SECONDS)
+        return True
 
     def fork(self, attempt: int, jobs: Sequence[Job]) -> LauncherState:
         """Forks the children of an attempt; waits until the launcher has imported.

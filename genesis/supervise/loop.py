@@ -330,7 +330,8 @@ class Supervisor:
             self._free()
             self._call("genesis.supervise.fresh:main", [str(self._options.run_dir)])
             self._state.best_step = 0
-            self._state.skips = replace(self._state.skips, positions=())  # those of a run that is over; the count stays
+            if action.is_fresh:  # the positions are of a run that is over; the count stays
+                self._state.skips = replace(self._state.skips, positions=())
 
     def _free(self) -> None:
         pids = [] if self._client.state is None else [child.pid for child in self._client.state.children]

@@ -121,7 +121,10 @@ class Plan:
         if action.checkpoints_back and steps:
             # A roll back supersedes newer checkpoints, so that the second begins at what the first left.
             limit = action.before_step
-            usable = [step for step in steps if limit is None or step <= limit] or steps[:1]
+            usable = [step for step in steps if limit is None or step <= limit]
+            if not usable and limit == 0:
+                return replace(plan, is_fresh=True)  # no step changed a weight before the storm
+            usable = usable or [steps[0]]  # retention has left none: the oldest has the weights from before the storm
             return replace(plan, from_step=usable[max(0, len(usable) - 1 - action.checkpoints_back)])
         return plan
 

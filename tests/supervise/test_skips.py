@@ -132,7 +132,8 @@ def test_a_step_without_memory_is_skipped_after_it_was_cut_smaller() -> None:
 def test_a_roll_back_begins_before_the_storm_even_if_it_was_saved() -> None:
     action = Action("restart", "", checkpoints_back=1, before_step=11)
     assert Plan.follow(Plan(), action, [4, 8, 10, 12, 14]).from_step == 8
-    assert Plan.follow(Plan(), action, [12, 14]).from_step == 12
+    assert Plan.follow(Plan(), action, [12, 14]) == Plan(from_step=12)
+    assert Plan.follow(Plan(), replace(action, before_step=0), [4, 8]) == Plan(is_fresh=True)
     assert Plan.follow(Plan(), replace(action, before_step=None), [4, 8, 10, 12, 14]).from_step == 12
 
 
@@ -234,6 +235,25 @@ def test_a_run_with_poisoned_windows_rolls_back_skips_them_and_equals_a_run_told
     assert state is not None
     assert state.skips == Skips(((80, 104),), 3)
     straight = train_straight(run, tiny_corpus, tmp_path, given, "--data.skip_positions", "[[80, 104]]")
+    comparison = compare_runs(straight, run.run_dir)
+    assert comparison.is_equal, comparison
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("forked_launcher")
+def test_a_run_that_begins_in_a_storm_begins_again_and_equals_a_run_told_to_skip_it(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
+    given = changes(0, 48)  # two storms of three windows; the second one is saved, at step 4
+    run = Run(tiny_corpus, tmp_path, given)
+    status = run.supervise(policy=Policy(max_ends_without_progress=4, may_skip_data=6))
+    assert status == 0, "\n".join(run.lines)
+    assert not [event for event in read_events(run.run_dir) if event.kind == "restored"]
+    state = read_state(RunDirectory(run.run_dir).supervisor)
+    assert state is not None
+    assert state.skips == Skips(((0, 48),), 6)
+    straight = train_straight(run, tiny_corpus, tmp_path, given, "--data.skip_positions", "[[0, 48]]")
     comparison = compare_runs(straight, run.run_dir)
     assert comparison.is_equal, comparison
 
