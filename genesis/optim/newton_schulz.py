@@ -183,9 +183,9 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     sizes = [sum(updates[i].numel() for i in owned[owner]) for owner in range(world_size)]
     received = _exchange(sent, sizes, group)
     results: dict[int, Tensor] = {}
-    for owner, rows in enumerate(torch.split(torch.cat(received).to(updates[0].device), sizes)):
+    for owner, rows in enumerate(torch.split(_bring(received, updates), sizes)):
         results.update(zip(owned[owner], _split(rows, [tuple(updates[i].shape) for i in owned[owner]]), strict=True))
-    return [results[i].to(updates[i].dtype) for i in range(len(updates))]
+    return [results[i].to(updates[i].device, updates[i].dtype) for i in range(len(updates))]
 
 
 def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
@@ -248,8 +248,18 @@ def _rows_of(matrix: Tensor, rank: int, world_size: int) -> Tensor:
 def _concatenate(tensors: Sequence[Tensor], device: str) -> BFloat16[Tensor, " n"]:
     if not tensors:
         return torch.empty(0, dtype=_DTYPE, device=device)
+    rows = [tensor.to(dtype=_DTYPE).reshape(-1) for tensor in tensors]
+    if len({tensor.device for tensor in tensors}) > 1:  # some are offloaded
+        rows = [tensor.to(device) for tensor in rows]
     # In one copy, because each copy from offloaded tensors waits for the device.
-    return torch.cat([tensor.to(dtype=_DTYPE).reshape(-1) for tensor in tensors]).to(device)
+    return torch.cat(rows).to(device)
+
+
+def _bring(received: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
+    """Returns all rows together, in one copy if all updates are on the host."""
+    rows = torch.cat(list(received))
+    is_alike = len({update.device for update in updates}) == 1
+    return rows.to(updates[0].device) if is_alike else rows
 
 
 def _split(flat: Shaped[Tensor, " n"], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

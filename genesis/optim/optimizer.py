@@ -1,7 +1,7 @@
 """One optimizer whose groups name their algorithm: automatic optimization takes only one optimizer."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, overload
 
@@ -199,13 +199,16 @@ class GroupedOptimizer(Optimizer):
             maximize=False,
         )
 
-    def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        assert self.found_inf is None, "Muon does not skip on the device"
+    def _find_momentum(self, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+
+    def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        assert self.found_inf is None, "Muon does not skip on the device"
         gradients = [_local_gradient(parameter) for parameter in parameters]
-        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        buffers = self._find_momentum(parameters)
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         # Decoupled decay scales only the parameter and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
@@ -234,9 +237,10 @@ class GroupedOptimizer(Optimizer):
             self._replicas,
         )
         # A rank holds whole matrices of a stack that is sharded along its first dimension.
-        stacks = {i: parameter for i, parameter in sharded.items() if parameter.ndim > _MATRIX_DIMS}
+        stacks = _find_stacks(sharded)
         require_whole_matrices(list(stacks.values()))
-        apply_batches([index for i, stack in stacks.items() for index in _list_matrices(i, _local(stack))], None)
+        for matrices in _list_by_device(stacks):
+            apply_batches(matrices, None)
         rows = [_Matrix(i) for i in sharded if i not in stacks]
         if rows:
             directions = orthogonalize_sharded([update_of(index) for index in rows], [sharded[i] for i, _ in rows])
@@ -260,6 +264,18 @@ def _list_matrices(parameter: int, tensor: Tensor) -> list[_Matrix]:
     if tensor.ndim == _MATRIX_DIMS:
         return [_Matrix(parameter)]
     return [_Matrix(parameter, number) for number in range(len(tensor))]
+
+
+def _find_stacks(parameters: Mapping[int, DTensor]) -> dict[int, DTensor]:
+    return {number: parameter for number, parameter in parameters.items() if parameter.ndim > _MATRIX_DIMS}
+
+
+def _list_by_device(stacks: Mapping[int, DTensor]) -> list[list[_Matrix]]:
+    """Returns this rank's matrices of some parameters; those of offloaded experts are multiplied on the host."""
+    found: dict[torch.device, list[_Matrix]] = {}
+    for parameter, stack in stacks.items():
+        found.setdefault(stack.device, []).extend(_list_matrices(parameter, _local(stack)))
+    return list(found.values())
 
 
 def _select(tensor: Tensor, index: _Matrix) -> Tensor:

@@ -18,7 +18,7 @@ class Unit:
         reduced: All gradients in the type of the reduction.
         shard: A rank's share of these.
         own_shard: That share in the type of the parameters.
-        from_host: The largest tensor that is copied from the host before a gather; 0 without offload.
+        from_host: The largest tensor that is copied from the host before a gather; None if they are on the device.
     """
 
     gathered: int
@@ -27,7 +27,7 @@ class Unit:
     reduced: int
     shard: int
     own_shard: int
-    from_host: int
+    from_host: int | None
 
 
 class Gathers:
@@ -111,5 +111,5 @@ class Gathers:
     def _start(self, unit: Unit) -> int:
         """Allocates the result of a gather and returns its bytes; one rank alone has none."""
         self._bill.change(COMMUNICATION, unit.results)
-        self._bill.see(Counter({COMMUNICATION: unit.copies + unit.from_host}))
+        self._bill.see(Counter({COMMUNICATION: unit.copies + (unit.from_host or 0)}))
         return unit.results

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.sections import IDS_BYTES
-from genesis.plan.state import StateBytes
+from genesis.plan.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,24 @@ class HostBytes:
 def count_host(
     workload: Workload,
     layout: Layout,
-    state: StateBytes,
+    timeline: Timeline,
     *,
     has_optimizer: bool,
     prefetch_windows: int,
-    activations: int = 0,
 ) -> HostBytes:
     """Returns the bytes of the host's memory for one rank.
 
     Args:
         workload: What is trained.
         layout: How it is spread.
-        state: What the rank holds between steps.
+        timeline: The rank's step.
         has_optimizer: Whether saves have the optimizer's states.
         prefetch_windows: Windows that are prepared ahead of the step.
-        activations: Bytes of the inputs of blocks that are moved.
     """
+    state = timeline.state
     saved = state.weights + (state.optimizer if has_optimizer else 0)
     if not layout.is_sharded and layout.strategy != "zero1":
         saved //= layout.num_ranks  # replicas share the work of a save
     window = workload.tokens_per_step // layout.num_ranks * IDS_BYTES
-    offload = (state.total if layout.cpu_offload else state.moved) + activations
+    offload = timeline.on_host.total + state.moved + timeline.moved_inputs_bytes
     return HostBytes(offload=offload, staging=saved, windows=(prefetch_windows + 1) * window)

@@ -7,6 +7,7 @@ from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
+from genesis.offload_share import spread_units
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
 STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")
@@ -28,7 +29,8 @@ class Layout:
         strategy: `one device`, DDP (`replicated`), DDP with spread optimizer states (`zero1`), or a form of FSDP2.
         num_ranks: Ranks of the run.
         ranks_per_shard_group: Ranks that share one copy of the model; all of them, except under `hybrid`.
-        cpu_offload: Whether parameters, gradients and optimizer states are in the host's memory.
+        cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory; 1
+            for the whole model.
         activation_checkpointing: See `Checkpointing`.
         blocks_per_recomputation: Blocks that are recomputed together.
         activation_offload: Whether the inputs of recomputed blocks are in the host's memory.
@@ -46,7 +48,7 @@ class Layout:
     strategy: Strategy = "one device"
     num_ranks: int = 1
     ranks_per_shard_group: int = 1
-    cpu_offload: bool = False
+    cpu_offload: float = 0.0
     activation_checkpointing: Checkpointing = "none"
     blocks_per_recomputation: int = 1
     activation_offload: bool = False
@@ -74,7 +76,14 @@ class Layout:
     def name(self) -> str:
         """The strategy as tables name it."""
         experts = f", experts over {self.expert_parallel}" if self.expert_parallel > 1 else ""
-        return f"{self.strategy}{experts}{', offload' if self.cpu_offload else ''}"
+        share = "" if self.cpu_offload in (0.0, 1.0) else f" {self.cpu_offload:g}"
+        return f"{self.strategy}{experts}{f', offload{share}' if self.cpu_offload else ''}"
+
+    def list_offloaded(self, num_blocks: int) -> set[int | None]:
+        """Returns the numbers of the blocks that are in the host's memory, and None if all the rest is there, too."""
+        units = spread_units(-(-num_blocks // self.blocks_per_unit), self.cpu_offload)
+        blocks: set[int | None] = {index for index in range(num_blocks) if units[index // self.blocks_per_unit]}
+        return blocks | {None} if self.cpu_offload >= 1.0 else blocks
 
     def check_experts(self, decoder: DecoderConfig) -> None:
         """Checks that ranks can share the experts.

@@ -12,6 +12,7 @@ from genesis.deprecated_options import rename_option
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
+from genesis.offload_share import read_cpu_offload, read_share
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
 
@@ -356,15 +357,12 @@ def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> d
             f"blocks_per_recomputation is {together}, and activation_checkpointing is {checkpointing!r}: groups are "
             "recomputed only with activation_checkpointing block"
         )
-    share = options.get("optimizer_offload", 0.0)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
-        raise UserError(f"optimizer_offload is {share!r}; it must be a share from 0 to 1")
     return {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
         "activation_offload": options.get("activation_offload") is True,
-        "optimizer_offload": share,
+        "optimizer_offload": read_share("optimizer_offload", options.get("optimizer_offload", 0.0)),
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
 
@@ -401,7 +399,7 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
     return Layout(
         shard,
         ranks_per_shard_group=group,
-        cpu_offload=options.get("cpu_offload") is True,
+        cpu_offload=read_cpu_offload(options.get("cpu_offload", False)),
         blocks_per_unit=per_unit,
         max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
         expert_parallel=read.count("trainer.strategy.init_args.expert_parallel", 1),

@@ -83,8 +83,8 @@ def list_layouts(own: Layout, num_ranks: int) -> list[Layout]:
         if own.strategy == "hybrid" and num_ranks % own.ranks_per_shard_group == 0 and num_ranks > 2:
             names = (*names, "hybrid")
     layouts = [_place(own, name, num_ranks) for name in names]
-    offloaded = _place(replace(own, cpu_offload=False), "full", num_ranks)
-    return [*layouts, replace(offloaded, cpu_offload=True)]
+    offloaded = _place(own, "full", num_ranks)
+    return [*layouts, replace(offloaded, cpu_offload=own.cpu_offload or 1.0, optimizer_offload=0.0)]
 
 
 def _place(own: Layout, name: Strategy, num_ranks: int) -> Layout:
@@ -95,7 +95,7 @@ def _place(own: Layout, name: Strategy, num_ranks: int) -> Layout:
         strategy=name,
         num_ranks=num_ranks,
         ranks_per_shard_group=group,
-        cpu_offload=False,
+        cpu_offload=0.0,
         expert_parallel=own.expert_parallel if is_sharded else 1,
         keeps_gathered=own.keeps_gathered and is_sharded,
         reduces_each=own.reduces_each and is_sharded,
@@ -105,13 +105,16 @@ def _place(own: Layout, name: Strategy, num_ranks: int) -> Layout:
 def find_remedies(
     workload: Workload, layout: Layout, budget: Budget, rate: Rate, bandwidths: Bandwidths
 ) -> list[Remedy]:
-    """Returns the smallest sets of changes that make a layout fit, the quickest first; empty if none does."""
+    """Returns the smallest sets of changes that make a layout fit, the quickest first; empty if none does.
+
+    Of sets that change the same options by different amounts the quickest is returned.
+    """
     before = time_step(workload, layout, rate, bandwidths).seconds
-    found: list[Remedy] = []
+    found: dict[frozenset[str], Remedy] = {}
     fitting: list[frozenset[str]] = []
     for changes in _list_sets(workload, layout):
-        kinds = frozenset(change.text for change in changes)
-        if any(known <= kinds for known in fitting):
+        texts = frozenset(change.text for change in changes)
+        if any(known <= texts for known in fitting):
             continue
         changed, placed = workload, layout
         for change in changes:
@@ -122,21 +125,22 @@ def find_remedies(
             continue
         if not budget.fits(timeline.peak_bytes):
             continue
-        fitting.append(kinds)
+        fitting.append(texts)
         seconds = time_step(changed, placed, rate, bandwidths).seconds
-        found.append(
-            Remedy(
-                tuple(change.text for change in changes),
-                changed,
-                placed,
-                budget.needed(timeline.peak_bytes),
-                seconds,
-                seconds / before,
-                any(change.changes_result for change in changes),
-            )
+        remedy = Remedy(
+            tuple(change.text for change in changes),
+            changed,
+            placed,
+            budget.needed(timeline.peak_bytes),
+            seconds,
+            seconds / before,
+            any(change.changes_result for change in changes),
         )
-    found.sort(key=lambda remedy: (remedy.changes_result, round(remedy.slowdown, 2), len(remedy.changes)))
-    return found[:_MOST_REMEDIES]
+        kinds = frozenset(change.kind for change in changes)
+        if kinds not in found or seconds < found[kinds].step_seconds:
+            found[kinds] = remedy
+    in_order = sorted(found.values(), key=lambda one: (one.changes_result, round(one.slowdown, 2), len(one.changes)))
+    return in_order[:_MOST_REMEDIES]
 
 
 def _list_sets(workload: Workload, layout: Layout) -> Iterator[tuple[_Change, ...]]:
@@ -161,12 +165,17 @@ def _list_changes(workload: Workload, layout: Layout) -> Iterator[_Change]:
         yield _Change("reduction", "gradient_reduction micro_batch", _with_reduction)
     if layout.num_ranks > 1 and layout.strategy != "full":
         yield _Change("strategy", "shard full", _with_full)
-    if not layout.cpu_offload:
-        yield _Change("offload", "shard full, cpu_offload true", _with_offload)
+    yield from _list_offloads(layout)
     if workload.precision == "32-true" and not workload.is_cpu:
         yield _Change("precision", "trainer.precision bf16-mixed", _with_bfloat16, changes_result=True)
     if workload.adapter is None and workload.objective != "GSPO":
         yield _Change("adapters", "model.adapter.rank 16, base in bfloat16", _with_adapter, changes_result=True)
+
+
+def _list_offloads(layout: Layout) -> list[_Change]:
+    shares = [share for share in (0.5, 1.0) if share > layout.cpu_offload]
+    other = ", optimizer_offload 0" if layout.optimizer_offload else ""  # the strategy takes only one of them
+    return [_Change("offload", f"shard full, cpu_offload {share:g}{other}", _with_offload(share)) for share in shares]
 
 
 def _with_micro_batch(size: int) -> Callable[[Workload, Layout], tuple[Workload, Layout]]:
@@ -185,10 +194,14 @@ def _with_full(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
     return workload, replace(layout, strategy="full", ranks_per_shard_group=layout.num_ranks)
 
 
-def _with_offload(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
-    group = layout.ranks_per_shard_group if layout.is_sharded else layout.num_ranks
-    name: Strategy = layout.strategy if layout.is_sharded else "full"
-    return workload, replace(layout, strategy=name, ranks_per_shard_group=group, cpu_offload=True)
+def _with_offload(share: float) -> Callable[[Workload, Layout], tuple[Workload, Layout]]:
+    def apply(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
+        group = layout.ranks_per_shard_group if layout.is_sharded else layout.num_ranks
+        name: Strategy = layout.strategy if layout.is_sharded else "full"
+        offloaded = replace(layout, cpu_offload=share, optimizer_offload=0.0)
+        return workload, replace(offloaded, strategy=name, ranks_per_shard_group=group)
+
+    return apply
 
 
 def _with_bfloat16(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:

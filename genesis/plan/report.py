@@ -177,10 +177,9 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         host=count_host(
             workload,
             own.layout,
-            own.timeline.state,
+            own.timeline,
             has_optimizer=recipe.saves.has_optimizer,
             prefetch_windows=recipe.prefetch_windows,
-            activations=own.timeline.moved_inputs_bytes,
         ),
         textbook=TextbookBill(num_parameters),
         num_steps=num_steps,

@@ -100,10 +100,10 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         exposed += _time_rows(workload, layout, tokens, passes=2.0 + recomputed) / _link(bandwidths)
     offload = 0.0
     if layout.cpu_offload:
-        elements = timeline.state.weights / FLOAT32_BYTES
-        weights = timeline.state.weights + timeline.state.frozen
-        copies = 2 * num_micro_batches * weights / bandwidths.to_device.bytes_per_second
-        copies += timeline.state.weights / bandwidths.to_host.bytes_per_second
+        trained = timeline.on_host.weights
+        elements = trained / FLOAT32_BYTES
+        copies = 2 * num_micro_batches * (trained + timeline.on_host.frozen) / bandwidths.to_device.bytes_per_second
+        copies += trained / bandwidths.to_host.bytes_per_second
         offload = max(0.0, copies - compute) + elements * _ADAM_BYTES / _HOST_BYTES_PER_SECOND
     seconds = compute + exposed + offload
     return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -134,6 +134,13 @@ class StateBytes:
     def total(self) -> int:
         """All of it."""
         return self.weights + self.frozen + self.gradients + self.optimizer
+
+
+def count_on_host(model: Model, workload: Workload, layout: Layout, rounded_to: int = 512) -> StateBytes:
+    """Returns the part of `count_state` that `cpu_offload` puts into the host's memory."""
+    offloaded = layout.list_offloaded(len(model.decoder.blocks))
+    some = replace(model, parameters=tuple(one for one in model.parameters if one.block in offloaded))
+    return count_state(some, workload, layout, rounded_to)
 
 
 def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: int = 512) -> StateBytes:

@@ -28,7 +28,7 @@ from genesis.plan.gathers import Gathers, Unit
 from genesis.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes
 from genesis.plan.other_models import count_answers, count_teacher
 from genesis.plan.sections import IDS_BYTES, Section, Sections, build_sections, build_setting
-from genesis.plan.state import Model, Parameter, StateBytes, build_model, count_state
+from genesis.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
 
 DIGEST_BYTES: Final = 3 * 8 * 2**20
 """The scratch in which a device digests tensors for a save (`genesis_callbacks.checkpoint`)."""
@@ -57,7 +57,8 @@ class Timeline:
 
     Args:
         peaks: The bytes at the highest point of each phase, by term.
-        state: What is held between steps; under offload it is in the host's memory.
+        state: What is held between steps, on the device and on the host.
+        on_host: What `cpu_offload` puts into the host's memory of it.
         gathered_whole_bytes: Bytes of the whole model as it is gathered; 0 if it is not sharded.
         sent: What ranks exchange under sharding.
         moved_inputs_bytes: Bytes of the inputs of blocks that are in the host's memory between forward and backward.
@@ -66,6 +67,7 @@ class Timeline:
 
     peaks: dict[str, Bytes]
     state: StateBytes
+    on_host: StateBytes
     gathered_whole_bytes: int
     sent: Sent
     moved_inputs_bytes: int
@@ -94,10 +96,17 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     setting = build_setting(workload, layout)
     sections = build_sections(model.decoder, workload, setting)
     state = count_state(model, workload, layout, setting.rounded_to)
-    player = _Player(workload, layout, model, setting, sections, state)
+    on_host = count_on_host(model, workload, layout, setting.rounded_to)
+    player = _Player(workload, layout, model, setting, sections, state, on_host)
     player.play(workload.num_micro_batches(layout.num_ranks))
     return Timeline(
-        player.bill.peaks, state, player.gathered_whole, player.count_sent(), player.moved_inputs, sections.notes
+        player.bill.peaks,
+        state,
+        on_host,
+        player.gathered_whole,
+        player.count_sent(),
+        player.moved_inputs,
+        sections.notes,
     )
 
 
@@ -110,9 +119,10 @@ class _Player:
         setting: Setting,
         sections: Sections,
         state: StateBytes,
+        on_host: StateBytes,
     ) -> None:
         self.workload, self.layout, self.model, self.setting = workload, layout, model, setting
-        self.sections, self.state = sections, state
+        self.sections, self.state, self.on_host = sections, state, on_host
         self.bill = Bill()
         self.teacher = count_teacher(workload)
         every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
@@ -139,9 +149,12 @@ class _Player:
         by_block: dict[int | None, list[Parameter]] = {}
         for parameter in model.parameters:
             by_block.setdefault(parameter.block, []).append(parameter)
-        self.root_unit = self._measure_unit(by_block.get(None, []))
+        offloaded = layout.list_offloaded(num_blocks)
+        self.root_unit = self._measure_unit(by_block.get(None, []), is_on_host=None in offloaded)
         self.unit_sizes = [
-            self._measure_unit([parameter for block in blocks for parameter in by_block[block]])
+            self._measure_unit(
+                [parameter for block in blocks for parameter in by_block[block]], is_on_host=blocks[0] in offloaded
+            )
             for blocks in self.units
         ]
         every = (self.root_unit, *self.unit_sizes)
@@ -160,7 +173,7 @@ class _Player:
             reduced += elements * layout.reduce_bytes if parameter.is_trained else 0.0
         return Sent(gathered, reduced)
 
-    def _measure_unit(self, parameters: Sequence[Parameter]) -> Unit:
+    def _measure_unit(self, parameters: Sequence[Parameter], *, is_on_host: bool) -> Unit:
         layout, gather = self.layout, forward_weight_bytes(self.workload, self.layout)
 
         def gathered(parameter: Parameter) -> int:
@@ -176,19 +189,17 @@ class _Player:
             reduced=sum(one.gathered_elements(layout) for one in trained) * layout.reduce_bytes,
             shard=sum(one.local_elements(layout) for one in trained) * layout.reduce_bytes,
             own_shard=sum(one.local_elements(layout) * one.element_bytes for one in trained),
-            from_host=largest if self.layout.cpu_offload else 0,
+            from_host=largest if is_on_host else None,
         )
 
     # ---- the step
 
     def play(self, num_micro_batches: int) -> None:
-        bill, layout = self.bill, self.layout
-        is_here = not layout.cpu_offload
-        if is_here:
-            for term, count in ((WEIGHTS, self.state.weights), (FROZEN, self.state.frozen)):
-                bill.change(term, count)
-            bill.change(OPTIMIZER, self.state.optimizer - self.state.moved)
-            bill.change(GRADIENTS, self.state.gradients)
+        bill, layout, state, on_host = self.bill, self.layout, self.state, self.on_host
+        bill.change(WEIGHTS, state.weights - on_host.weights)
+        bill.change(FROZEN, state.frozen - on_host.frozen)
+        bill.change(OPTIMIZER, state.optimizer - on_host.optimizer - state.moved)
+        bill.change(GRADIENTS, state.gradients - on_host.gradients)
         if self.teacher is not None:
             bill.change(TEACHER, self.teacher.weights)
         bill.enter("rest")
@@ -197,8 +208,8 @@ class _Player:
             bill.enter("answers")
             bill.see(answers)
         bill.enter("forward")
-        if is_here and not self.has_buckets:
-            bill.change(GRADIENTS, -self.state.gradients)
+        if not self.has_buckets:
+            bill.change(GRADIENTS, on_host.gradients - state.gradients)
         tokens = num_micro_batches * self.setting.num_tokens
         bill.change(BATCH, tokens * IDS_BYTES)
         num_played = min(num_micro_batches, _MOST_PLAYED)
@@ -208,7 +219,7 @@ class _Player:
         self._play_update()
         bill.change(BATCH, -bill.now[BATCH])
         bill.enter("save")
-        if not self.workload.is_cpu and is_here:
+        if not self.workload.is_cpu and layout.cpu_offload < 1.0:
             bill.change(DIGEST, DIGEST_BYTES)
 
     def _play_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
@@ -313,8 +324,9 @@ class _Player:
             bill.change(UNREDUCED, -unit.reduced)
         else:
             bill.change(GRADIENTS, -fresh)
-        narrow = unit.own_shard if layout.reduce_bytes != own_bytes or layout.cpu_offload else 0
-        if layout.cpu_offload:
+        is_on_host = unit.from_host is not None
+        narrow = unit.own_shard if layout.reduce_bytes != own_bytes else 0
+        if is_on_host:
             bill.see(Counter({COMMUNICATION: unit.shard}))
         elif is_first or not layout.reduces_each:
             bill.see(Counter({COMMUNICATION: max(0, unit.shard - narrow)}))
@@ -389,7 +401,7 @@ class _Player:
         layout = self.layout
         if self.state.moved:
             self.bill.see(Counter({UPDATE: min(self.state.moved, len(MOMENTS) * NUM_BUFFERS * PIECE_BYTES)}))
-        if self.workload.optimizer != "muon" or layout.cpu_offload:
+        if self.workload.optimizer != "muon" or layout.cpu_offload >= 1.0:
             return
         matrices = [one for one in self.model.trained if one.is_matrix]
         if not matrices:

@@ -8,7 +8,7 @@ N  rows of this rank, sorted by expert     M  rows of this rank's experts, from 
 G  experts     L  experts of this rank     D  model width
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -122,7 +122,7 @@ def share_experts(
     *,
     reshard_after_forward: bool,
     precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    policies: Mapping[nn.Module, OffloadPolicy],
 ) -> None:
     """Divides the experts of a freshly built decoder among ranks, and shards what each of them holds, in place.
 
@@ -132,7 +132,7 @@ def share_experts(
         shard: The ranks that hold the same experts and shard them: one axis, or two under hybrid sharding.
         reshard_after_forward: As for `fully_shard`.
         precision: As for `fully_shard`.
-        offload: As for `fully_shard`.
+        policies: Where each module keeps its parameters between uses.
 
     Raises:
         UserError: The decoder has no experts, or the ranks do not divide their number.
@@ -163,7 +163,7 @@ def share_experts(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=partial(_place, placement),
             mp_policy=precision,
-            offload_policy=offload,
+            offload_policy=policies[experts],
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from genesis.available_memory import available_memory
-from genesis.errors import UserError
+from genesis.offload_share import read_share
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.transfers import Traffic
@@ -27,11 +27,8 @@ class HostOffload:
     """
 
     def __init__(self, *, activations: bool, optimizer_share: float) -> None:
-        is_number = isinstance(optimizer_share, int | float) and not isinstance(optimizer_share, bool)
-        if not is_number or not 0.0 <= optimizer_share <= 1.0:  # a recipe may have null here
-            raise UserError(f"optimizer_offload is {optimizer_share}; it must be a share from 0 to 1")
         self.traffic = Traffic()
-        self._has_activations, self._share = activations, float(optimizer_share)
+        self._has_activations, self._share = activations, read_share("optimizer_offload", optimizer_share)
 
     @property
     def is_active(self) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
@@ -82,12 +81,11 @@ class LayoutStrategy(Protocol):
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
-    @property
-    def parameter_device(self) -> torch.device:
-        """The device that holds the parameters between steps."""
-
     def apply_to(self, decoder: Decoder) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
+
+    def allocate(self, decoder: Decoder) -> None:
+        """Allocates the tensors of that decoder where they are between steps, without values."""
 
     def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
@@ -127,11 +125,6 @@ class LightningStrategy:
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
-    @property
-    def parameter_device(self) -> torch.device:
-        """The device that holds the parameters between steps."""
-        return self._strategy.root_device
-
     def apply_to(self, decoder: Decoder) -> None:
         """Returns without changing the decoder.
 
@@ -144,6 +137,10 @@ class LightningStrategy:
                 f"trainer.strategy is a {type(self._strategy).__name__}, whose gradients the training step does not "
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
+
+    def allocate(self, decoder: Decoder) -> None:
+        """Allocates the tensors of that decoder, without values."""
+        decoder.to_empty(device=self._strategy.root_device)
 
     def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -113,11 +112,6 @@ class Replicated(DDPStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    @property
-    def parameter_device(self) -> torch.device:
-        """The device that holds the parameters between steps."""
-        return self.root_device
-
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(
@@ -127,6 +121,10 @@ class Replicated(DDPStrategy):
             blocks_per_recomputation=self.blocks_per_recomputation,
             offload=self.offload.build_activations(),
         )
+
+    def allocate(self, decoder: Decoder) -> None:
+        """Allocates the tensors of that decoder, without values."""
+        decoder.to_empty(device=self.root_device)
 
     def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""

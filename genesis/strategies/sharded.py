@@ -16,6 +16,7 @@ from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
 from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.offload_share import read_cpu_offload
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
@@ -26,7 +27,7 @@ from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_t
 from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout
-from genesis.strategies.wrap import ShardOptions, apply_wrappers, set_resharding
+from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
 
 DType = Literal["float32", "bfloat16"]
 
@@ -54,8 +55,9 @@ class Sharded(ModelParallelStrategy):
             in `gather_dtype` until the window's last backward. Losses are the same.
         expert_parallel: Number of ranks that share the experts of a mixture; each holds as many experts, and the ranks
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
-        cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses, by FSDP2's own
-            policy: the host updates them.
+        cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory
+            between uses, from 0 to 1, by FSDP2's own policy: the host updates them. `true`, or 1, is the whole model
+            with its embedding and head.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         blocks_per_recomputation: Consecutive blocks that are recomputed together, with `block`: only the input of the
             first is kept, and the backward holds the activations of all of them at once.
@@ -87,7 +89,7 @@ class Sharded(ModelParallelStrategy):
         gradient_reduction: Literal["window", "micro_batch"] = "window",
         keep_gathered: KeepGathered = "auto",
         expert_parallel: int = 1,
-        cpu_offload: bool = False,
+        cpu_offload: bool | float = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
         activation_offload: bool = False,
@@ -101,10 +103,11 @@ class Sharded(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=read_timeout(timeout_seconds),
         )
-        if cpu_offload and optimizer_offload:
+        self.cpu_offload = read_cpu_offload(cpu_offload)
+        if self.cpu_offload and optimizer_offload:
             raise UserError(
-                f"optimizer_offload is {optimizer_offload:g}, and cpu_offload is true, which keeps the whole optimizer "
-                "in the host's memory and updates it there: set one of them back"
+                f"optimizer_offload is {optimizer_offload:g}, and cpu_offload is {self.cpu_offload:g}, which keeps "
+                "optimizer states in the host's memory and updates them there: set one of them back"
             )
         self.shard = shard
         self.ranks_per_shard_group = ranks_per_shard_group
@@ -115,7 +118,6 @@ class Sharded(ModelParallelStrategy):
         self.gradient_reduction = gradient_reduction
         self.keep_gathered = keep_gathered
         self.expert_parallel = expert_parallel
-        self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
         self.offload = HostOffload(activations=activation_offload, optimizer_share=optimizer_offload)
@@ -159,11 +161,6 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    @property
-    def parameter_device(self) -> torch.device:
-        """The device that holds the parameters between steps."""
-        return torch.device("cpu") if self.cpu_offload else self.root_device
-
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         assert self._mesh is not None, "setup_environment makes the mesh"
@@ -179,7 +176,7 @@ class Sharded(ModelParallelStrategy):
             blocks_per_unit=self.blocks_per_unit,
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
-            offload_to_cpu=self.cpu_offload,
+            cpu_offload=self.cpu_offload,
             experts=(self._mesh.experts, self._mesh.expert_shard) if self.expert_parallel > 1 else None,
         )
         apply_wrappers(
@@ -190,6 +187,10 @@ class Sharded(ModelParallelStrategy):
             blocks_per_recomputation=self.blocks_per_recomputation,
             offload=self.offload.build_activations(),
         )
+
+    def allocate(self, decoder: Decoder) -> None:
+        """Allocates the tensors of that decoder, without values: offloaded ones in the host's memory."""
+        allocate_sharded(decoder, self.root_device, self.blocks_per_unit, self.cpu_offload)
 
     @property
     def computed_dtype(self) -> torch.dtype | None:

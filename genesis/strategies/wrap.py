@@ -28,6 +28,7 @@ from genesis.model.attend import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
+from genesis.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
 from genesis.strategies.recompute import ActivationCheckpointing, apply_recomputation, check_groups
@@ -44,7 +45,8 @@ class ShardOptions:
         max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those
             prefetched.
         precision: The dtypes of gathered parameters and of reduced gradients.
-        offload_to_cpu: Whether parameters, gradients and optimizer live in CPU memory between uses.
+        cpu_offload: Share of the units of blocks whose parameters, gradients and optimizer states are in the host's
+            memory between uses; 1 for the whole model.
         experts: The ranks that share the experts, and the mesh over which the experts of a rank are sharded; None if
             experts are sharded like other weights.
     """
@@ -54,7 +56,7 @@ class ShardOptions:
     blocks_per_unit: int
     max_gathers_in_flight: int
     precision: MixedPrecisionPolicy
-    offload_to_cpu: bool
+    cpu_offload: float
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
 
@@ -119,8 +121,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
     units: list[list[nn.Module]] = [
         blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
     ]
-    # Pinned memory needs an accelerator; without one the default policy fails.
-    offload = CPUOffloadPolicy(pin_memory=find_kind() != CPU) if options.offload_to_cpu else OffloadPolicy()
+    policies = _choose_policies(decoder, units, options.cpu_offload)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in _list_float32(decoder.blocks):
@@ -129,7 +130,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=float32,
-            offload_policy=offload,
+            offload_policy=policies[part],
         )
     if options.experts is not None:
         share_experts(
@@ -137,7 +138,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             *options.experts,
             reshard_after_forward=options.reshard_after_forward,
             precision=options.precision,
-            offload=offload,
+            policies=policies,
         )
     for unit in units:
         fully_shard(
@@ -145,14 +146,44 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=options.precision,
-            offload_policy=offload,
+            offload_policy=policies[unit[0]],
         )
     # The root (embedding, final norm, head) is last in forward and first in backward, so it is not freed in between.
     fully_shard(
-        decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
+        decoder,
+        mesh=options.mesh,
+        reshard_after_forward=False,
+        mp_policy=options.precision,
+        offload_policy=policies[decoder],
     )
     _sum_gradients(decoder)
     _limit_prefetch(units, options.max_gathers_in_flight - 1, units_per_group)
+
+
+def _choose_policies(decoder: Decoder, units: list[list[nn.Module]], share: float) -> dict[nn.Module, OffloadPolicy]:
+    """Returns where each module keeps its parameters between uses."""
+    on_device = OffloadPolicy()
+    # Pinned memory needs an accelerator; without one the default policy fails.
+    on_host = CPUOffloadPolicy(pin_memory=find_kind() != CPU) if share else on_device
+    policies: dict[nn.Module, OffloadPolicy] = dict.fromkeys(decoder.modules(), on_host if share >= 1 else on_device)
+    for unit, is_on_host in zip(units, spread_units(len(units), share), strict=True):
+        for block in unit:
+            policies.update(dict.fromkeys(block.modules(), on_host if is_on_host else on_device))
+    return policies
+
+
+def allocate_sharded(decoder: Decoder, device: torch.device, blocks_per_unit: int, cpu_offload: float) -> None:
+    """Allocates a sharded decoder that is on the meta device: what is offloaded on the host, the rest on `device`."""
+    host = torch.device(CPU)
+    num_units = -(-len(decoder.blocks) // blocks_per_unit)
+    of_unit = [host if is_on_host else device for is_on_host in spread_units(num_units, cpu_offload)]
+    for index, block in enumerate(decoder.blocks):
+        block.to_empty(device=of_unit[index // blocks_per_unit])
+    of_root = host if cpu_offload >= 1 else device
+    for part in decoder.children():
+        if part is not decoder.blocks:
+            part.to_empty(device=of_root)
+    decoder.to_empty(device=of_root, recurse=False)  # it has no tensors of its own, but FSDP2 takes note of the parts'
 
 
 def _list_float32(module: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
     if all(gradient.element_size() >= torch.float32.itemsize for gradient in gradients):
         return get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
 

@@ -84,7 +84,7 @@ def refuse_device_norm(strategy: Strategy, options: OptimizerOptions) -> None:
     elif plugin.precision == "bf16-true":
         reason = "trainer.precision is 'bf16-true', in which a factor on the device is rounded in another way"
     elif isinstance(strategy, Sharded) and strategy.cpu_offload:
-        reason = "cpu_offload is true, so that the optimizer runs on the host"
+        reason = f"cpu_offload is {strategy.cpu_offload:g}, so that the host updates weights"
     elif isinstance(strategy, Replicated) and strategy.optimizer_states == "sharded":
         reason = "optimizer_states is 'sharded', whose optimizer passes no skip on"
     if reason is not None:

@@ -149,7 +149,7 @@ class GenesisModule(pl.LightningModule):
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
         self._strategy.apply_to(decoder)
-        decoder.to_empty(device=self._strategy.parameter_device)
+        self._strategy.allocate(decoder)
         self._has_unset_weights = self.is_restored
         if self.is_restored:
             for parameter in decoder.parameters():

@@ -354,10 +354,11 @@ def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
             f"model.objective.kl is {objective.kl}, but the model has no adapters, and without them the weights that "
             "training starts from are not kept as a reference; set kl to 0, or train adapters by model.adapter"
         )
-    if has_prompts and isinstance(trainer.strategy, Sharded) and trainer.strategy.cpu_offload:
+    strategy = trainer.strategy
+    if has_prompts and isinstance(strategy, Sharded) and strategy.cpu_offload:
         raise UserError(
-            "trainer.strategy has cpu_offload: each rank gathers the model on its device to answer prompts; set it to "
-            "false, or train with the strategy replicated"
+            f"trainer.strategy has cpu_offload {strategy.cpu_offload:g}: each rank gathers the model on its device to "
+            "answer prompts; set it to 0, or train with the strategy replicated"
         )
 
 

@@ -242,7 +242,7 @@ def build_strategy(combination: Combination, options: dict[str, Any]) -> Any:
     if name in ("replicated", "zero1"):
         return Replicated(optimizer_states="sharded" if name == "zero1" else "replicated", **options)
     groups = {"ranks_per_shard_group": 1} if name == "hybrid" else {}
-    return Sharded(shard=name, cpu_offload=offload, **groups, **options)
+    return Sharded(**{"shard": name, "cpu_offload": offload, **groups, **options})
 
 
 def run_fit(

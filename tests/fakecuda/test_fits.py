@@ -45,6 +45,20 @@ def test_offload_to_the_host_frees_the_device_and_adds_no_wait(
     assert moved["syncs"] == plain["syncs"], moved["lines"]  # the wait for the states' return is for an event
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_blocks_in_the_hosts_memory_are_updated_there_and_the_others_on_the_device(
+    fake_device: FakeDevice, optimizer: str
+) -> None:
+    combination = Combination("full", optimizer=optimizer, num_ranks=2)
+    whole = run(fake_device, combination, shape={"num_layers": 4})["memory"]
+    half = run(fake_device, combination, shape={"num_layers": 4}, strategy_options={"cpu_offload": 0.5})
+    assert "refused" not in half
+    for kind in ("parameters", "optimizer state"):
+        on_host, on_device = half["memory"][f"{kind} on cpu"], half["memory"][f"{kind} on cuda"]
+        assert 0 < on_host < on_device  # the embedding stays
+        assert on_host + on_device == pytest.approx(whole[f"{kind} on cuda"], rel=0.01)
+
+
 def test_ddp_is_built_on_the_current_stream(fake_device: FakeDevice) -> None:
     assert run(fake_device, Combination(num_ranks=2))["num_streams_entered"] == 0
 

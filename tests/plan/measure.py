@@ -96,7 +96,7 @@ def build_on_meta(workload: Workload, layout: Layout) -> Decoder:
             blocks_per_unit=layout.blocks_per_unit,
             max_gathers_in_flight=layout.max_gathers_in_flight,
             precision=precision,
-            offload_to_cpu=layout.cpu_offload,
+            cpu_offload=layout.cpu_offload,
         )
     apply_wrappers(
         decoder,

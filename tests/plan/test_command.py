@@ -58,7 +58,7 @@ def test_a_changed_global_batch_proposes_a_rate(capsys: pytest.CaptureFixture[st
 
 def test_the_status_is_one_if_the_recipe_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", RECIPE, "--gpus", "2", "--memory", "8GB"]) == 1
-    assert "cpu_offload true" in capsys.readouterr().out
+    assert "cpu_offload 0.5" in capsys.readouterr().out
     assert main(["--config", RECIPE, "--gpus", "2", "--memory", "10EB"]) == 0
 
 

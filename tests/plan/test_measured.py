@@ -97,7 +97,9 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "experts shared by two, hybrid": case(
         Layout("hybrid", 4, 2, expert_parallel=2), decoder=MIXTURE, global_batch_size=48
     ),
-    "experts shared by two, offload": case(replace(SHARED_EXPERTS, cpu_offload=True), decoder=MIXTURE),
+    "experts shared by two, offload": case(replace(SHARED_EXPERTS, cpu_offload=1.0), decoder=MIXTURE),
+    "experts shared by two, half offloaded": case(replace(SHARED_EXPERTS, cpu_offload=0.5), decoder=MIXTURE),
+    "full, units of 2, a third offloaded": case(replace(FULL, cpu_offload=0.33, blocks_per_unit=2)),
     "linear": case(ONE, decoder=LINEAR),
     "linear, documents": case(ONE, decoder=LINEAR, has_documents=True),
     "linear, heads alike": case(
@@ -142,7 +144,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "grad_op, groups of 3": case(replace(Layout("grad_op", 2, 2), **GROUPS)),
 }
 for _layout in (ONE, Layout("replicated", 2), Layout("zero1", 2), FULL, Layout("grad_op", 2, 2), Layout("hybrid", 4, 2),
-                replace(FULL, cpu_offload=True)):  # fmt: skip
+                replace(FULL, cpu_offload=1.0), replace(FULL, cpu_offload=0.5)):  # fmt: skip
     _policies: tuple[Any, ...] = ("none", "block", 2)
     for _policy in _policies:
         _name = f"{_layout.name}, checkpointing {_policy}"
@@ -169,7 +171,8 @@ _QUICK: Final = (
     "full, no prefetch",
     *(f"{layout.name}, checkpointing block" for layout in (Layout("replicated", 2), Layout("zero1", 2), FULL)),
     *(f"{layout.name}, checkpointing 2" for layout in (Layout("grad_op", 2, 2), Layout("hybrid", 4, 2))),
-    f"{replace(FULL, cpu_offload=True).name}, checkpointing none",
+    f"{replace(FULL, cpu_offload=1.0).name}, checkpointing none",
+    f"{replace(FULL, cpu_offload=0.5).name}, checkpointing block",
 )
 
 
@@ -187,7 +190,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> 
     timeline = play_step(workload, layout)
     predicted = timeline.peak_bytes
     if layout.cpu_offload:  # here the host is the device; old gradients are freed when a step begins
-        predicted += timeline.state.total - timeline.state.gradients
+        predicted += timeline.on_host.total - timeline.on_host.gradients
     assert predicted == pytest.approx(measure_peak(workload, layout), rel=TOLERANCE)
 
 

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from genesis.model.decoder import DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
+from genesis.offload_share import read_cpu_offload, spread_units
 from genesis.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.plan.checkpoints import count_checkpoints, find_interval
 from genesis.plan.cost import Interruptions, compare_spot, count_cost
@@ -77,10 +80,19 @@ def test_the_remedies_fit_are_minimal_and_the_quickest_comes_first() -> None:
     workload, budget = read("genesis-1b", num_ranks=1).workload, Budget(24 * GB, GB, 0.05)
     remedies = find_remedies(workload, Layout(), budget, RATE, Bandwidths())
     assert remedies[0].changes == ("activation_checkpointing 2",)
-    assert [remedy.slowdown for remedy in remedies] == sorted(remedy.slowdown for remedy in remedies)
+    in_order = [(remedy.changes_result, remedy.slowdown) for remedy in remedies]
+    assert in_order == sorted(in_order)
     for remedy in remedies:
         assert budget.needed(play_step(remedy.workload, remedy.layout).peak_bytes) == remedy.needed_bytes <= 24 * GB
         assert len(remedy.changes) == 1, "one change is enough, so that no set of two is minimal"
+
+
+def test_of_two_shares_of_offload_that_fit_the_quicker_one_is_named() -> None:
+    workload = read("genesis-1b", num_ranks=2).workload
+    remedies = find_remedies(workload, Layout("replicated", 2), Budget(24 * GB, GB, 0.05), RATE, Bandwidths())
+    changes = [remedy.changes for remedy in remedies]
+    assert ("shard full, cpu_offload 0.5",) in changes
+    assert ("shard full, cpu_offload 1",) not in changes
 
 
 def test_adapters_come_last_because_they_learn_something_else() -> None:
@@ -353,6 +365,36 @@ def test_states_and_inputs_in_host_memory_leave_the_device() -> None:
     assert moved.peaks["rest"]["optimizer states"] == plain.state.optimizer - moved.state.moved
     assert moved.moved_inputs_bytes == SHAPE.num_layers * 64 * SHAPE.dim * 4
     assert sum(moved.peaks["forward"].values()) < sum(plain.peaks["forward"].values()) - moved.state.moved
+
+
+def test_half_of_the_blocks_in_the_hosts_memory_are_half_of_their_bytes() -> None:
+    workload = Workload(SHAPE, global_batch_size=2)
+    whole = play_step(workload, Layout("full", 2, 2, cpu_offload=1.0))
+    half = play_step(workload, Layout("full", 2, 2, cpu_offload=0.5))
+    none = play_step(workload, Layout("full", 2, 2))
+    assert none.on_host.total == 0
+    assert whole.on_host.total == whole.state.total == half.state.total
+    root = sum(one.num_elements for one in build_model(workload).parameters if one.block is None)
+    blocks = whole.on_host.weights - root * 4 // 2
+    assert half.on_host.weights == pytest.approx(blocks / 2, rel=0.01)
+    assert whole.peak_bytes < half.peak_bytes < none.peak_bytes
+
+
+@pytest.mark.parametrize("num_units", [1, 3, 30, 61])
+def test_units_are_chosen_at_even_distances_and_at_least_the_share(num_units: int) -> None:
+    assert not any(spread_units(num_units, 0.0))
+    assert all(spread_units(num_units, 1.0))
+    for count in range(num_units + 1):
+        chosen = [index for index, is_chosen in enumerate(spread_units(num_units, count / num_units)) if is_chosen]
+        assert len(chosen) == count
+        gaps = [after - before for before, after in pairwise(chosen)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("value", [-0.5, 2, "half", None])
+def test_a_share_of_blocks_beyond_its_range_is_refused_by_plan_and_strategy(value: Any) -> None:
+    with pytest.raises(UserError, match=f"cpu_offload is {value!r}; it must be a share from 0 to 1"):
+        read_cpu_offload(value)
 
 
 def test_offload_that_the_strategies_refuse_is_refused() -> None:

@@ -70,7 +70,7 @@ def gradients_of(
             "blocks_per_unit": 1,
             "max_gathers_in_flight": 2,
             "precision": MixedPrecisionPolicy(cast_forward_inputs=False),
-            "offload_to_cpu": False,
+            "cpu_offload": 0.0,
             "experts": (mesh.experts, mesh.expert_shard) if expert_parallel > 1 else None,
         }
         options = ShardOptions(**(defaults | shard))
@@ -134,7 +134,7 @@ SHARDS: dict[str, tuple[DecoderConfig, dict[str, Any]]] = {
     "many prefetches": (DENSE, {"shard": {"max_gathers_in_flight": 4}}),
     "no prefetch": (DENSE, {"shard": {"max_gathers_in_flight": 1}}),
     "not freed": (MIXED, {"shard": {"reshard_after_forward": False}}),
-    "in host memory": (DENSE, {"shard": {"offload_to_cpu": True}}),
+    "in host memory": (DENSE, {"shard": {"cpu_offload": 1.0}}),
     "shared experts": (LINEAR, {"shard": {}, "expert_parallel": 2}),
     "adapters": (DENSE, {"shard": {}, "adapter": ADAPTERS}),
 }
@@ -229,7 +229,7 @@ def list_gathers() -> list[tuple[str, int]]:
         blocks_per_unit=1,
         max_gathers_in_flight=3,
         precision=MixedPrecisionPolicy(cast_forward_inputs=False),
-        offload_to_cpu=False,
+        cpu_offload=0.0,
     )
     decoder = Decoder(replace(TINY, num_layers=6))
     apply_wrappers(decoder, shard=options, **GROUPS)  # type: ignore[arg-type]  # the options by name

@@ -85,6 +85,7 @@ def build_strategy(name: str) -> Any:
         "two_blocks": lambda: Sharded(blocks_per_unit=2, max_gathers_in_flight=1),
         "reduced_each": lambda: Sharded(gradient_reduction="micro_batch"),
         "offload": lambda: Sharded(cpu_offload=True),
+        "half_offload": lambda: Sharded(cpu_offload=0.5),
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),
@@ -97,6 +98,7 @@ def build_strategy(name: str) -> Any:
         "host_experts": lambda: Sharded(
             expert_parallel=2, activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
         ),
+        "half_experts": lambda: Sharded(expert_parallel=2, activation_checkpointing="block", cpu_offload=0.5),
         "experts_2": lambda: Sharded(expert_parallel=2),
         "experts_4": lambda: Sharded(expert_parallel=4),
         "experts_hybrid": lambda: Sharded(expert_parallel=2, shard="hybrid", ranks_per_shard_group=2),

@@ -72,6 +72,7 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         pytest.param("hybrid", 4, marks=pytest.mark.slow),
         pytest.param("two_blocks", 2, marks=pytest.mark.slow),
         pytest.param("offload", 2, marks=pytest.mark.slow),
+        pytest.param("half_offload", 2, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, marks=pytest.mark.slow),
         pytest.param("host_alone", 1, marks=pytest.mark.slow),
         pytest.param("host_shards", 2, marks=pytest.mark.slow),
@@ -93,7 +94,10 @@ def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "resumed"), [("host_shards", "full"), ("full", "host_shards")])
+@pytest.mark.parametrize(
+    ("killed", "resumed"),
+    [("host_shards", "full"), ("full", "host_shards"), ("offload", "half_offload"), ("half_offload", "full")],
+)
 def test_states_in_host_memory_go_on_under_another_share(
     tmp_path: Path, tiny_corpus: Path, killed: str, resumed: str
 ) -> None:

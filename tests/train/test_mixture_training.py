@@ -101,6 +101,7 @@ def one_step(strategy: str, precision: str) -> dict[str, Any]:
     [
         ("single", 1), ("replicated", 2), ("full", 2),
         slow("grad_op", 2), slow("hybrid", 4), slow("two_blocks", 2), slow("reduced_each", 2), slow("offload", 2),
+        slow("half_experts", 2),
         slow("zero1", 2), slow("checkpointing", 2), slow("compiled", 2), slow("compiled_shards", 2),
         slow("experts_2", 2), slow("experts_2", 4), slow("experts_4", 4), slow("experts_hybrid", 4),
         slow("experts_each", 2), slow("experts_compiled", 2),
@@ -182,7 +183,7 @@ class Biases(pl.Callback):
     [
         slow("replicated", 1, "muon"), slow("replicated", 2, "adamw"), slow("full", 2, "muon"),
         slow("checkpointing", 2, "adamw"), slow("experts_2", 4, "adamw"), slow("experts_2", 2, "muon"),
-        slow("host_experts", 2, "adamw"),
+        slow("host_experts", 2, "adamw"), slow("half_experts", 2, "muon"),
     ],
 )  # fmt: skip
 def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(

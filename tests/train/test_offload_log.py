@@ -36,5 +36,5 @@ def test_a_share_beyond_its_range_is_refused(share: float) -> None:
 def test_two_owners_of_the_optimizer_are_refused() -> None:
     with pytest.raises(UserError, match="optimizer_offload is 1, and optimizer_states is 'sharded'"):
         Replicated(optimizer_states="sharded", optimizer_offload=1.0)
-    with pytest.raises(UserError, match=r"optimizer_offload is 0\.5, and cpu_offload is true"):
+    with pytest.raises(UserError, match=r"optimizer_offload is 0\.5, and cpu_offload is 1, which"):
         Sharded(cpu_offload=True, optimizer_offload=0.5)

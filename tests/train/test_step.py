@@ -46,7 +46,8 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
 
 
 CASES = [
-    (1, "single replicated full"), (2, "replicated zero1 full grad_op two_blocks offload checkpointing"), (4, "hybrid"),
+    (1, "single replicated full"), (4, "hybrid"),
+    (2, "replicated zero1 full grad_op two_blocks offload half_offload checkpointing"),
     pytest.param(1, "compiled", marks=pytest.mark.slow), pytest.param(4, "replicated full", marks=pytest.mark.slow),
     pytest.param(2, "compiled_shards reduced_each", marks=pytest.mark.slow),
 ]  # fmt: skip
