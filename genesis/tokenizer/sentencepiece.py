@@ -188,7 +188,7 @@ class SentencePieceTokenizer:
             UserError: The tokenizer has no such piece.
         """
         token: int = self._processor.piece_to_id(piece)
-        if token == self._processor.unk_id():
+        if self.pieces[token] != piece:  # an unknown piece has the id of the unknown symbol, which has a name, too
             raise UserError(f"the tokenizer has no token {piece!r}")
         return token
 

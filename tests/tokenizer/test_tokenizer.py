@@ -221,6 +221,15 @@ def test_a_tokenizer_json_is_taken_where_it_lies_beside_such_a_model(with_prefix
     assert open_tokenizer(tmp_path).kind == "SentencePiece"
 
 
+def test_every_control_symbol_that_a_text_spells_is_that_symbol(tokenizer):
+    controls = [token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token)]
+    assert "<unk>" in {tokenizer.pieces[token] for token in controls}
+    text = "".join(f"x{tokenizer.pieces[token]}" for token in controls)
+    assert [token for token in tokenizer.encode_with_controls(text) if tokenizer.is_control(token)] == controls
+    with pytest.raises(UserError, match="the tokenizer has no token '<none>'"):
+        tokenizer.token_id("<none>")
+
+
 def test_controls_are_read_where_a_template_writes_them(tokenizer):
     ids = tokenizer.encode_with_controls("<|user|>hi<|end|>")
     assert ids == [5, *tokenizer.encode("hi"), 7]
