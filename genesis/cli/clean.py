@@ -15,6 +15,7 @@ from rich.status import Status
 from rich.table import Table
 
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.cli.type_errors import explain_types
 from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
@@ -115,7 +116,7 @@ def _explain(message: str, stage: type[StageOptions], given: dict[str, Any]) -> 
     if key and "Union" in message and key[1] in given:
         kind = str(get_type_hints(stage)[key[1]]).removeprefix("<class '").removesuffix("'>")
         return f"{key[1]} is {given[key[1]]!r}, not {kind}"
-    return " ".join(message.split())
+    return explain_types(" ".join(message.split()))
 
 
 def _nearest(wanted: str, names: list[str]) -> str:

@@ -31,9 +31,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.distillation import read_recorded, start_distillation
+from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
+from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, check_is_named, naming
@@ -94,14 +96,14 @@ class GenesisParser(LightningArgumentParser):
 
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the recipe in the file `cfg_path`."""
-        check_is_yaml(cfg_path)
+        check_is_yaml(cfg_path, SECTIONS)
         return super().parse_path(cfg_path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""
         line = " ".join(message.split())
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
-        line = _OPTIONAL.sub(r"\g<reason>", explain_empty_path(line))
+        line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
         if found is not None:
             group = found.groupdict().get("group")
             line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
@@ -250,10 +252,11 @@ class GenesisCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Resolves the precision, and finds the data of a run that continues from another working directory."""
+        config = self.config[str(self.subcommand)]
+        check_trainer(config["trainer"])
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
         check_is_named(wanted, "ckpt_path")
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
-        config = self.config[str(self.subcommand)]
         config["trainer.precision"] = resolve_precision(
             config["trainer.precision"], config["trainer.accelerator"], reference
         )
@@ -282,7 +285,8 @@ class GenesisCLI(LightningCLI):
             if self._adapter_base is not None:
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
-            raise UserError(_OPTIONAL.sub(r"\g<reason>", " ".join(str(error).split()))) from error
+            line = " ".join(str(error).split())
+            raise UserError(explain_types(_OPTIONAL.sub(r"\g<reason>", line))) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer with the run's own log and progress bar."""
@@ -316,7 +320,10 @@ class GenesisCLI(LightningCLI):
         # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.
         callbacks.append(Heartbeat(run_dir))
         self.trainer_defaults["callbacks"] = callbacks
-        trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
+        try:
+            trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
+        except TypeError as error:
+            raise explain_devices(config["devices"], error) from error
         if isinstance(trainer.strategy, Replicated | Sharded):
             trainer.strategy.start.recipe = self.config_dump
         outlast_hang_watch(trainer)

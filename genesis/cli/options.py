@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from argparse import ArgumentError, ArgumentTypeError
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -13,12 +14,14 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import register_type
 
 from genesis.arguments import read_path
+from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 
 T = TypeVar("T")
 
 FAILED_CHECK = 1
 """Exit status of a command whose check found a problem."""
+_NO_SECTIONS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp"))
 PLAIN_WIDTH = 120
 """Columns of a table that is printed to a file or a pipe."""
 
@@ -43,11 +46,16 @@ class OptionsParser(ArgumentParser):
         return super().parse_path(cfg_path, *args, **kwargs)
 
 
-def check_is_yaml(path: str | os.PathLike[str]) -> None:
+def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) -> None:
     """Refuses a file that is not a mapping of options. Pipes are skipped, because they can be read only once.
 
+    Args:
+        path: The file.
+        sections: Keys at its top whose values are mappings, or the names of other files.
+
     Raises:
-        UserError: The file is not YAML, is not a mapping, or has a key twice, where YAML would drop the first value.
+        UserError: The file is not YAML, is not a mapping, has a key twice, where YAML would drop the first value, or
+            has another value in the place of a section, which the parser may drop.
     """
     if not Path(path).is_file():
         return
@@ -62,6 +70,10 @@ def check_is_yaml(path: str | os.PathLike[str]) -> None:
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path} has no options: write one 'name: value' per line")
     _check_keys_are_unique(path, node)
+    for key, value in node.value:
+        if key.value in sections and (isinstance(value, yaml.SequenceNode) or value.tag in _NO_SECTIONS):
+            place = f"{path}{_place(value.start_mark)}"
+            raise UserError(f"{place}, has no options in the section {key.value}: write one 'name: value' per line")
 
 
 def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> None:
@@ -146,7 +158,7 @@ def explain_empty_path(line: str) -> str:
 
 
 def _explain(message: str, known: list[str]) -> str:
-    line = explain_empty_path(_CHOICES.sub(_list_choices, " ".join(message.split())))
+    line = explain_types(explain_empty_path(_CHOICES.sub(_list_choices, " ".join(message.split()))))
     unknown: Any = re.search(r"Option '([^']+)' is not accepted", line) or re.search(
         r"unrecognized arguments: --([^\s=]+)", line, re.IGNORECASE
     )

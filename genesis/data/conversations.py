@@ -211,8 +211,8 @@ class ConversationEncoder:
         if not np.array_equal(asked, again):
             raise ConversationError(
                 f"the chat template {self._renderer.template.name} writes the prompt of the pair in two ways, so that "
-                "its answers cannot be compared; give a template whose text before an answer does not depend on it, and "
-                "ends with a control symbol or a line break, which no token joins with the answer's first word"
+                "its answers cannot be compared; give a template whose text before an answer does not depend on it "
+                "and ends with a control symbol or a line break, which no token joins with the answer's first word"
             )
         return rendered
 

@@ -20,6 +20,7 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
+from genesis.train.logged_values import is_log_step
 
 
 class MoveDataPosition(pl.Callback):
@@ -76,7 +77,7 @@ class MoveDataPosition(pl.Callback):
                 f"{batch.data_position - 1}"
             )
         self._stop_at_the_end(trainer)
-        if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
+        if is_log_step(trainer) or trainer.should_stop:
             pl_module.log_dict(self._metrics(trainer), on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -27,6 +27,7 @@ from genesis.data.loader import WindowLoader
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.train.data_module import CorpusDataModule
+from genesis.train.logged_values import is_log_step
 
 WAIT_SHARE_LIMIT = 0.05
 _JUDGED_STEPS = 20
@@ -92,7 +93,7 @@ class DataTelemetry(pl.Callback):
     ) -> None:
         """Logs and warns at the steps of the log."""
         loader, data = trainer.train_dataloader, vars(trainer).get("datamodule")
-        if not isinstance(loader, WindowLoader) or trainer.global_step % vars(trainer)["log_every_n_steps"]:
+        if not isinstance(loader, WindowLoader) or not is_log_step(trainer):
             return
         now_seconds = time.perf_counter()
         times = loader.clock.take()

@@ -19,6 +19,12 @@ def log_exactly(module: pl.LightningModule, values: Mapping[str, float]) -> None
     module.log_dict(exact, batch_size=1)
 
 
+def is_log_step(trainer: pl.Trainer) -> bool:
+    """Returns whether `log_every_n_steps` divides the number of steps; with 0 it never does."""
+    every: int = vars(trainer)["log_every_n_steps"]  # a public attribute without an annotation in Lightning
+    return every > 0 and trainer.global_step % every == 0
+
+
 def forget_logged(trainer: pl.Trainer) -> None:
     """Keeps Lightning from logging again what earlier batches logged at their ends. Call it at a batch's start.
 

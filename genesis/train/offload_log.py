@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from genesis.train.logged_values import log_exactly
+from genesis.train.logged_values import is_log_step, log_exactly
 from genesis.transfers import Traffic
 
 
@@ -38,9 +38,8 @@ class OffloadLog(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs at the steps of the log."""
-        every = vars(trainer)["log_every_n_steps"]  # a public attribute without an annotation in Lightning
         num_steps = trainer.global_step - self._last_step
-        if every <= 0 or trainer.global_step % every or num_steps <= 0:
+        if not is_log_step(trainer) or num_steps <= 0:
             return
         moved = self._traffic.take()
         self._last_step = trainer.global_step

@@ -36,7 +36,7 @@ from genesis.model.decoder import Decoder
 from genesis.model.router import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
-from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
+from genesis.train.logged_values import align_log_steps, forget_logged, is_log_step, log_exactly
 from genesis_callbacks.gradient_health import GradientHealth, find_gradient_health
 
 _STATE_VERSION = 1
@@ -191,11 +191,10 @@ class TrainingLog(pl.Callback):
         """Adds the window to the sums and logs every `log_every_n_steps`."""
         self._close_window()  # the previous window, if this one had no optimizer step
         self._open = self._end_window()
-        every = vars(trainer)["log_every_n_steps"]  # a public attribute without an annotation in Lightning
-        is_log_step = every > 0 and trainer.global_step % every == 0
-        window = self._close_window() if is_log_step or not self._is_late else None
-        if is_log_step or trainer.should_stop:  # Lightning logs in both cases
-            log_exactly(pl_module, self._take(trainer, pl_module, window) if is_log_step and window is not None else {})
+        is_due = is_log_step(trainer)
+        window = self._close_window() if is_due or not self._is_late else None
+        if is_due or trainer.should_stop:  # Lightning logs in both cases
+            log_exactly(pl_module, self._take(trainer, pl_module, window) if is_due and window is not None else {})
 
     def _close_window(self) -> WindowFigures | None:
         """Adds the last window to the sums unless it is already included, and returns its figures."""

@@ -76,12 +76,32 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
     [
         ("--data.seqlen", "16", ("--data.seqlen", "did you mean 'data.seq_len'?")),
         ("--model.decoder.dmi", "16", ("--model.decoder.dmi", "did you mean 'model.decoder.dim'?")),
-        ("--data.seq_len", "many", ("data.seq_len", "int", "many")),
-        ("--trainer.max_steps", "4.5", ("trainer.max_steps", "int", "4.5")),
+        ("--data.seq_len", "many", ("error: data.seq_len is many: give a whole number\n",)),
+        ("--trainer.max_steps", "4.5", ("trainer.max_steps is 4.5: give a whole number",)),
         ("--model.optimizer.name", "adam", ("adamw", "muon", "adam")),
         ("--schedule.shape", "cosin", ("schedule.shape", "cosine", "cosin")),
         ("--trainer.precision", "bf17", ("trainer.precision", "bf16-mixed", "bf17")),
         ("--trainer.accelerator", "tup", ("tup", "cpu")),
+        ("--trainer.devices", "-3", ("trainer.devices is '-3': ",)),
+        ("--trainer.devices", "many", ("trainer.devices is 'many': ",)),
+        ("--trainer.gradient_clip_val", "-1", ("gradient_clip_val is -1: give a norm above 0",)),
+        ("--trainer.gradient_clip_val", ".nan", ("gradient_clip_val is nan: give a norm above 0",)),
+        (
+            "--trainer.gradient_clip_val",
+            "much",
+            ("gradient_clip_val is 'much': give a whole number or a number or null",),
+        ),
+        ("--trainer.log_every_n_steps", "-2", ("log_every_n_steps is -2: give a number of steps",)),
+        ("--trainer.callbacks", "[5]", ("trainer.callbacks is 5: give the options of Callback",)),
+        ("--telemetry.trace_steps", "5", ("telemetry.trace_steps is 5: give a list\n",)),
+        (
+            "--data.mix",
+            "{web: much}",
+            ("data.mix is {'web': 'much'}: give a mapping of names to whole numbers or null",),
+        ),
+        ("--data.skip_positions", "[[a]]", ("is [['a']]: give a list of lists of whole numbers or null",)),
+        ("--model.objective", "dop", ("model.objective is 'dop': give the options of Objective or null",)),
+        ("--checkpoint.every_n_steps", "often", ("every_n_steps is 'often': give a whole number or null",)),
         ("--trainer.strategy", "shraded", ("shraded",)),
         ("--trainer.accumulate_grad_batches", "2", ("accumulate_grad_batches is 2", "data.global_batch_size")),
         ("--checkpoint.every_n_steps", "0", ("every_n_steps", "0")),
@@ -122,6 +142,23 @@ def test_a_mistake_in_a_strategys_options_is_reported_without_the_parsers_types(
         "fit", "--config", str(recipe), *strategy, "--trainer.strategy.init_args.optimizer_offload", share
     )
     check_is_one_line(outcome, "error: optimizer_offload is ", "it must be a share from 0 to 1\n")
+
+
+@pytest.mark.parametrize("section", ["telemetry", "checkpoint", "trainer", "model"])
+def test_a_section_that_is_a_value_is_one_line(
+    section: str, genesis: Genesis, tmp_path: Path, tiny_corpus: Path
+) -> None:
+    recipe = {**build_recipe(tiny_corpus, tmp_path / "run"), section: True}
+    check_is_one_line(
+        genesis("fit", "--config", str(write_recipe(tmp_path / "recipe.yaml", recipe))),
+        f"has no options in the section {section}",
+    )
+
+
+def test_a_run_may_log_nothing(genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
+    outcome = genesis("fit", "--config", str(recipe), "--trainer.log_every_n_steps", "0")
+    assert outcome.status == 0, outcome.err
+    assert list(tmp_path.glob("run/checkpoints/step-*"))
 
 
 def test_a_recipe_without_a_required_key_names_it(genesis: Genesis, tmp_path: Path, tiny_corpus: Path) -> None:

@@ -103,7 +103,7 @@ def test_the_help_page_has_an_example_and_every_filter_with_its_options(genesis:
         ({"filter": "exact_duplicates", "x": 3}, "stage 3 (exact_duplicates) has no option 'x'"),
         ({"filter": "length", "min_words": "many"}, "stage 3 (length): min_words is 'many', not int | None"),
         ({"filter": "length"}, "stage 3: length has no bound"),
-        ({"filter": "language", "min_score": "x"}, 'stage 3 (language): Parser key "min_score": Expected a'),
+        ({"filter": "language", "min_score": "x"}, "stage 3 (language): min_score is x: give a number"),
         ({"filter": "decontamination", "evaluation": [{"name": "a", "path": ["b"]}]}, "Option 'path' is not accepted"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_mistaken_stage_is_one_line_that_names_it(stage: dict[str, object], me
     ("arguments", "message"),
     [
         (("--taks", "3"), "unrecognized arguments: --taks 3; did you mean tasks?"),
-        (("--tasks", "many"), "Expected a <class 'int'>"),
+        (("--tasks", "many"), "tasks is many: give a whole number"),
         (("--executor", "dask"), "choose from local, slurm, ray"),
         (("--executor", "slurm"), "executor slurm needs slurm.partition"),
         (("--executor", "slurm", "--slurm.partition", "cpu"), "executor slurm needs slurm.time"),

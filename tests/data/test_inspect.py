@@ -187,7 +187,7 @@ def test_help_tells_every_option(command, capsys):
     ("arguments", "message"),
     [
         (["--tokenzer", "x"], "did you mean tokenizer?"),
-        (["--shard_tokens", "many"], "shard_tokens\": Expected a <class 'int'>. Got value: many"),
+        (["--shard_tokens", "many"], "shard_tokens is many: give a whole number"),
         (["--sources", "[{name: a, paths: [x], weights: 2}]"], "did you mean weight?"),
         ([], "arguments are required: name, tokenizer, sources"),
     ],

@@ -92,14 +92,14 @@ def read_run_dir(given: str | Path) -> Path:
     """Returns the directory that a user gives a run.
 
     Raises:
-        UserError: It is empty, or a URL: checkpoints are committed by a rename on a file system.
+        UserError: It is empty, has a null character, or is a URL: a commit is a rename on a file system.
 
     Example:
         >>> read_run_dir("runs/a").as_posix()
         'runs/a'
     """
     text = os.fspath(given)
-    if not text.strip():
+    if not text.strip() or "\0" in text:
         raise UserError(f"run_dir is {text!r}: give the run a directory, such as runs/NAME")
     if _SCHEME.match(text):
         raise UserError(

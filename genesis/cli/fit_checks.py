@@ -1,0 +1,34 @@
+"""Mistakes in a recipe of `genesis fit` that neither the parser nor Lightning's Trainer refuses in one line."""
+
+from typing import Any, Final
+
+from jsonargparse import Namespace
+
+from genesis.errors import UserError
+
+SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
+"""The parts of a recipe that hold options."""
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Refuses options of the Trainer with which a run would fail late, or train wrongly.
+
+    Raises:
+        UserError: The limit of the gradient's norm is no limit, or the interval of the log is negative.
+    """
+    limit, every = trainer.get("gradient_clip_val"), trainer.get("log_every_n_steps")
+    if limit is not None and not limit >= 0:  # nan is not
+        raise UserError(f"trainer.gradient_clip_val is {limit}: give a norm above 0, or 0 to clip nothing")
+    if every is not None and every < 0:
+        raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
+
+
+def explain_devices(devices: Any, error: TypeError) -> UserError:
+    """Returns the mistake behind an error of an accelerator that cannot use the number of devices.
+
+    Raises:
+        TypeError: The error is about something else.
+    """
+    if "devices" not in str(error):
+        raise error
+    return UserError(f"trainer.devices is {devices!r}: {error}")

@@ -1,0 +1,94 @@
+"""Mistakes in the type of an option, in plain words: jsonargparse writes the names of Python's types."""
+
+import re
+from typing import Final
+
+_KEY: Final = r'Parser key "(?P<key>[^"]+)": '
+_ONE: Final = re.compile(
+    _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: (?P<value>.*)"
+)
+_SEVERAL: Final = re.compile(
+    _KEY + r"(?:- Expected a path but .* either not accessible or invalid - )?"
+    r"Does not validate against any of the Union subtypes Subtypes: \[(?P<types>.*)\] Errors: .*"
+    r"Given value type: <class '(?P<given>[^']+)'> Given value: (?P<value>.*)"
+)
+_CLASS: Final = re.compile(
+    _KEY + r"(?:- Expected a path but (?P<path>.*) either not accessible or invalid - )?"
+    r"Not a valid subclass of (?P<class>\w+)(?:\. Got value: (?P<value>.*?))? Subclass types expect one of: .*"
+)
+_NESTED: Final = re.compile(
+    r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
+)
+"""A cause in a line that explains more than the types do."""
+_WORDS: Final = {
+    "NoneType": ("null", "null"),
+    "int": ("a whole number", "whole numbers"),
+    "float": ("a number", "numbers"),
+    "str": ("a text", "texts"),
+    "bool": ("true or false", "true or false"),
+    "list": ("a list", "lists"),
+    "tuple": ("a list", "lists"),
+    "collections.abc.Sequence": ("a list", "lists"),
+    "collections.abc.Iterable": ("a list", "lists"),
+    "dict": ("a mapping", "mappings"),
+    "pathlib.Path": ("a path", "paths"),
+}
+_LISTS: Final = re.compile(r"(?:list|tuple|collections\.abc\.(?:Sequence|Iterable))\[(?P<inner>.*?)(?:, \.\.\.)?\]")
+_MAPPINGS: Final = re.compile(r"dict\[[^,]+, (?P<inner>.*)\]")
+
+
+def explain_types(line: str) -> str:
+    """Returns a parser's line; if it is about a value's type, the option, the value, and what to give. Pure.
+
+    Example:
+        >>> explain_types('Parser key "data.seq_len": Expected a <class \\'int\\'>. Got value: many')
+        'data.seq_len is many: give a whole number'
+    """
+    if _NESTED.search(line):
+        return line
+    return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
+
+
+def _explain_one(found: re.Match[str]) -> str:
+    return f"{found['key']} is {found['value'] or repr('')}: give {_describe(found['type'])}"
+
+
+def _explain_several(found: re.Match[str]) -> str:
+    value = repr(found["value"]) if found["given"] == "str" else found["value"]
+    kinds = [_describe(each) for each in _split(found["types"])]
+    # What an option is without a value comes last.
+    return f"{found['key']} is {value}: give {' or '.join(sorted(dict.fromkeys(kinds), key='null'.__eq__))}"
+
+
+def _explain_class(found: re.Match[str]) -> str:
+    value = found["value"] or found["path"]
+    what = f"the options of {found['class']}, each on a line of its own as 'name: value'"
+    return f"{found['key']} is {value}: give {what}" if value else f"{found['key']}: give {what}"
+
+
+def _describe(kind: str, *, is_plural: bool = False) -> str:
+    """Returns the words for a type as Python writes it."""
+    name = kind.removeprefix("<class '").removesuffix("'>")
+    if name in _WORDS:
+        return _WORDS[name][is_plural]
+    if name.startswith("typing.Literal["):
+        return f"one of {name.removeprefix('typing.Literal[').removesuffix(']').replace(chr(39), '')}"
+    inner = _LISTS.fullmatch(name)
+    if inner is not None:
+        return f"{'lists' if is_plural else 'a list'} of {_describe(inner['inner'], is_plural=True)}"
+    inner = _MAPPINGS.fullmatch(name)
+    if inner is not None:
+        return f"{'mappings' if is_plural else 'a mapping'} of names to {_describe(inner['inner'], is_plural=True)}"
+    return f"the options of {name.rpartition('.')[2]}"
+
+
+def _split(types: str) -> list[str]:
+    """Returns the types in a list of types, of which some have commas in brackets."""
+    parts, depth = [""], 0
+    for character in types:
+        depth += (character == "[") - (character == "]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]

@@ -1,0 +1,45 @@
+"""What the parser writes about types becomes the option, its value and what to give."""
+
+import pytest
+
+from genesis.cli.type_errors import explain_types
+
+_CLASS_TAIL = "Subclass types expect one of: - a class path (str) - a dict with class_path entry"
+
+
+@pytest.mark.parametrize(
+    ("line", "plain"),
+    [
+        ("Parser key \"a\": Expected a <class 'tuple'>. Got value: 5", "a is 5: give a list"),
+        ("Parser key \"a\": Expected a typing.Literal['x', 'y']. Got value: z", "a is z: give one of x, y"),
+        (
+            'genesis data prepare: Parser key "a.b": Does not validate against any of the Union subtypes Subtypes: '
+            "[<class 'NoneType'>, dict[str, list[int]], typing.Literal['x']] Errors: - Expected a <class "
+            "'NoneType'> Given value type: <class 'str'> Given value: z",
+            "genesis data prepare: a.b is 'z': give a mapping of names to lists of whole numbers or one of x or null",
+        ),
+        (
+            f'Parser key "a": - Expected a path but [5] either not accessible or invalid - Not a valid subclass of '
+            f"Big. Got value: 5 {_CLASS_TAIL}",
+            "a is 5: give the options of Big, each on a line of its own as 'name: value'",
+        ),
+        (
+            f'Parser key "a": Not a valid subclass of Big {_CLASS_TAIL}',
+            "a: give the options of Big, each on a line of its own as 'name: value'",
+        ),
+    ],
+)
+def test_a_type_is_written_in_words(line: str, plain: str) -> None:
+    assert explain_types(line) == plain
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "the following arguments are required: data.seq_len",
+        "Parser key \"trainer.strategy\": Problem with given class_path 'nowhere.X': No module named 'nowhere'",
+        'Parser key "a": Parser key "b": Expected a <class \'int\'>. Got value: x',
+    ],
+)
+def test_another_line_is_not_changed(line: str) -> None:
+    assert explain_types(line) == line
