@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -102,11 +103,15 @@ def test_slurms_script_passes_the_end_and_the_status_on(job):
     assert not requeued.exists()
 
 
-def test_the_manifests_are_what_kubernetes_takes(tmp_path: Path):
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+def test_the_manifests_fit_the_schemas_of_kubernetes_which_find_a_mistake(tmp_path: Path):
     claim, work = yaml.safe_load_all(render_file("kubernetes", build_command(tmp_path)))
-    for manifest in (claim, work):
-        validate.validate(manifest, "1.31", strict=True)
+    for version in ("1.31", kubernetes_validate.latest_version()):
+        for manifest in (claim, work):
+            kubernetes_validate.validate(manifest, version, strict=True)
+        for where, wrong in (("backoffLimit", "many"), ("podFailurePolicies", {})):
+            broken = {**work, "spec": {**work["spec"], where: wrong}}
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(broken, version, strict=True)
 
 
 def test_the_job_starts_again_exactly_after_what_may_be_repeated(tmp_path: Path):
