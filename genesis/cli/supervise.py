@@ -53,11 +53,6 @@ def main(argv: list[str]) -> int:
     nodes = read_nodes(
         *(arguments.nodes, arguments.rdzv, arguments.node_name, arguments.rdzv_seconds, arguments.last_call_seconds)
     )
-    if nodes is not None and arguments.may_skip_data:
-        raise UserError(
-            f"--may-skip-data is {arguments.may_skip_data}, which needs a run on one node: leave it out with --nodes, "
-            "and give the positions to skip by --data.skip_positions after --"
-        )
     if arguments.print not in FILES_OF_ANY_RUN:
         _check_fit(fit)
     run_dir = find_run_dir(fit[1:])

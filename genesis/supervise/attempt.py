@@ -315,6 +315,8 @@ class Attempt:
         failure = self.sight.failures.get(child.rank)
         # What our own signals did to a rank says nothing about it.
         is_ours = is_survivor and child.status in (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
+        beat = self.sight.heartbeats.get(child.rank)
+        has_reported = beat is not None and beat.phase == "failed"
         return RankEnd(
             rank=child.rank,
             status=None if is_ours else child.status,
@@ -324,6 +326,8 @@ class Attempt:
             output=read_tail(self._outputs[child.rank]).decode(errors="replace"),
             error_class=(failure.error_class or "") if failure is not None else "",
             error_text=failure.text if failure is not None else "",
+            failed_step=beat.step if beat is not None and has_reported else None,
+            failed_clocks=dict(beat.clocks) if beat is not None and has_reported else {},
         )
 
 

@@ -2,8 +2,8 @@
 
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from genesis.supervise.ends import CONSEQUENCE_STATUSES, CONSEQUENCES, ENDS, EndClass, Signature
@@ -28,6 +28,8 @@ class RankEnd:
         output: The end of its output.
         error_class: The class of the error in its `failed` event; empty without one.
         error_text: The text of that error.
+        failed_step: The last step of a rank that reported its failure by a heartbeat; None without one.
+        failed_clocks: Exact counts of that heartbeat.
     """
 
     rank: int
@@ -36,6 +38,8 @@ class RankEnd:
     output: str = ""
     error_class: str = ""
     error_text: str = ""
+    failed_step: int | None = None
+    failed_clocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

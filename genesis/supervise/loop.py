@@ -16,7 +16,7 @@ from genesis.processes import Mark
 from genesis.run_directory import RunDirectory
 from genesis.supervise.attempt import Attempt, Limits, Sight, read_from
 from genesis.supervise.checkpoints import list_steps, newest_step
-from genesis.supervise.classify import Diagnosis, classify
+from genesis.supervise.classify import Diagnosis, Evidence, classify
 from genesis.supervise.cleanup import Scene, choose_port, wait_until_free
 from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
@@ -28,9 +28,17 @@ from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, read_facts, save_stalls
 from genesis.supervise.records import Records, SafeWriter
-from genesis.supervise.skips import Blame, find_blame
+from genesis.supervise.skips import Blame, Skips, choose_newest, find_blame
 from genesis.supervise.space import wait_for_space
-from genesis.supervise.state import NODE_PREFIX, LoopState, SupervisorLock, read_state, write_state
+from genesis.supervise.state import (
+    NODE_PREFIX,
+    LoopState,
+    SupervisorLock,
+    read_skips,
+    read_state,
+    write_skips,
+    write_state,
+)
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.event_reader import EventFollower
@@ -101,6 +109,7 @@ class Supervisor:
         self._waits_for_lock = True
         self._lock = SupervisorLock(self._place)
         self._state = read_state(self._place) or LoopState(uuid.uuid4().hex, began_seconds=time.time())
+        self._skips = read_skips(options.run_dir)
         self._mark = Mark(MARK_NAME, self._state.run_id)
         self._client = LauncherClient(self._place, self._mark)
         self._events = EventLog(options.run_dir, "supervisor")
@@ -161,7 +170,7 @@ class Supervisor:
             if diagnosis.end_class is None:
                 self._recover(attempt.sight)
                 return self._finish("completed", "", EXIT_COMPLETE)
-            action = self._conclude(attempt, diagnosis)
+            action = self._conclude(attempt, evidence, diagnosis)
             if action.kind == "requeue":
                 return self._finish("requeued", diagnosis.reason, self._choose_requeue_status(stops))
             if action.kind == "stop":
@@ -193,19 +202,28 @@ class Supervisor:
         assert facts is not None
         state.attempt += 1
         self._repeated_until = state.best_step
-        state.saved_step = newest_step(options.run_dir)
         self._observers.call(lambda each: each.before_launch(options.run_dir, state.attempt))
+        self._take_restored()
+        state.saved_step = newest_step(options.run_dir)
         self._save_state()
         self._port = options.port or choose_port(() if self._port is None else (self._port,))
         jobs = build_jobs(
             *(options.fit, options.run_dir, facts, self._plan, state.attempt, self._port, self._mark),
-            skips=state.skips.positions,
+            skips=self._skips.positions,
         )
         self._tell("launching" if self._unrecovered is None else "recovering", self._reason)
         self._meter.enter("start", time.monotonic())
         self._followed = EventFollower(options.run_dir, is_from_now=True)
         self._fork(state.attempt, jobs)
         return True
+
+    def _take_restored(self) -> None:
+        """Takes over what an observer has restored of a run whose machine was lost: crashes, and the skipped data."""
+        crashes = read_crashes(self._options.run_dir) if not self._records.last_number else []
+        if crashes:  # of the machine before: what follows is a new try
+            self._records = Records(self._options.run_dir, crashes, self._writer)
+            self._state.first_crash = self._records.last_number + 1
+        self._skips = choose_newest([self._skips, read_skips(self._options.run_dir)])
 
     def _fork(self, attempt: int, jobs: Sequence[Job]) -> None:
         """Forks jobs from the launcher, and from a new one where it has just ended.
@@ -283,14 +301,14 @@ class Supervisor:
         self._events.append("recovered", step=sight.step, text=text)
         self._observers.call(lambda each: each.on_recovered(record))
 
-    def _conclude(self, attempt: Attempt, diagnosis: Diagnosis) -> Action:
+    def _conclude(self, attempt: Attempt, evidence: Evidence, diagnosis: Diagnosis) -> Action:
         """Records an end and decides what follows."""
         assert diagnosis.end_class is not None
         sight = attempt.sight
-        blame = self._find_blame(sight, diagnosis)
+        blame = self._find_blame(evidence, diagnosis)
         past = PastEnd(diagnosis.end_class, sight.step, newest_step(self._options.run_dir), blame)
         history = [*self._records.history(self._state.first_crash), past]
-        action = decide(history, self._options.policy, self._state.skips)
+        action = decide(history, self._options.policy, self._skips)
         if diagnosis.end_class == "preempted":  # the run did what it was asked to: no crash
             self._report(f"attempt {self._state.attempt} was preempted: {diagnosis.reason}; {action.text}")
             self._events.append("preempted", step=sight.step, text=diagnosis.reason)
@@ -307,17 +325,18 @@ class Supervisor:
             self._tell("recovering", diagnosis.reason)
         return action
 
-    def _find_blame(self, sight: Sight, diagnosis: Diagnosis) -> Blame | None:
+    def _find_blame(self, evidence: Evidence, diagnosis: Diagnosis) -> Blame | None:
         """Returns the data in which an attempt failed, by what the rank that failed first wrote at that moment."""
-        beat = None if diagnosis.rank is None else sight.heartbeats.get(diagnosis.rank)
-        if beat is None or beat.phase != "failed" or self._facts is None or diagnosis.end_class is None:
+        end = next((end for end in evidence.ranks if end.rank == diagnosis.rank), None)
+        if end is None or self._facts is None or diagnosis.end_class is None:
             return None
-        return find_blame(diagnosis.end_class, beat.step, beat.clocks, self._facts.global_batch_size)
+        size = self._facts.global_batch_size
+        return find_blame(diagnosis.end_class, end.failed_step, end.failed_clocks, size)
 
     def _prepare_restart(self, action: Action, stops: StopRequests) -> None:
         self._plan = Plan.follow(self._plan, action, list_steps(self._options.run_dir))
         if action.skips and self._facts is not None:  # saved before the launch, so that none is skipped uncounted
-            self._state.skips = self._state.skips.add(action.skips, self._facts.global_batch_size)
+            self._change_skips(self._skips.add(action.skips, self._facts.global_batch_size))
         if action.delay_seconds:
             self._report(f"  waiting {format_seconds(action.delay_seconds)}: no progress between the last ends")
             self._meter.enter("waiting", time.monotonic())
@@ -331,7 +350,11 @@ class Supervisor:
             self._call("genesis.supervise.fresh:main", [str(self._options.run_dir)])
             self._state.best_step = 0
             if action.is_fresh:  # the positions are of a run that is over; the count stays
-                self._state.skips = replace(self._state.skips, positions=())
+                self._change_skips(replace(self._skips, positions=()))
+
+    def _change_skips(self, skips: Skips) -> None:
+        self._skips = skips
+        self._writer.write(lambda: write_skips(self._options.run_dir, skips))
 
     def _free(self) -> None:
         pids = [] if self._client.state is None else [child.pid for child in self._client.state.children]

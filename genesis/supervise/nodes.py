@@ -39,6 +39,8 @@ from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import NodePlace, Plan, build_jobs
 from genesis.supervise.records import Records
 from genesis.supervise.rendezvous import Meeting, Messages, NotMetError, StoreLostError, Watch, describe_difference
+from genesis.supervise.skips import choose_newest
+from genesis.supervise.state import decode_skips, encode_skips, read_skips
 from genesis.supervise.status import State
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.files import replace_file
@@ -223,6 +225,7 @@ class NodeSupervisor(Supervisor):
             **{"recipe": facts.recipe_hash, "ranks": facts.num_ranks, "rounds": self._num_rounds},
             **{"attempt": self._state.attempt, "first_crash": self._state.first_crash},
             **{"best_step": self._state.best_step, "plan": asdict(self._plan)},
+            **{"skips": encode_skips(self._skips), "may_skip_data": self._options.policy.may_skip_data},
         }
 
     def _lead(self, round_: Round) -> None:
@@ -253,10 +256,18 @@ class NodeSupervisor(Supervisor):
         self._waits_for_lock = True  # now no node of this round has ranks or writers
         self._free()
         self._waits_for_lock = False
+        attempt = 1 + max(hello["attempt"] for hello in hellos.values())
+        self._state.first_crash = max(hello["first_crash"] for hello in hellos.values())
+        # Before any node launches: what is restored here, the ranks of all nodes continue from.
+        self._all_observers.call(lambda each: each.before_launch(self._options.run_dir, attempt))
+        self._take_restored()
+        # The file is the newest, unless a full disk has not taken it.
+        known = [self._skips, *(decode_skips(hello["skips"]) for hello in hellos.values())]
+        self._skips = choose_newest([read_skips(self._options.run_dir), *known])
         go = {
-            **{"error": "", "port": round_.port, "plan": hellos[model]["plan"]},
-            **{"attempt": 1 + max(hello["attempt"] for hello in hellos.values())},
-            **{name: max(hello[name] for hello in hellos.values()) for name in ("best_step", "first_crash")},
+            **{"error": "", "port": round_.port, "plan": hellos[model]["plan"], "skips": encode_skips(self._skips)},
+            **{"attempt": attempt, "first_crash": self._state.first_crash},
+            "best_step": max(hello["best_step"] for hello in hellos.values()),
             "names": [hellos[node]["name"] for node in sorted(hellos)],
         }
         messages.put("go", go)
@@ -298,14 +309,18 @@ class NodeSupervisor(Supervisor):
             self._observers = self._local_observers
         state.attempt, state.first_crash, state.best_step = go["attempt"], go["first_crash"], go["best_step"]
         self._repeated_until, state.saved_step = state.best_step, newest_step(options.run_dir)
+        self._skips = decode_skips(go["skips"])
         self._records = Records(options.run_dir, read_crashes(options.run_dir), self._writer)
         self._plan = Plan(**go["plan"])
         self._num_rounds += 1
-        self._observers.call(lambda each: each.before_launch(options.run_dir, state.attempt))
+        if not self._is_leader:  # node 0 has done so before it let the others launch
+            self._observers.call(lambda each: each.before_launch(options.run_dir, state.attempt))
         self._save_state()
         place = round_.place
         jobs = build_jobs(
-            *(options.fit, options.run_dir, facts, self._plan, state.attempt, go["port"], self._mark), place=place
+            *(options.fit, options.run_dir, facts, self._plan, state.attempt, go["port"], self._mark),
+            place=place,
+            skips=self._skips.positions,
         )
         self._report(f"node {place.node} of {place.num_nodes} ({', '.join(go['names'])})")
         self._tell("launching" if self._unrecovered is None else "recovering", self._reason)
@@ -389,7 +404,7 @@ class NodeSupervisor(Supervisor):
             return Verdict("membership", reason, plan=going_on)
         if diagnosis.end_class is None:
             return Verdict("completed", "", plan=going_on)
-        action = self._conclude(attempt, diagnosis)
+        action = self._conclude(attempt, evidence, diagnosis)
         statuses = {end.rank: end.status for end in evidence.ranks if end.status is not None}
         self._records.set_statuses(statuses)
         if action.kind == "stop":

@@ -61,6 +61,11 @@ class Records:
         self._lost_files: dict[int, Mapping[str, bytes]] = {}
         """The files of crashes whose record a full disk has not taken, by the number of the crash."""
 
+    @property
+    def last_number(self) -> int:
+        """The number of the newest crash; 0 before the first."""
+        return max((record.number for record in self._crashes), default=0)
+
     def history(self, first: int) -> list[PastEnd]:
         """Returns the ends for the decision, from the crash with number `first` on."""
         return [
@@ -73,9 +78,8 @@ class Records:
         """Writes the record of an end, with the output and the stacks of all ranks, and returns it."""
         beats = attempt.sight.heartbeats
         clocks = beats[min(beats)].clocks if beats else {}
-        number = max((record.number for record in self._crashes), default=0) + 1
         record = CrashRecord(
-            number=number,
+            number=self.last_number + 1,
             attempt=_number_of(folder),
             end_class=past.end_class,
             rank=diagnosis.rank,

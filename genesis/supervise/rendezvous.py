@@ -470,11 +470,14 @@ def find_interface(address: str) -> str | None:
 
 def describe_difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Returns in which things that must be the same on all nodes two nodes differ; empty if in none. Pure."""
-    names = {"version": "the version of genesis", "nodes": "--nodes", "ranks": "the number of ranks"}
+    names = {
+        **{"version": "the version of genesis", "nodes": "--nodes", "ranks": "the number of ranks"},
+        "may_skip_data": "--may-skip-data",
+    }
     found = [
-        f"{text} ({other[key]} on {other['name']}, {mine[key]} on {mine['name']})"
+        f"{text} ({other.get(key)} on {other['name']}, {mine.get(key)} on {mine['name']})"
         for key, text in names.items()
-        if mine[key] != other[key]
+        if mine.get(key) != other.get(key)  # another version may lack one
     ]
     if mine["recipe"] != other["recipe"]:
         found.append(f"the recipe (on {other['name']} and {mine['name']})")

@@ -1,6 +1,6 @@
 """Which data may have caused the end of an attempt, and whether the run may skip them: pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,3 +113,13 @@ def _count_windows(positions: Ranges, global_batch_size: int) -> int:
 
 
 NO_SKIPS: Final = Skips()
+
+
+def choose_newest(found: Sequence[Skips]) -> Skips:
+    """Returns the newest of what several sources know of a run: the count never falls. The first wins a tie. Pure.
+
+    Example:
+        >>> choose_newest([Skips(), Skips(((0, 8),), 1)]).num_windows
+        1
+    """
+    return max(found, key=lambda skips: skips.num_windows)

@@ -1,4 +1,11 @@
-"""What a supervisor needs to know of the one before it: `RUN/supervisor/state.json`, and the lock of the run."""
+"""What a supervisor needs to know of the one before it, and the lock of the run.
+
+    RUN/supervisor/state.json    the memory of the loop; each of several nodes has one of its own
+                   skips.json    which data the run skips, and how much of the budget is used
+                   fresh.json    when the run began again from scratch, if it did
+
+The last two are one for all nodes.
+"""
 
 import fcntl
 import json
@@ -9,12 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
-from genesis.supervise.plain import count, entries, number, read_object, read_positions, text
+from genesis.run_directory import RunDirectory
+from genesis.supervise.plain import count, number, read_object, read_positions, text
 from genesis.supervise.skips import NO_SKIPS, Skips
 from genesis_callbacks.files import replace_file
 
 _STATE_NAME: Final = "state.json"
 _LOCK_NAME: Final = "lock"
+SKIPS_NAME: Final = "skips.json"
+_FRESH_NAME: Final = "fresh.json"
 
 NODE_PREFIX: Final = "node-"
 """Begins the name of the directory of one of several nodes, in the run's `supervisor`."""
@@ -32,7 +42,6 @@ class LoopState:
         best_step: The largest step that any attempt has reached.
         saved_step: Step of the newest checkpoint when the last attempt was launched.
         began_seconds: Unix time at which the run was first supervised.
-        skips: What the run skips by `--may-skip-data`.
     """
 
     run_id: str
@@ -42,7 +51,6 @@ class LoopState:
     best_step: int = 0
     saved_step: int = 0
     began_seconds: float = 0.0
-    skips: Skips = NO_SKIPS
 
 
 def read_state(directory: Path) -> LoopState | None:
@@ -59,14 +67,48 @@ def read_state(directory: Path) -> LoopState | None:
             best_step=count(content["best_step"]),
             saved_step=count(content["saved_step"]),
             began_seconds=number(content["began_seconds"]),
-            skips=_decode_skips(entries(content.get("skips", {}))),  # absent in files of earlier versions
         )
     except (ValueError, LookupError):  # a forged file, or one of another version
         return None
 
 
-def _decode_skips(content: Mapping[str, Any]) -> Skips:
-    return Skips(read_positions(content.get("positions", [])), count(content.get("num_windows", 0)))
+def read_skips(run_dir: Path) -> Skips:
+    """Returns what a run skips by `--may-skip-data`; nothing without a valid file."""
+    content = read_object(RunDirectory(run_dir).supervisor / SKIPS_NAME)
+    try:
+        return NO_SKIPS if content is None else decode_skips(content)
+    except (ValueError, LookupError, TypeError):  # a forged file, or one of another version
+        return NO_SKIPS
+
+
+def encode_skips(skips: Skips) -> dict[str, Any]:
+    """Returns what a run skips in the types of JSON."""
+    return {"positions": [list(each) for each in skips.positions], "num_windows": skips.num_windows}
+
+
+def decode_skips(content: Mapping[str, Any]) -> Skips:
+    """Returns what `encode_skips` encoded.
+
+    Raises:
+        ValueError: A value is invalid.
+        LookupError: A value is missing.
+        TypeError: A range is not a pair.
+    """
+    num_windows = count(content["num_windows"])
+    if num_windows < 0:
+        raise ValueError("not a number of windows")
+    return Skips(read_positions(content["positions"]), num_windows)
+
+
+def write_skips(run_dir: Path, skips: Skips) -> None:
+    """Replaces what a run skips.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    directory = RunDirectory(run_dir).supervisor
+    directory.mkdir(parents=True, exist_ok=True)
+    replace_file(directory / SKIPS_NAME, json.dumps(encode_skips(skips)).encode() + b"\n")
 
 
 def write_state(directory: Path, state: LoopState) -> None:
@@ -76,6 +118,26 @@ def write_state(directory: Path, state: LoopState) -> None:
         OSError: It cannot be written.
     """
     replace_file(directory / _STATE_NAME, json.dumps(asdict(state), indent=2).encode() + b"\n")
+
+
+def read_fresh_seconds(run_dir: Path) -> float:
+    """Returns the Unix time at which a run last began again from scratch; 0 if it never did."""
+    content = read_object(RunDirectory(run_dir).supervisor / _FRESH_NAME)
+    try:
+        return 0.0 if content is None else number(content["since_seconds"])
+    except (ValueError, LookupError):  # a forged file, or one of another version
+        return 0.0
+
+
+def write_fresh_seconds(run_dir: Path, seconds: float) -> None:
+    """Notes that a run begins again from scratch.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    directory = RunDirectory(run_dir).supervisor
+    directory.mkdir(parents=True, exist_ok=True)
+    replace_file(directory / _FRESH_NAME, json.dumps({"since_seconds": seconds}).encode() + b"\n")
 
 
 class SupervisorLock:

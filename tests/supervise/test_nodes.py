@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +19,7 @@ from genesis.supervise.nodes import decode_evidence, encode_evidence, keep_size,
 from genesis.supervise.plan import NodePlace, Plan, RecipeFacts, build_jobs
 from genesis.supervise.rendezvous import describe_difference, find_interface
 from genesis.supervise.service_files import ServiceCommand, render_file
+from genesis.supervise.skips import Blame, find_blame
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,12 @@ def test_the_longest_silence_is_the_hang() -> None:
     assert (merged.hung_rank, merged.hung_seconds, merged.has_trained) == (1, 7.0, True)
 
 
+def test_what_a_rank_of_another_node_reported_at_its_failure_is_evidence() -> None:
+    end = RankEnd(1, 1, 11.0, failed_step=14, failed_clocks={"data_position": 112, "last_update_step": 11})
+    (theirs,) = decode_evidence(encode_evidence(Evidence([end], has_trained=True))).ranks
+    assert find_blame("non_finite", theirs.failed_step, theirs.failed_clocks, 8) == Blame(88, 112, 8, 11)
+
+
 def test_a_change_of_nodes_keeps_the_size_of_micro_batches_alone() -> None:
     assert keep_size(Plan(from_step=4, micro_batch_divisor=2, is_fresh=True)) == Plan(micro_batch_divisor=2)
 
@@ -88,6 +96,8 @@ def test_nodes_that_differ_are_named_with_what_differs() -> None:
     assert describe_difference(mine, {**mine, "name": "b"}) == ""
     text = describe_difference(mine, {**mine, "name": "b", "version": "2", "recipe": "y"})
     assert text == "the version of genesis (2 on b, 1 on a), the recipe (on b and a)"
+    text = describe_difference({**mine, "may_skip_data": 0}, {**mine, "name": "b", "may_skip_data": 3})
+    assert text == "--may-skip-data (3 on b, 0 on a)"
 
 
 def test_the_loopback_interface_is_found_by_its_address() -> None:
@@ -132,10 +142,9 @@ def test_kubernetes_gets_an_indexed_job_whose_pods_meet_at_the_first(tmp_path: P
     assert pod["containers"][0]["command"][2:4] == ["--rdzv", f"{name}-0.{name}:29400"]
 
 
-def test_the_manifests_of_several_nodes_are_what_kubernetes_takes(tmp_path: Path) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+def test_the_manifests_of_several_nodes_fit_the_schemas_of_kubernetes(tmp_path: Path) -> None:
     for manifest in yaml.safe_load_all(render_file("kubernetes", build_command(tmp_path))):
-        validate.validate(manifest, "1.31", strict=True)
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 def test_the_command_refuses_half_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:

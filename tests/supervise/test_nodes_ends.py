@@ -18,11 +18,13 @@ from typing import TypeVar
 
 import pytest
 
+from genesis.rehearse.compare import compare_runs
 from genesis.run_directory import RunDirectory
 from genesis.supervise.checkpoints import newest_step
 from genesis.supervise.cleanup import choose_port
 from genesis.supervise.crashes import read_crashes
-from genesis.supervise.state import SupervisorLock
+from genesis.supervise.skips import Skips
+from genesis.supervise.state import SupervisorLock, read_skips
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 from tests import commands
@@ -256,6 +258,101 @@ def test_a_rank_that_hangs_on_one_node_is_named_and_all_nodes_train_again(pair: 
     nodes[0].process.send_signal(signal.SIGINT)
     assert [node.wait() for node in nodes] == [130, 130]
     assert len(read_crashes(pair.run_dir)) == 1
+
+
+def test_a_machine_that_is_lost_comes_back_and_both_train_on_also_the_one_at_which_they_meet(pair: Pair) -> None:
+    recipe = pair.write(checkpoint__every_n_steps=20)
+    nodes = {"a": pair.start("a", recipe)}
+    wait_for(pair.is_hosted)
+    nodes["b"] = pair.start("b", recipe)
+    step = 25
+    for name in "ba":  # the other one first, then HOST
+        beats = pair.wait_trained(step)
+        ranks = [beat.pid for beat in beats.values()]
+        launchers = {read_parent(pid) for pid in ranks}
+        nodes[name].process.kill()
+        assert nodes[name].wait() == -signal.SIGKILL
+        place = RunDirectory(pair.run_dir).supervisor / f"node-{name}"
+        launcher = next(pid for pid in launchers if place in Path(f"/proc/{pid}/fd/1").readlink().parents)
+        own = next(pid for pid in ranks if read_parent(pid) == launcher)
+        os.kill(launcher, signal.SIGKILL)
+        wait_for(lambda own=own, launcher=launcher: read_parent(own) != launcher or None)  # its ranks end with it
+        nodes[name] = pair.start(name, recipe)
+        beats = wait_for(lambda ranks=ranks: find_others(pair.run_dir, ranks))
+        step = max(beat.step for beat in beats.values()) + 5
+    pair.wait_trained(step)
+    nodes["b"].process.send_signal(signal.SIGINT)
+    assert [node.wait() for node in nodes.values()] == [130, 130]
+    assert "is lost" in pair.nodes[0].text
+    assert "the rendezvous at" in nodes["b"].text
+    assert read_crashes(pair.run_dir) == []
+
+
+def read_parent(pid: int) -> int | None:
+    """Returns the parent of a process; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in b"ZX" else int(fields[1])
+
+
+def find_others(run_dir: Path, ranks: list[int]) -> dict[int, HeartbeatRecord] | None:
+    """Returns the heartbeats of two ranks that train and are none of `ranks`; None while there are none."""
+    beats = read_heartbeats(run_dir)
+    is_new = len(beats) == 2 and not {beat.pid for beat in beats.values()} & set(ranks)
+    return beats if is_new and all("first_step" in beat.milestones for beat in beats.values()) else None
+
+
+def test_hang_watch_names_a_stopped_rank_of_another_node(pair: Pair) -> None:
+    recipe = pair.write(telemetry__hang_seconds=12.0)
+    words = ["fit", "--config", str(recipe), "--trainer.num_nodes", "2"]
+    host, _, port = pair.endpoint.partition(":")
+    group = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    group |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "two"}
+    logs = [pair.directory / f"rank-{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        environment = {**os.environ, **group, "RANK": str(rank), "GROUP_RANK": str(rank)}
+        with log.open("wb") as out:
+            ranks.append(ForkedCommand("genesis", *words, env=environment, stdout=out, stderr=STDOUT))
+    try:
+        pair.wait_trained(10)
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert ranks[0].wait(_LIMIT_SECONDS) == 92
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(_LIMIT_SECONDS)
+        for log in logs:
+            print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
+    found = [event for event in read_events(pair.run_dir) if event.kind == "hang"]
+    assert len(found) == 1
+    assert found[0].rank == 0
+    assert found[0].text.startswith("rank 1 ")
+    (verdict,) = (pair.run_dir / "hangs").glob("*/verdict.txt")
+    assert verdict.read_text().startswith("rank 1 ")
+
+
+def test_two_nodes_skip_a_storm_by_one_budget_and_equal_two_ranks_told_to_skip_it(pair: Pair, tmp_path: Path) -> None:
+    poison = {"class_path": "tests.supervise.poison.PoisonedData", "init_args": {"first": 80, "stop": 104}}
+    given = {"trainer__callbacks": [poison], "counters__max_consecutive_skips": 3, "checkpoint__every_n_steps": 4}
+    given |= {"trainer__max_steps": 24, "schedule__total_updates": 24}
+    recipe = pair.write(**given)
+    nodes = [pair.start(name, recipe, "--may-skip-data", "5") for name in "ab"]
+    assert [node.wait() for node in nodes] == [0, 0]
+    (crash,) = read_crashes(pair.run_dir)
+    assert (crash.end_class, crash.step) == ("non_finite", 13)
+    assert crash.action == (
+        "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may-skip-data 5 used)"
+    )
+    assert read_skips(pair.run_dir) == Skips(((80, 104),), 3)
+    straight = tmp_path / "straight"
+    words = ["--run_dir", str(straight), "--trainer.devices", "2", "--data.skip_positions", "[[80, 104]]"]
+    done = commands.run_genesis("fit", "--config", str(recipe), *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    comparison = compare_runs(straight, pair.run_dir)
+    assert comparison.is_equal, comparison
 
 
 def read_metrics(node: Node) -> str:

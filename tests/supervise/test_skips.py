@@ -11,12 +11,13 @@ from genesis.errors import UserError
 from genesis.processes import Mark
 from genesis.rehearse.compare import compare_runs
 from genesis.run_directory import RunDirectory
-from genesis.supervise.crashes import read_crashes
+from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import EndClass
+from genesis.supervise.loop import SuperviseOptions, Supervisor
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs
 from genesis.supervise.skips import NO_SKIPS, Blame, Skips, find_blame
-from genesis.supervise.state import LoopState, read_state, write_state
+from genesis.supervise.state import read_skips, write_skips
 from genesis_callbacks.event_reader import read_events
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
@@ -141,14 +142,34 @@ def test_a_roll_back_begins_before_the_storm_even_if_it_was_saved() -> None:
 
 
 def test_what_is_skipped_survives_the_supervisor_and_forged_files_do_not_count(tmp_path: Path) -> None:
-    state = LoopState("run", skips=Skips(((8, 16), (32, 40)), 2))
-    write_state(tmp_path, state)
-    assert read_state(tmp_path) == state
-    written = (tmp_path / "state.json").read_text()
-    for forged in ('"positions": [[8]]', '"positions": [[16, 8]]', '"positions": 3', '"positions": [["a", "b"]]'):
-        start, end = written.index('"positions"'), written.index('"num_windows"')
-        (tmp_path / "state.json").write_text(written[:start] + forged + ", " + written[end:])
-        assert read_state(tmp_path) is None
+    assert read_skips(tmp_path) == NO_SKIPS
+    skips = Skips(((8, 16), (32, 40)), 2)
+    write_skips(tmp_path, skips)
+    assert read_skips(tmp_path) == skips
+    path = RunDirectory(tmp_path).supervisor / "skips.json"
+    for positions in ("[[8]]", "[[16, 8]]", "3", '[["a", "b"]]', "[8]", "[null]"):
+        path.write_text(f'{{"positions": {positions}, "num_windows": 2}}')
+        assert read_skips(tmp_path) == NO_SKIPS, positions
+    for forged in ('{"positions": [], "num_windows": -4}', '{"positions": []}', "[]", "{", ""):
+        path.write_text(forged)
+        assert read_skips(tmp_path) == NO_SKIPS, forged
+
+
+def test_what_comes_back_from_a_mirror_counts_for_the_budget_and_the_numbers_of_crashes(tmp_path: Path) -> None:
+    options = SuperviseOptions(("fit",), tmp_path)
+    supervisor = Supervisor(options, lambda line: None, lambda data: None)
+    for number in (1, 2):
+        write_crash(tmp_path, CrashRecord(number, number, "hang", 0, 13, 1.7e9, "silent", "restart"))
+    write_skips(tmp_path, Skips(((8, 16),), 4))
+    supervisor._take_restored()
+    assert supervisor._skips == Skips(((8, 16),), 4)
+    assert supervisor._records.last_number == 2
+    assert supervisor._records.history(supervisor._state.first_crash) == [], "a new machine is a new try"
+    # What a full disk has not taken is known nevertheless.
+    supervisor._skips = Skips(((8, 16), (24, 32)), 5)
+    supervisor._take_restored()
+    assert supervisor._skips.num_windows == 5
+    supervisor._lock.release()
 
 
 def test_ranks_are_told_what_to_skip_beside_what_the_recipe_skips(tmp_path: Path) -> None:
@@ -168,23 +189,7 @@ def test_data_that_cannot_be_skipped_are_refused_before_the_start(tmp_path: Path
         facts.check(tmp_path, may_skip_data=3)
 
 
-def test_several_nodes_and_numbers_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
-    words = [
-        "--nodes",
-        "2",
-        "--rdzv",
-        "localhost:29400",
-        "--may-skip-data",
-        "3",
-        "--",
-        "fit",
-        "--run_dir",
-        str(tmp_path),
-    ]
-    with pytest.raises(
-        UserError, match="--may-skip-data is 3, which needs a run on one node: leave it out with --nodes"
-    ):
-        supervise_main(words)
+def test_numbers_of_windows_that_are_none_are_refused_in_one_line() -> None:
     for wrong in ("-1", "many", "1.5", "9" * 40):
         with pytest.raises(UserError, match=r"--may-skip-data: '.*' is not a whole number of at least 0"):
             supervise_main([f"--may-skip-data={wrong}", "--", "fit"])
@@ -231,9 +236,7 @@ def test_a_run_with_poisoned_windows_rolls_back_skips_them_and_equals_a_run_told
         "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may-skip-data 5 used)"
     )
     assert [event.step for event in read_events(run.run_dir) if event.kind == "restored"] == [4]
-    state = read_state(RunDirectory(run.run_dir).supervisor)
-    assert state is not None
-    assert state.skips == Skips(((80, 104),), 3)
+    assert read_skips(run.run_dir) == Skips(((80, 104),), 3)
     straight = train_straight(run, tiny_corpus, tmp_path, given, "--data.skip_positions", "[[80, 104]]")
     comparison = compare_runs(straight, run.run_dir)
     assert comparison.is_equal, comparison
@@ -250,9 +253,7 @@ def test_a_run_that_begins_in_a_storm_begins_again_and_equals_a_run_told_to_skip
     status = run.supervise(policy=Policy(max_ends_without_progress=4, may_skip_data=6))
     assert status == 0, "\n".join(run.lines)
     assert not [event for event in read_events(run.run_dir) if event.kind == "restored"]
-    state = read_state(RunDirectory(run.run_dir).supervisor)
-    assert state is not None
-    assert state.skips == Skips(((0, 48),), 6)
+    assert read_skips(run.run_dir) == Skips(((0, 48),), 6)
     straight = train_straight(run, tiny_corpus, tmp_path, given, "--data.skip_positions", "[[0, 48]]")
     comparison = compare_runs(straight, run.run_dir)
     assert comparison.is_equal, comparison
@@ -274,9 +275,7 @@ def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_c
     assert len(tried) == len(crashes)
     # A new supervisor goes on with what is left of the budget: one window, which three are too many for.
     assert run.supervise(policy=policy) == 88
-    state = read_state(RunDirectory(run.run_dir).supervisor)
-    assert state is not None
-    assert state.skips.num_windows == 3
+    assert read_skips(run.run_dir).num_windows == 3
 
 
 @pytest.mark.slow
