@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         place, arguments.run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report
     )
     if outcome.step is None and arguments.or_none:
-        print(f"nothing to restore: {without_password(place.url)} is empty")
+        print(f"nothing to restore: {without_password(place.url)} has no checkpoint for {arguments.run}")
         return 0
     if outcome.step is None:
         raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {arguments.run} has none")

@@ -25,6 +25,7 @@ from genesis.supervise.mirror_manifest import (
 from genesis.supervise.mirror_place import Place
 from genesis.supervise.mirror_plan import order
 from genesis.supervise.mirror_source import Pace
+from genesis.supervise.state import read_fresh_seconds
 from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError, DirectoryLock, list_committed, verify
 from genesis_callbacks.files import create_file, replace_file, sync_directory
 from genesis_callbacks.run_directory import (
@@ -64,7 +65,8 @@ def restore_run(
 ) -> RestoreOutcome:
     """Copies the newest checkpoint of a mirror that verifies into a run, unless the run itself has a newer one.
 
-    The run's directory is locked meanwhile, so that no training takes it.
+    The run's directory is locked meanwhile, so that no training takes it. Checkpoints from before the run began again
+    from scratch (`--on-drift fresh`) are left out.
 
     Args:
         place: The mirror.
@@ -80,8 +82,16 @@ def restore_run(
         OSError: A disk is full, or cannot be written.
     """
     contents = read_contents(place)
-    mirrored = sorted(contents.checkpoints.items(), key=lambda item: order(item[1]), reverse=True)
-    if not mirrored and not contents.damaged:
+    since = read_fresh_seconds(run_dir)
+    valid = [item for item in contents.checkpoints.items() if item[1].created_seconds >= since]
+    num_old = len(contents.checkpoints) - len(valid)
+    if num_old:
+        report(
+            f"{num_old} checkpoints of {place.url} are from before {run_dir} began again from scratch, and are left "
+            "out: restore them into another directory"
+        )
+    mirrored = sorted(valid, key=lambda item: order(item[1]), reverse=True)
+    if not mirrored and (num_old or not contents.damaged):
         return RestoreOutcome(_newest_step(RunDirectory(run_dir).checkpoints))
     lock = DirectoryLock(RunDirectory(run_dir).checkpoints)
     try:

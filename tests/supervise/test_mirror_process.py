@@ -11,14 +11,15 @@ import pytest
 
 from genesis.arguments import Parser
 from genesis.cli.main import main
+from genesis.cli.mirror_restore import main as restore_main
 from genesis.cli.supervise_observers import add_observer_options, open_observers, open_report, print_file
 from genesis.errors import UserError
-from genesis.supervise import mirror_process
+from genesis.supervise import fresh, mirror_process
 from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.observers import Launch, LaunchRefusedError, Observers
 from genesis.supervise.status import SupervisorStatus
 from genesis_callbacks.checkpoint import list_committed
-from tests.supervise.mirror_support import Run
+from tests.supervise.mirror_support import Run, sync
 
 STATUS = SupervisorStatus("training", 1, "node", 0.0, 0.0)
 
@@ -63,6 +64,23 @@ def test_a_run_with_a_checkpoint_is_not_restored_and_one_without_is(tmp_path: Pa
     Run(tmp_path / "run").save(1)
     mirror.before_launch(tmp_path / "run", 2)
     assert not called.exists()
+
+
+def test_a_run_that_began_again_from_scratch_does_not_get_its_old_checkpoints_back(tmp_path: Path, capfd):
+    run, place = Run(tmp_path / "run"), tmp_path / "mirror"
+    run.save(1)
+    run.save(2)
+    sync(run, place)
+    assert fresh.main([str(run.path)]) == 0
+    assert restore_main([str(place), str(run.path), "--or_none"]) == 0
+    assert not list(run.directory.glob("step-*"))
+    assert "2 checkpoints of" in capfd.readouterr().err
+    again = Run(run.path)
+    again.save(1)
+    sync(again, place)
+    shutil.rmtree(run.directory / "step-00000001")
+    assert restore_main([str(place), str(run.path)]) == 0
+    assert (run.directory / "step-00000001").exists()
 
 
 def test_a_run_is_not_started_from_scratch_while_its_mirror_cannot_be_read(tmp_path: Path, monkeypatch):

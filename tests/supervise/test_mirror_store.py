@@ -104,7 +104,7 @@ def test_the_history_goes_to_s3_whole_and_a_run_has_it_on_an_empty_machine(s3, t
         assert found.step == 2, "the copy before is whole"
         mirror.sync()
     folders = {key.split("/history/")[1].split("/")[0] for key in list_keys(client) if "/history/" in key}
-    assert folders == {"00000002"}
+    assert max(folders) == "00000002", "what the copy that was cut off has left is gone"
     assert [problem for _, problem in verify_history(open_place(URL), Pace(None))] == [None]
     restore(URL, tmp_path / "elsewhere")
     assert rows_of(tmp_path / "elsewhere") == [1, 2, 3, 4]

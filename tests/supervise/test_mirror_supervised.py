@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from genesis.run_directory import RunDirectory
 from genesis.supervise.alerts import AlertOptions, Alerts
+from genesis.supervise.crashes import read_crashes
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.observers import Launch, NullObserver
 from genesis.supervise.runs import summarise_run
+from genesis.supervise.skips import Skips
+from genesis.supervise.state import read_skips, read_state, write_skips
 from genesis_callbacks.checkpoint import list_committed, verify
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.heartbeats import read_heartbeats
@@ -54,6 +58,7 @@ def test_a_crash_and_a_lost_machine_change_no_bit_of_a_mirrored_run(tiny_corpus:
     command = ["sh", "-c", f'echo "$GENESIS_EVENT" >> {heard}']
     alerts = Alerts(run.run_dir, AlertOptions(command=command), run.lines.append)
     server = MetricsServer(run.run_dir)
+    write_skips(run.run_dir, Skips(num_windows=2))
     try:
         assert run.supervise([mirror, alerts, server, KillOnce(run)]) == 0
         found = scrape(server)
@@ -67,7 +72,10 @@ def test_a_crash_and_a_lost_machine_change_no_bit_of_a_mirrored_run(tiny_corpus:
     assert (summary.state, summary.step, summary.num_crashes) == ("ended", 12, 1)
     assert [manifest.step for _, manifest in list_committed(place)] == [8, 12]
     straight = digest(run.run_dir)
-    before = read_events(run.run_dir)
+    before, crashes = read_events(run.run_dir), read_crashes(run.run_dir)
+    state = read_state(RunDirectory(run.run_dir).supervisor)
+    assert state is not None
+    assert state.first_crash == 1
     shutil.rmtree(run.run_dir)  # the machine is lost, before its last checkpoint had reached the mirror
     shutil.rmtree(place / "checkpoints" / "step-00000012")
     assert run.supervise([MirrorProcess(run.run_dir, MirrorProcessOptions(str(place)), run.lines.append)]) == 0
@@ -78,4 +86,9 @@ def test_a_crash_and_a_lost_machine_change_no_bit_of_a_mirrored_run(tiny_corpus:
         assert [row["step"] for row in csv.DictReader(log)] == [str(step) for step in range(1, 13)]
     after = read_events(run.run_dir)
     assert all(event in after for event in before)
+    assert read_crashes(run.run_dir) == crashes
+    assert read_skips(run.run_dir) == Skips(num_windows=2)
+    state = read_state(RunDirectory(run.run_dir).supervisor)
+    assert state is not None
+    assert state.first_crash == 2, "a new machine is a new try"
     assert [manifest.step for _, manifest in list_committed(place)] == [8, 12]
