@@ -102,6 +102,7 @@ class LauncherClient:
         """
         for _ in range(_START_TRIES):
             self.close()
+            self.was_killed()  # leaves no zombie of the one before
             self._process = start_launcher(self._directory, self._mark)
             if self._wait_connected(self._process):
                 return
@@ -157,6 +158,14 @@ class LauncherClient:
             raise LauncherLostError
         self.state = decode_state(packet)
         return True
+
+    def was_killed(self) -> bool:
+        """Returns whether the last launcher that this process has started was ended by a signal."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its connection ends a moment before it does
+            self._process.wait(_END_LIMIT_SECONDS)
+        return (self._process.poll() or 0) < 0
 
     @property
     def pid(self) -> int | None:

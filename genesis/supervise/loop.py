@@ -46,6 +46,7 @@ from genesis_callbacks.events import EventLog
 
 _STATUS_SECONDS: Final = 1.0
 _LAUNCHER_TRIES: Final = 2
+_KILLED_TRIES: Final = 5
 _HELD_SECONDS: Final = 180.0
 
 
@@ -229,14 +230,17 @@ class Supervisor:
         """Forks jobs from the launcher, and from a new one where it has just ended.
 
         Raises:
-            RunEndedError: The new one has ended, too.
+            RunEndedError: The new one has ended, too, or several were killed one after the other.
         """
-        for _ in range(_LAUNCHER_TRIES):
+        num_tries, limit = 0, _KILLED_TRIES
+        while num_tries < limit:
+            num_tries += 1
             try:
                 self._ensure_launcher()
                 self._client.fork(attempt, jobs)
                 return
             except LauncherLostError:
+                limit = _KILLED_TRIES if self._client.was_killed() else _LAUNCHER_TRIES
                 self._client.close()
         log = self._place / "launcher.log"
         raise RunEndedError(f"the launcher of ranks ends before it has launched any (see {log})")
@@ -389,25 +393,36 @@ class Supervisor:
         return facts
 
     def _call(self, target: str, arguments: Sequence[str]) -> None:
-        """Runs a function in a child of the launcher.
+        """Runs a function in a child of the launcher, and again if the child or the launcher was killed.
 
         Raises:
             RunEndedError: It failed; the exit status is the child's.
         """
-        job = build_probe(target, arguments, self._place, self._mark)
-        self._fork(0, [job])
+        status: int | None = None
+        for _ in range(_KILLED_TRIES):
+            job = build_probe(target, arguments, self._place, self._mark)
+            self._fork(0, [job])
+            status = self._wait_for_job()
+            if status is not None and status >= 0:
+                break
+        if status:
+            lines = Path(job.output).read_text(encoding="utf-8", errors="replace").splitlines()
+            killed = f"{target} was ended by signal {-status}" if status < 0 else f"{target} ended with status {status}"
+            error = RunEndedError((lines or [killed])[-1].removeprefix("genesis: error: "))
+            error.exit_status = status if status > 0 else 1
+            raise error
+        if status is None:
+            raise RunEndedError(f"the launcher of ranks has ended (see {self._place / 'launcher.log'})")
+
+    def _wait_for_job(self) -> int | None:
+        """Returns the status of the launcher's only child when it has ended; None if the launcher ends before."""
         try:
             while self._client.state is not None and any(child.status is None for child in self._client.state.children):
                 self._client.poll(1.0)
         except LauncherLostError:
-            raise RunEndedError("the launcher of ranks has ended") from None
+            return None
         assert self._client.state is not None
-        status = self._client.state.children[0].status
-        if status:
-            lines = Path(job.output).read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
-            error = RunEndedError(lines[-1].removeprefix("genesis: error: "))
-            error.exit_status = status if status > 0 else 1
-            raise error
+        return self._client.state.children[0].status
 
     def _ensure_launcher(self) -> None:
         try:

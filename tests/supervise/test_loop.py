@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from genesis.supervise import loop
 from genesis.supervise.attempt import Limits
 from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.decide import Policy
+from genesis.supervise.launch_protocol import Job, LauncherState
+from genesis.supervise.launcher_client import LauncherClient
 from genesis.supervise.observers import Launch, NullObserver
 from genesis.supervise.state import SupervisorLock
 from genesis.supervise.status import SupervisorStatus, read_status
@@ -66,6 +68,30 @@ def send(number: int, rank: int = 0) -> Callable[[dict[int, int]], None]:
 def run(tiny_corpus: Path, tmp_path: Path) -> Run:
     # Long enough that a heartbeat shows a step before the end.
     return Run(tiny_corpus, tmp_path, {"trainer.max_steps": 400, "checkpoint.every_n_steps": 20})
+
+
+def test_launchers_and_jobs_that_are_killed_are_started_again(
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tiny_corpus, tmp_path, {"trainer.max_steps": 4})
+    # What is killed around each request: while the recipe is resolved, and while the ranks are launched.
+    kills = iter(["before", "before", "child", "after", "", "before", "before", "before", ""])
+    fork = LauncherClient.fork
+
+    def fork_and_kill(client: LauncherClient, attempt: int, jobs: Sequence[Job]) -> LauncherState:
+        when = next(kills)
+        if when == "before":
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+        state = fork(client, attempt, jobs)
+        if when:
+            os.kill(state.pid if when == "after" else state.children[0].pid, signal.SIGKILL)
+        return state
+
+    monkeypatch.setattr(LauncherClient, "fork", fork_and_kill)
+    assert run.supervise() == 0, run.lines
+    assert not read_crashes(run.run_dir)
+    assert next(kills, None) is None
 
 
 @pytest.mark.parametrize(
