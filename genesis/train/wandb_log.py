@@ -1,10 +1,12 @@
 """The logger of Weights & Biases for runs that are resumed: all attempts have one id."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
+from genesis.errors import UserError
 from genesis.run_directory import find_wandb_run
 
 
@@ -29,3 +31,20 @@ class WandbLogger(LightningWandbLogger):
         if offline:
             kwargs.setdefault("resume", None)  # W&B warns that it ignores the option
         super().__init__(save_dir=save_dir, id=id, offline=offline, **kwargs)
+
+    @property
+    def experiment(self) -> Any:
+        """Returns the run of W&B, which the first access on rank 0 starts.
+
+        Raises:
+            UserError: W&B refuses an option of the logger or a variable of the environment, or cannot be reached.
+        """
+        # By its name, because W&B need not be installed. A variable of a wrong type is a ValueError of pydantic's.
+        refusals: tuple[type[Exception], ...] = (ValueError, import_module("wandb.errors").Error)
+        try:
+            return super().experiment
+        except refusals as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"W&B cannot start a run ({reason}): correct trainer.logger or the environment's WANDB_ variables"
+            ) from error

@@ -28,6 +28,16 @@ def test_wandb_opens_the_run_of_the_newest_files_again(
     assert WandbLogger(tmp_path / "other").version is None
 
 
+@pytest.mark.parametrize("refusal", [wandb.errors.UsageError("bad\nproject"), ValueError("WANDB_SILENT is\nmaybe")])
+def test_what_wandb_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception) -> None:
+    def refuse(**options: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(UserError, match=r"W&B cannot start a run \(\w+ \w+( \w+)?\): correct trainer.logger or"):
+        _ = WandbLogger(tmp_path, offline=True).experiment
+
+
 def test_repeated_steps_of_tensorboard_have_the_values_of_the_later_attempt(tmp_path: Path) -> None:
     for values in ({1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, {3: 30.0}):
         logger = TensorBoardLogger(tmp_path)
