@@ -1,5 +1,6 @@
 """Reads a decoder's shape from a `config.json` of any family, and writes it."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,8 +92,17 @@ def find_family(config: DecoderConfig) -> Family:
     if not any(type(parts.feed_forward) is family.feed_forward for family in FAMILIES):
         what = f"the feed-forward part is {type(parts.feed_forward).__name__}"
     else:
-        what = f"the attention is {parts.attention} with norms {parts.norm.placement} the parts"
+        what = (
+            f"the decoder is of {_name_changed(parts.feed_forward)} and {_name_changed(parts.attention)}, with norms "
+            f"{parts.norm.placement} the parts"
+        )
     raise UserError(f"{what}, which no family of Hugging Face's has; export as --format safetensors")
+
+
+def _name_changed(part: Any) -> str:
+    """Returns the name of a part with the options that are not its defaults."""
+    changed = (field.name for field in fields(part) if getattr(part, field.name) != field.default)
+    return f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)}' for name in changed)})"
 
 
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:

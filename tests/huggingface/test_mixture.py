@@ -112,8 +112,10 @@ def test_a_mixture_that_no_family_has_is_exported_as_none(changes: dict[str, Any
     config = DecoderConfig(
         dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64, feed_forward=replace(MIXTURE, **changes)
     )
-    with pytest.raises(UserError, match="which no family of Hugging Face's has"):
+    with pytest.raises(UserError, match="which no family of Hugging Face's has") as caught:
         find_family(config)
+    assert all(f"{name}={value}" in str(caught.value) for name, value in changes.items())
+    assert "head_dim" not in str(caught.value)  # as it is by default
 
 
 def test_training_options_change_no_export() -> None:
