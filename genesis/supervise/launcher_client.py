@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -166,6 +167,24 @@ class LauncherClient:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its connection ends a moment before it does
             self._process.wait(_END_LIMIT_SECONDS)
         return (self._process.poll() or 0) < 0
+
+    def end_children(self) -> None:
+        """Kills the children that still run, and waits a while until the launcher has reported their ends.
+
+        Without the report the launcher would refuse the next children.
+        """
+        deadline_seconds = time.monotonic() + _END_LIMIT_SECONDS
+        with contextlib.suppress(LauncherLostError):  # its children have ended with it
+            while self.poll(0.0):
+                pass
+            while time.monotonic() < deadline_seconds and self.state is not None:
+                left = [child.pid for child in self.state.children if child.status is None]
+                if not left:
+                    return
+                for pid in left:  # a child that has ended and is not waited for keeps its number
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                self.poll(1.0)
 
     @property
     def pid(self) -> int | None:

@@ -362,6 +362,7 @@ class Supervisor:
 
     def _free(self) -> None:
         pids = [] if self._client.state is None else [child.pid for child in self._client.state.children]
+        self._client.end_children()  # those of a supervisor that was killed, if they are not watched again
         spared = {os.getpid(), *([] if self._client.pid is None else [self._client.pid])}
         scene = Scene(
             *(self._options.run_dir, self._mark, spared, pids, self._options.port), has_lock=self._waits_for_lock

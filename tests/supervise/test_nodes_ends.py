@@ -260,7 +260,8 @@ def test_a_rank_that_hangs_on_one_node_is_named_and_all_nodes_train_again(pair: 
     assert len(read_crashes(pair.run_dir)) == 1
 
 
-def test_a_machine_that_is_lost_comes_back_and_both_train_on_also_the_one_at_which_they_meet(pair: Pair) -> None:
+@pytest.mark.parametrize("what", ["supervisor", "machine"])
+def test_a_node_whose_supervisor_or_machine_is_killed_comes_back_and_both_train_on(pair: Pair, what: str) -> None:
     recipe = pair.write(checkpoint__every_n_steps=20)
     nodes = {"a": pair.start("a", recipe)}
     wait_for(pair.is_hosted)
@@ -275,8 +276,9 @@ def test_a_machine_that_is_lost_comes_back_and_both_train_on_also_the_one_at_whi
         place = RunDirectory(pair.run_dir).supervisor / f"node-{name}"
         launcher = next(pid for pid in launchers if place in Path(f"/proc/{pid}/fd/1").readlink().parents)
         own = next(pid for pid in ranks if read_parent(pid) == launcher)
-        os.kill(launcher, signal.SIGKILL)
-        wait_for(lambda own=own, launcher=launcher: read_parent(own) != launcher or None)  # its ranks end with it
+        if what == "machine":
+            os.kill(launcher, signal.SIGKILL)
+            wait_for(lambda own=own, launcher=launcher: read_parent(own) != launcher or None)  # its ranks end with it
         nodes[name] = pair.start(name, recipe)
         beats = wait_for(lambda ranks=ranks: find_others(pair.run_dir, ranks))
         step = max(beat.step for beat in beats.values()) + 5
