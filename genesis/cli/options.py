@@ -73,7 +73,7 @@ def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) 
     for key, value in node.value:
         if key.value in sections and (isinstance(value, yaml.SequenceNode) or value.tag in _NO_SECTIONS):
             place = f"{path}{_place(value.start_mark)}"
-            raise UserError(f"{place}, has no options in the section {key.value}: write one 'name: value' per line")
+            raise UserError(f"{place} has no options in the section {key.value}: write one 'name: value' per line")
 
 
 def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> None:

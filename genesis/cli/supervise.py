@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -143,7 +144,12 @@ def _build_parser() -> Parser:
         add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
     add("--port", type=_port, help="port at which the ranks meet (default: a free one in each attempt)")
     add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
-    add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
+    add(
+        "--preempt-url",
+        type=_url,
+        metavar="URL",
+        help="save and exit with status 75 when URL answers with 200; asked every 5 s",
+    )
     add("--cost-per-hour", type=_price, metavar="PRICE", help="price of an hour of this machine, for the crash records")
     add_observer_options(parser)
     _add_node_options(parser)
@@ -225,6 +231,13 @@ def _price(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a price, a number of at least 0")
     return value
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of the web; give http:// or https://")
+    return text
 
 
 def _count(text: str) -> int:

@@ -13,6 +13,7 @@ import yaml
 from genesis.cli.fit import fit_main
 from genesis.data.skipped import read_ranges
 from genesis.device import count_devices, find_kind
+from genesis.errors import UserError
 from genesis.objectives import DPO
 from genesis.supervise.plan import RecipeFacts, write_facts
 
@@ -26,13 +27,25 @@ def main(arguments: list[str]) -> int:
     if not printed.getvalue():  # the parser has printed what is wrong with the arguments
         return 2
     resolved = yaml.safe_load(printed.getvalue())
-    write_facts(Path(out), read_recipe(resolved))
+    try:
+        facts = read_recipe(resolved)
+    except UserError as error:
+        print(f"genesis: error: {error}")
+        return 2
+    write_facts(Path(out), facts)
     return 0
 
 
 def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
-    """Returns what the supervisor needs of a resolved recipe."""
+    """Returns what the supervisor needs of a resolved recipe.
+
+    Raises:
+        UserError: The recipe has no size of its batches, which printing a recipe does not ask for.
+    """
     trainer = resolved["trainer"]
+    for name in ("micro_batch_size", "global_batch_size"):
+        if resolved["data"].get(name) is None:
+            raise UserError(f"data.{name} is missing: give a recipe by --config")
     return RecipeFacts(
         run_dir=str(resolved["run_dir"]),
         num_ranks=count_ranks(trainer["devices"], trainer["accelerator"]),

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from genesis.cli.supervise import main
+from genesis.cli.supervise_recipe import read_recipe
+from genesis.errors import UserError
 from genesis.supervise.attempt import Limits, Sight
 from genesis.supervise.classify import Evidence, RankEnd, classify
 from genesis.supervise.ends import CONSEQUENCES, ENDS, EndClass
@@ -135,3 +137,16 @@ def test_a_price_that_is_no_price_is_refused(price: str, capsys: pytest.CaptureF
     with pytest.raises((SystemExit, ValueError)) as caught:
         main(["--cost-per-hour", price, "--", "fit"])
     assert "is not a price" in capsys.readouterr().err + str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "file:///etc/passwd", "http://", ""])
+def test_a_notice_of_preemption_comes_from_an_address_of_the_web(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        main(["--preempt-url", url, "--", "fit"])
+    assert "is no address of the web" in capsys.readouterr().err + str(caught.value)
+
+
+def test_a_recipe_without_sizes_is_refused_by_their_name() -> None:
+    resolved = {"trainer": {"devices": 1, "accelerator": "cpu"}, "data": {"micro_batch_size": None}, "run_dir": "r"}
+    with pytest.raises(UserError, match=r"data\.micro_batch_size is missing: give a recipe by --config"):
+        read_recipe(resolved)
