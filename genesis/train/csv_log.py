@@ -21,6 +21,9 @@ class CSVLog(Logger):
     A resumed run replaces the rows that it repeats, because a killed run may have logged beyond its last checkpoint:
     those after the step given to `continue_after` are cut; without it, those from the first logged step on.
 
+    The file may be read meanwhile, as far as it goes when it is opened: new columns replace the file, and what is
+    logged later for the last step lengthens that row in place. A last line without its end is not complete.
+
     Args:
         path: The file; it is created with its directory when the first row is written.
     """

@@ -64,8 +64,11 @@ def processes_with(variable: bytes) -> Iterator[bytes]:
 
 
 def read_own_log(run_dir: Path) -> Metrics:
-    with (run_dir / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    # A training may write meanwhile. It replaces the file for new columns, and lengthens the last row in place: what is
+    # added to a row that was read already would be taken for a row.
+    with (run_dir / "metrics.csv").open("rb") as file:
+        text = file.read(os.fstat(file.fileno()).st_size).decode()
+    rows = list(csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n")))
     return {
         int(row["step"]): {key: float(value) for key, value in row.items() if value and key != "step"} for row in rows
     }

@@ -1,6 +1,7 @@
 """The run's log: a row a step, whatever is logged when, and however often the run is killed and goes on."""
 
 import csv
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,23 @@ def test_each_step_is_a_row_and_on_disk_at_once(path: Path) -> None:
     for step in range(1, 4):
         log.log_metrics({LOSS: 1 / step}, step)
         assert losses_by_step(path) == {earlier: 1 / earlier for earlier in range(1, step + 1)}
+
+
+@pytest.mark.parametrize("later", [{VALIDATION_LOSS: 4.0625}, {GRAD_NORM: 0.5, "train/new": 1.0}])
+def test_an_open_file_has_whole_rows_as_far_as_it_went_while_a_row_is_lengthened(
+    path: Path, later: dict[str, float]
+) -> None:
+    log = CSVLog(path)
+    for step in (1, 2):
+        log.log_metrics({LOSS: 3.0, **({VALIDATION_LOSS: 4.0} if step == 1 else {})}, step)
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        log.log_metrics(later, 2)
+        log.log_metrics({LOSS: 2.0}, 3)
+        header, *lines = file.read(num_bytes).decode().splitlines(keepends=True)
+    whole = [line.rstrip() for line in lines if line.endswith("\n")]
+    assert header.rstrip() == f"step,{LOSS},{VALIDATION_LOSS}"
+    assert whole in (["1,3.0,4.0"], ["1,3.0,4.0", "2,3.0,"])
 
 
 def test_what_is_logged_later_for_a_step_joins_its_row(path: Path) -> None:
