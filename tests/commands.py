@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +90,14 @@ class ForkedCommand:
             os.close(descriptor)
         self._reports = os.fdopen(reports, "r", encoding="ascii")
         self.pid = int(self._reports.readline())
+
+    def __del__(self) -> None:
+        # As for `subprocess.Popen`: nobody need ask for the end of a command, but a command that runs on is a mistake.
+        if "pid" in vars(self) and not self._reports.closed:
+            if not self._is_reported(0.0):
+                text = f"process {self.pid} still runs: {self.args}"
+                warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
+            self._reports.close()
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while the command runs."""

@@ -59,6 +59,21 @@ def test_what_is_printed_last_arrives(tmp_path: Path) -> None:
     assert "no-such-command" in (tmp_path / "output").read_text()
 
 
+def test_a_command_that_nobody_waits_for_is_forgotten_after_its_end_and_reported_before(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    command = ForkedCommand("tokenize", fifo)
+    pid = command.pid
+    with pytest.warns(ResourceWarning, match=f"process {pid} still runs: .*tokenize"):
+        del command
+    os.kill(pid, signal.SIGKILL)
+    command = ForkedCommand("tokenize", fifo)
+    command.kill()
+    while not command._is_reported(None):
+        pass
+    del command  # a warning would be an error
+
+
 def test_commands_run_beside_one_another_and_a_kill_reaches_one(tmp_path: Path) -> None:
     fifos = [tmp_path / name for name in "ab"]
     for fifo in fifos:

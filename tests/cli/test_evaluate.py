@@ -341,6 +341,7 @@ def test_ctrl_c_ends_watching_with_130_and_nothing_half_written(own_run: Path, a
         _, err = process.communicate(timeout=DEADLINE_SECONDS)
     finally:
         process.kill()
+        process.wait()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert not [path for path in own_run.rglob("*") if "staging" in path.name]

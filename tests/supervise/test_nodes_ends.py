@@ -102,6 +102,7 @@ class Pair:
             with contextlib.suppress(Exception):
                 node.process.wait(60.0)
             node.process.kill()
+            node.process.wait(60.0)
 
     def is_hosted(self) -> bool | None:
         """Returns True once a supervisor listens at the endpoint; else None."""
