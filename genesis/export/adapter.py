@@ -21,14 +21,18 @@ from genesis.huggingface.peft import (
     build_adapter_config,
     fingerprint,
     name_adapter_tensor,
+    name_adapter_tensors_of_peft,
     name_tied_output,
+    to_peft,
 )
 from genesis.huggingface.shape import find_family
 from genesis.model.adapter import (
     EXTRA_TENSORS,
     AdapterConfig,
     find_linears,
+    find_stacks,
     is_adapter_tensor,
+    select_experts,
     select_layers,
 )
 from genesis.model.decoder import Decoder
@@ -84,6 +88,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     with torch.device("meta"):
         decoder = Decoder(config)
     layers, linears = select_layers(decoder, adapter), find_linears(decoder)
+    experts, stacks = select_experts(decoder, adapter), find_stacks(decoder)
     base, base_manifest = find_base(checkpoint, manifest.base)
     extras = {DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in adapter.also_train}
     names = [
@@ -93,9 +98,10 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     ]
     tensors = read_tensors(checkpoint, names)
     dtype = DTYPES[options.dtype]
+    ours = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in tensors.items()}
     theirs = {
-        name_adapter_tensor(name.removeprefix(DECODER_PREFIX), family): tensor.to(dtype).contiguous()
-        for name, tensor in tensors.items()
+        name: to_peft(own, ours[own]).to(dtype).contiguous()
+        for own, name in name_adapter_tensors_of_peft(ours.keys(), family).items()
     }
     if config.has_tied_embeddings and extras:
         theirs[name_tied_output(family)] = theirs[name_adapter_tensor(EXTRA_TENSORS["embedding"], family)].clone()
@@ -104,6 +110,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         family,
         layers=layers.keys(),
         linears=linears.keys(),
+        experts=experts.keys(),
+        stacks=stacks.keys(),
         is_tied=config.has_tied_embeddings,
         base_name=options.base_name,
     )

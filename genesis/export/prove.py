@@ -12,8 +12,8 @@ import gc
 import json
 import platform
 import sys
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from genesis.generate.stream import GenerateOptions, generate
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_tensors, read_file_names
-from genesis.model.adapter import AdaptedLinear, is_adapter_tensor, merge_rows
+from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
-from genesis_callbacks.checkpoint import read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
@@ -101,7 +101,7 @@ def _compare_weights(
     missing = {name for name in manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)}
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values = num_merged = 0
-    read = lru_cache(_NUM_CACHED)(_read_average)
+    held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
     rows: dict[str, set[int]] = {}
     for name, tensor in iterate_tensors(directory, names):
         placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
@@ -112,18 +112,14 @@ def _compare_weights(
                     continue  # a copy of tied embeddings, already compared by the import
                 raise UserError(f"{name} is in the directory but not in the checkpoint")
             num_values += values.numel()
-            if adapter is not None and f"{ours.removesuffix('.weight')}.lora_A" in manifest.tensors:
-                missing.remove(ours)
-                _compare_merged(checkpoints[0], ours, values, adapter.scaling)
-                num_merged += values.numel()
-                continue
-            wanted = read(tuple(checkpoints), ours)
             if expert is not None:
                 rows.setdefault(ours, set()).add(expert)
-                wanted = wanted[expert]
             if expert is None or len(rows[ours]) == manifest.tensors[ours].shape[0]:
                 missing.remove(ours)
-            if not torch.equal(wanted.to(values.dtype), values):
+            if adapter is not None and name_adapter_tensors(ours)["lora_A"] in manifest.tensors:
+                _compare_merged(manifest, held, ours, expert, values, adapter.scaling)
+                num_merged += values.numel()
+            elif not torch.equal(_pick(held(ours), expert).to(values.dtype), values):
                 raise UserError(f"the values of {name} differ from the checkpoint's")
     if missing:
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
@@ -131,13 +127,20 @@ def _compare_weights(
     return {**compared, "num_merged": num_merged} if is_merged else compared
 
 
-def _compare_merged(checkpoint: Path, name: str, theirs: Tensor, scaling: float) -> None:
+def _pick(tensor: Tensor, expert: int | None) -> Tensor:
+    return tensor if expert is None else tensor[expert]
+
+
+def _compare_merged(
+    manifest: Manifest, read: Callable[[str], Tensor], name: str, expert: int | None, theirs: Tensor, scaling: float
+) -> None:
     """Compares a weight with base and adapter merged in one operation; the export merges a few rows at a time."""
-    layer = name.removesuffix(".weight")
-    held = read_tensors(checkpoint, prefix=f"{layer}.")
-    merged = merge_rows({full.removeprefix(f"{layer}."): tensor for full, tensor in held.items()}, scaling)
+    weight, stack = read(name), theirs if expert is None else theirs.unsqueeze(0)
+    adapter = {role: read(full) for role, full in name_adapter_tensors(name).items() if full in manifest.tensors}
+    rows = slice(0, len(weight)) if expert is None else slice(expert, expert + 1)
+    merged = merge_rows({"weight": weight[rows], **cut_adapter(name, adapter, rows)}, scaling)
     eps = torch.finfo(theirs.dtype).eps
-    if not torch.allclose(theirs.double(), merged, rtol=eps, atol=eps * float(merged.abs().max())):
+    if not torch.allclose(stack.double(), merged, rtol=eps, atol=eps * float(merged.abs().max())):
         raise UserError(f"the values of {name} differ from the base's with the adapter by more than one rounding")
 
 
@@ -228,12 +231,17 @@ def _compare_models(
 def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Compares the logits of the base with separate adapters with those of merged weights before rounding."""
     adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
+    adapter_config = read_adapter_config(read_manifest(checkpoint).recipe, where=str(checkpoint))
+    assert adapter_config is not None, "the checkpoint has adapters"
     with torch.device("meta"):
         merged = Decoder(adapted.config)
     state = {name: tensor for name, tensor in adapted.state_dict().items() if not is_adapter_tensor(name)}
-    for name, layer in adapted.named_modules():
-        if isinstance(layer, AdaptedLinear):
-            state[f"{name}.weight"] = merge_rows(dict(layer.named_parameters()), layer.scaling).float()
+    held = adapted.state_dict()
+    for name, weight in state.items():
+        adapter = {role: held[full] for role, full in name_adapter_tensors(name).items() if full in held}
+        if adapter:
+            whole = cut_adapter(name, adapter, slice(0, len(weight)))
+            state[name] = merge_rows({"weight": weight, **whole}, adapter_config.scaling).float()
     merged.load_state_dict(state, assign=True)
     largest = difference = 0.0
     with torch.no_grad():

@@ -24,7 +24,13 @@ from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
 from genesis.huggingface.directory import WEIGHTS_NAME as BASE_NAME
 from genesis.huggingface.family import Family
-from genesis.huggingface.peft import WEIGHTS_NAME, name_adapter_tensor, name_tied_output
+from genesis.huggingface.peft import (
+    WEIGHTS_NAME,
+    name_adapter_tensor,
+    name_adapter_tensors_of_peft,
+    name_tied_output,
+    to_peft,
+)
 from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -66,11 +72,11 @@ def _prove(directory: Path, checkpoint: Path, base: Path) -> dict[str, Any]:
 def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple[dict[str, Any], torch.dtype]:
     theirs = load_file(directory / WEIGHTS_NAME)
     tied = name_tied_output(family)
-    ours = {
-        name_adapter_tensor(name.removeprefix(DECODER_PREFIX), family): tensor
-        for name, tensor in read_tensors(checkpoint, prefix=DECODER_PREFIX).items()
-    }
-    missing = {name for name in ours if is_adapter_tensor(name.removesuffix(".weight"))} - theirs.keys()
+    held = read_tensors(checkpoint, prefix=DECODER_PREFIX)
+    named = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in held.items()}
+    names = name_adapter_tensors_of_peft(named.keys(), family)
+    ours = {names[name]: to_peft(name, tensor) for name, tensor in named.items()}
+    missing = {names[name] for name in named if is_adapter_tensor(name)} - theirs.keys()
     if tied in theirs and tied not in ours:
         ours[tied] = ours[name_adapter_tensor("embedding.weight", family)]
     if missing or not theirs.keys() <= ours.keys():

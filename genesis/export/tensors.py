@@ -16,7 +16,7 @@ from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
-from genesis.model.adapter import ADAPTER_TENSORS, merge_rows
+from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
 from genesis_callbacks.checkpoint import (
     DIGEST_MODULUS,
     CorruptCheckpointError,
@@ -50,8 +50,7 @@ class Source:
 
     def find_adapter(self, name: str) -> dict[str, str]:
         """Returns the names of the tensors of a weight's adapter by their role; empty without an adapter."""
-        layer = name.removesuffix(".weight")
-        names = {tensor: f"{layer}.{tensor}" for tensor in ADAPTER_TENSORS}
+        names = name_adapter_tensors(name)
         return {tensor: full for tensor, full in names.items() if full in self.manifest.tensors}
 
 
@@ -163,8 +162,7 @@ def _merge(source: Source, name: str, block: Tensor, adapter: Mapping[str, Tenso
     """Returns rows of a weight plus its adapter, in float64."""
     assert source.scaling is not None
     held = {tensor: adapter[full] for tensor, full in source.find_adapter(name).items()}
-    cut = {tensor: value if tensor == "lora_A" else value[rows] for tensor, value in held.items()}
-    return merge_rows({"weight": block, **cut}, source.scaling)
+    return merge_rows({"weight": block, **cut_adapter(name, held, rows)}, source.scaling)
 
 
 def _average(blocks: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,9 @@ programs ignore the fingerprint; without it, an adapter for another base of the 
 import hashlib
 import json
 import math
+import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
+from genesis.model.expert_adapter import ADAPTER_SUFFIX, DOWN, GATE_UP
 from genesis_callbacks.checkpoint import Manifest
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -28,6 +30,11 @@ FINGERPRINT: Final = "genesis_base"
 """The key of the base's fingerprint in the header of the safetensors file."""
 _PREFIX: Final = "base_model.model."
 _SUFFIXES: Final = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_EXPERTS: Final = "mlp.experts"
+"""The module of transformers that has a block's experts, in every family: its stacks are parameters of it."""
+_STACK_PARAMETERS: Final = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
+_NESTED: Final = "base_layer"
+"""PEFT wraps the module once for each adapted parameter, in their order, so that the outer wrapper has the last."""
 _NUM_NAMED: Final = 3
 _ALPHA_SHOWN: Final = 40
 _HASH_SHOWN: Final = 16
@@ -39,7 +46,6 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "lora_bias": (False,),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -69,18 +75,73 @@ def fingerprint(manifest: Manifest, prefix: str) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
-def name_adapter_tensor(name: str, family: Family) -> str:
+def name_adapter_tensor(name: str, family: Family, *, is_nested: bool = False) -> str:
     """Returns PEFT's name of an adapter's tensor, or of another tensor that is trained together with adapters.
+
+    Args:
+        name: The decoder's name.
+        family: The base's family.
+        is_nested: Whether it belongs to an adapter of experts that have another one on later weights.
 
     Example:
         >>> from genesis.huggingface.llama import LLAMA
         >>> name_adapter_tensor("blocks.3.attention.query.lora_A", LLAMA)
         'base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight'
+        >>> name_adapter_tensor("blocks.3.feed_forward.experts.gate_up_adapter.lora_A", LLAMA, is_nested=True)
+        'base_model.model.model.layers.3.mlp.experts.base_layer.lora_A.weight'
     """
     layer, _, tensor = name.rpartition(".")
     if tensor not in _SUFFIXES:
         return _PREFIX + family.their_name(name)
+    if layer.endswith(ADAPTER_SUFFIX):
+        nested = f".{_NESTED}" if is_nested else ""
+        return f"{_PREFIX}{family.block_prefix}.{layer.split('.')[1]}.{_EXPERTS}{nested}.{_SUFFIXES[tensor]}"
     return f"{_PREFIX}{_name_module(layer, family)}.{_SUFFIXES[tensor]}"
+
+
+def name_adapter_tensors_of_peft(names: Collection[str], family: Family) -> dict[str, str]:
+    """Returns PEFT's name of each tensor of a model's adapters, and of those that are trained together with them.
+
+    Args:
+        names: The decoder's names, all of them.
+        family: The base's family.
+    """
+    inner, outer = f".{GATE_UP}{ADAPTER_SUFFIX}.", f".{DOWN}{ADAPTER_SUFFIX}."
+    return {
+        name: name_adapter_tensor(name, family, is_nested=inner in name and name.replace(inner, outer) in names)
+        for name in names
+    }
+
+
+def to_peft(name: str, tensor: Tensor) -> Tensor:
+    """Returns an adapter's tensor as PEFT stores it.
+
+    Those of experts are matrices there: the expert is the first index of the rows of A, and the last of the columns of
+    B.
+
+    Args:
+        name: The decoder's name.
+        tensor: The decoder's tensor.
+    """
+    if not _is_of_experts(name):
+        return tensor
+    if name.endswith("lora_A"):
+        return tensor.flatten(0, 1)
+    return tensor.permute(1, 2, 0).flatten(1)
+
+
+def _from_peft(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns PEFT's tensor in the decoder's shape."""
+    if not _is_of_experts(name):
+        return tensor
+    if name.endswith("lora_A"):
+        return tensor.view(shape)
+    num_experts, width, rank = shape
+    return tensor.view(width, rank, num_experts).permute(2, 0, 1).contiguous()
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.rpartition(".")[0].endswith(ADAPTER_SUFFIX)
 
 
 def name_tied_output(family: Family) -> str:
@@ -98,6 +159,8 @@ def build_adapter_config(
     *,
     layers: Collection[str],
     linears: Collection[str],
+    experts: Collection[str] = (),
+    stacks: Collection[str] = (),
     is_tied: bool,
     base_name: str | None,
 ) -> dict[str, Any]:
@@ -108,11 +171,14 @@ def build_adapter_config(
         family: The base's family.
         layers: The names of the layers with adapters.
         linears: The names of all linear layers in the blocks.
+        experts: The names of the stacks of experts with adapters.
+        stacks: The names of all stacks of experts.
         is_tied: Whether the output weight is the embedding.
         base_name: Name or path under which PEFT finds the base; None for no name.
     """
     leaves = {_leaf(layer, family) for layer in layers}
     is_regular = all((_leaf(layer, family) in leaves) == (layer in layers) for layer in linears)
+    targets = _name_parameters(experts, stacks, family)
     extras = [_name_module(EXTRA_TENSORS[extra].removesuffix(".weight"), family) for extra in config.also_train]
     return {
         "peft_type": "LORA",
@@ -124,6 +190,7 @@ def build_adapter_config(
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "target_modules": sorted(leaves if is_regular else {_name_module(layer, family) for layer in layers}),
+        **({"target_parameters": targets} if targets else {}),
         "modules_to_save": [extra.rpartition(".")[2] for extra in extras] or None,
         # PEFT copies a module that is trained as a whole, and would use the base's weights for a tied output weight.
         **({"ensure_weight_tying": True} if extras and is_tied else {}),
@@ -135,6 +202,24 @@ def build_adapter_config(
 
 def _leaf(layer: str, family: Family) -> str:
     return _name_module(layer, family).rpartition(".")[2]
+
+
+def _name_parameters(experts: Collection[str], stacks: Collection[str], family: Family) -> list[str]:
+    """Returns PEFT's targets for stacks of experts: one for all blocks where all have the adapter."""
+    found = set()
+    for target, parameter in _STACK_PARAMETERS.items():
+        chosen = [stack for stack in experts if stack.endswith(f".{target}")]
+        if chosen and len(chosen) == sum(stack.endswith(f".{target}") for stack in stacks):
+            found.add(f"{_EXPERTS}.{parameter}")
+        else:
+            found |= {_name_parameter(stack, family) for stack in chosen}
+    return sorted(found)
+
+
+def _name_parameter(stack: str, family: Family) -> str:
+    """Returns PEFT's name of a stack of experts, such as `blocks.0.feed_forward.experts.down`."""
+    number, target = stack.split(".")[1], stack.rpartition(".")[2]
+    return f"{family.block_prefix}.{number}.{_EXPERTS}.{_STACK_PARAMETERS[target]}"
 
 
 def is_adapter_export(directory: Path) -> bool:
@@ -162,6 +247,8 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     suffix = f".{_SUFFIXES['lora_A']}"
+    stacks = _find_stacks(names, family, content)
+    names = [name for name in names if f".{_EXPERTS}." not in name]
     try:
         ours = {name: family.our_name(_drop_suffix(name.removeprefix(_PREFIX))) for name in names}
     except UserError as error:
@@ -170,7 +257,32 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     extras = {extra for extra, name in EXTRA_TENSORS.items() if name in ours.values()}
     if content.get("ensure_weight_tying"):
         extras.discard("head")  # PEFT's copy of the embedding
-    return AdapterConfig(**options | {"include": tuple(layers), "also_train": tuple(sorted(extras))})
+    given = {"include": tuple(layers), "include_experts": tuple(sorted(stacks)), "also_train": tuple(sorted(extras))}
+    return AdapterConfig(**options | given)
+
+
+def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any]) -> set[str]:
+    """Returns the decoder's names of the stacks of experts that have adapters in a file."""
+    pattern = rf"{re.escape(_PREFIX + family.block_prefix)}\.(\d+)\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_A\.weight"
+    found: dict[str, set[bool]] = {}
+    for match in filter(None, (re.fullmatch(pattern, name) for name in names)):
+        found.setdefault(match[1], set()).add(match[2] is not None)
+    stacks = set()
+    for number, wrappers in found.items():
+        # Only the config has the name of a single wrapper's parameter.
+        targets = set(_STACK_PARAMETERS) if True in wrappers else _find_targets(number, family, content)
+        stacks |= {f"blocks.{number}.feed_forward.experts.{target}" for target in targets}
+    return stacks
+
+
+def _find_targets(number: str, family: Family, content: Mapping[str, Any]) -> set[str]:
+    listed = content.get("target_parameters") or []
+    stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
+    return {
+        target
+        for target, name in stacks.items()
+        if any(isinstance(one, str) and f".{name}".endswith(f".{one}") for one in listed)
+    }
 
 
 def _drop_suffix(name: str) -> str:
@@ -214,7 +326,7 @@ def read_adapters(
             f"the adapters in {directory} were trained beside a base with fingerprint {made_for[:_HASH_SHOWN]}, and "
             f"this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
         )
-    theirs = {name_adapter_tensor(name, family): name for name in shapes}
+    theirs = {theirs: ours for ours, theirs in name_adapter_tensors_of_peft(shapes.keys(), family).items()}
     embedding, output = name_adapter_tensor(EXTRA_TENSORS["embedding"], family), name_tied_output(family)
     if embedding in theirs and output not in theirs:
         _drop_tied_copy(directory, tensors, embedding, output)
@@ -222,15 +334,22 @@ def read_adapters(
     found = {}
     for name, ours in theirs.items():
         tensor = tensors[name]
-        if tuple(tensor.shape) != tuple(shapes[ours]):
+        wanted = tuple(to_peft(ours, torch.empty(shapes[ours], device="meta")).shape)
+        if tuple(tensor.shape) != wanted and _is_of_experts(ours):
+            raise UserError(
+                f"the adapters in {directory} are for other experts: {name} is {list(tensor.shape)} there, and "
+                f"{list(wanted)} for the {shapes[ours][0]} experts of this base with rank {config.rank}; give adapters "
+                "for this base"
+            )
+        if tuple(tensor.shape) != wanted:
             raise UserError(
                 f"the adapters in {directory} are for another base: {name} is {list(tensor.shape)} there, and "
-                f"{list(shapes[ours])} for this base"
+                f"{list(wanted)} for this base"
             )
         if not tensor.is_floating_point():
             raise UserError(f"{path}: {name} is {tensor.dtype}, not floating point: export the adapters again")
         # The values that training gets are checked: float64 may overflow, and torch cannot check all 8-bit types.
-        found[ours] = tensor.to(torch.float32)
+        found[ours] = _from_peft(ours, tensor.to(torch.float32), shapes[ours])
         if not bool(found[ours].isfinite().all()):
             raise UserError(f"{path}: {name} has values that are no finite numbers: export the adapters again")
     return found

@@ -1,10 +1,11 @@
-"""Adapters: small trained matrices beside the frozen weights of a decoder's linear layers (LoRA, DoRA).
+"""Adapters: small trained matrices beside the frozen weights of a decoder's linear layers and experts (LoRA, DoRA).
 
 N  tokens, in any leading dimensions     I  input width     O  output width     R  rank
 
 `attach_adapters` replaces linear layers of the blocks by `AdaptedLinear`, which keeps `weight` and `bias` and adds
 `lora_A`, `lora_B` and, for DoRA, `lora_magnitude` next to them. The base's tensors keep their names, so that
-checkpoints, sharding, activation checkpointing and compilation know nothing of adapters.
+checkpoints, sharding, activation checkpointing and compilation know nothing of adapters. Routed experts become
+`AdaptedExperts` (`genesis.model.expert_adapter`) in the same way.
 """
 
 import math
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -21,12 +22,13 @@ from torch.nn.functional import dropout, linear
 
 from genesis.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
+from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
+from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
-from genesis.model.part import VECTORS, ParameterGroup, Part, check_counts
+from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 from genesis_callbacks.checkpoint import local_shards
 
-ADAPTERS: Final = ParameterGroup("adapters", "matrix")
 MAGNITUDE: Final = "lora_magnitude"
 ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)
 """The names of an adapter's tensors in its layer."""
@@ -38,7 +40,7 @@ _NUM_NAMED: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapters on the linear layers of the blocks; the model's own weights are frozen.
+    """Adapters on the linear layers of the blocks, and on routed experts; the model's own weights are frozen.
 
     Args:
         rank: Width between the two matrices of an adapter.
@@ -48,7 +50,10 @@ class AdapterConfig:
         dora: Whether the length of each row of the adapted weight is trained separately from its direction.
         include: Patterns of the layers with adapters, such as `*.attention.*`; a pattern matches a whole name
             (`blocks.0.attention.query`), with `*` and `?` as in a shell.
-        exclude: Patterns of layers among these that get no adapters.
+        include_experts: Patterns of the stacks of routed experts with adapters, one for each expert: `*` for all, or
+            such as `*.down`; the names are those of a mixture with `gate_up` and `down`
+            (`blocks.0.feed_forward.experts.gate_up`). None by default. They have neither dropout nor DoRA, as in PEFT.
+        exclude: Patterns of layers and stacks among these that get no adapters.
         also_train: Tensors outside of the blocks that are also trained: `embedding`, `head`.
         base: The base: a checkpoint or a run (its newest checkpoint), such as `genesis import` writes. None for that in
             `ckpt_path`, or the base of the checkpoint that is resumed.
@@ -67,6 +72,7 @@ class AdapterConfig:
     rslora: bool = False
     dora: bool = False
     include: tuple[str, ...] = ("*",)
+    include_experts: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     also_train: tuple[Literal["embedding", "head"], ...] = ()
     base: str | None = None
@@ -74,7 +80,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_counts(self)
-        for name in ("include", "exclude", "also_train"):  # YAML and JSON give lists
+        for name in ("include", "include_experts", "exclude", "also_train"):  # YAML and JSON give lists
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UserError(f"{name} is {value!r}: it must be a list of texts")
@@ -87,8 +93,14 @@ class AdapterConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout of adapters is {self.dropout}: it must be at least 0 and below 1")
-        if not self.include:
+        if not self.include and not self.include_experts:
             raise UserError("include is empty, so that no layer has an adapter: give ['*'] for all linear layers")
+        if self.include_experts and (self.dora or self.dropout > 0.0):
+            given = "dora is true" if self.dora else f"dropout is {self.dropout}"
+            raise UserError(
+                f"{given}, and include_experts is {list(self.include_experts)}: adapters of experts have neither dora "
+                "nor dropout, as in PEFT; leave out one of the two"
+            )
         for extra in self.also_train:
             if extra not in EXTRA_TENSORS:
                 raise UserError(f"also_train has {extra!r}: it must be {' or '.join(map(repr, EXTRA_TENSORS))}")
@@ -211,7 +223,7 @@ class AdaptedLinear(nn.Linear, Part):
 
 def attach_adapters(
     decoder: Decoder, config: AdapterConfig, base_dtype: torch.dtype = torch.float32
-) -> dict[str, AdaptedLinear]:
+) -> dict[str, AdaptedLinear | ExpertAdapter]:
     """Adds adapters to a newly built decoder in place, and freezes all other tensors except `config.also_train`.
 
     Args:
@@ -220,17 +232,24 @@ def attach_adapters(
         base_dtype: The dtype of the base's tensors; adapters are float32.
 
     Returns:
-        The adapted layers by name.
+        The adapted layers, and the adapters of experts, by the names that `select_layers` and `select_experts` give.
 
     Raises:
         UserError: A pattern matches no layer, or a layer cannot have the rank.
     """
-    layers = select_layers(decoder, config)
+    layers, stacks = select_layers(decoder, config), select_experts(decoder, config)
     decoder.requires_grad_(False).to(base_dtype)
-    adapted = {}
+    adapted: dict[str, AdaptedLinear | ExpertAdapter] = {}
     for name, layer in layers.items():
-        adapted[name] = AdaptedLinear(layer, config)
-        decoder.set_submodule(name, adapted[name])
+        one = adapted[name] = AdaptedLinear(layer, config)
+        decoder.set_submodule(name, one)
+    for name in dict.fromkeys(stack.rpartition(".")[0] for stack in stacks):
+        base = decoder.get_submodule(name)
+        assert isinstance(base, Experts)
+        targets = tuple(target for target in STACKS if f"{name}.{target}" in stacks)
+        experts = AdaptedExperts(base, targets, rank=config.rank, scaling=config.scaling)
+        decoder.set_submodule(name, experts)
+        adapted |= {f"{name}.{target}": adapter for target, adapter in experts.list_adapters().items()}
     for extra in config.also_train:
         decoder.get_parameter(_find_extra(decoder, extra, base_dtype)).requires_grad_(True)
     return adapted
@@ -239,7 +258,7 @@ def attach_adapters(
 @contextmanager
 def adapters_off(decoder: nn.Module) -> Iterator[None]:
     """Makes the forwards in the block those of the base. Their backward must be in the block, too."""
-    layers = [module for module in decoder.modules() if isinstance(module, AdaptedLinear)]
+    layers = [module for module in decoder.modules() if isinstance(module, AdaptedLinear | AdaptedExperts)]
     for layer in layers:
         layer.is_on = False
     try:
@@ -249,38 +268,41 @@ def adapters_off(decoder: nn.Module) -> Iterator[None]:
             layer.is_on = True
 
 
+def has_adapters(decoder: nn.Module) -> bool:
+    """Returns whether a decoder has adapters."""
+    return any(isinstance(module, AdaptedLinear | AdaptedExperts) for module in decoder.modules())
+
+
 def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
     """Returns the linear layers that get adapters, by name: only layers of the blocks, and no routers.
 
     Raises:
-        UserError: A pattern matches no layer, or a layer cannot have the rank.
+        UserError: A pattern matches nothing, or a layer cannot have the rank.
     """
-    linears = find_linears(decoder)
-    for field in ("include", "exclude"):
-        for pattern in getattr(config, field):
-            if not any(fnmatchcase(name, pattern) for name in linears):
-                raise UserError(
-                    f"model.adapter.{field} has {pattern!r}, which matches no linear layer of the blocks; their names "
-                    f"are {_list_names(tuple(linears))}"
-                )
-    chosen = {
-        name: layer
-        for name, layer in linears.items()
-        if any(fnmatchcase(name, pattern) for pattern in config.include)
-        and not any(fnmatchcase(name, pattern) for pattern in config.exclude)
-    }
-    if not chosen:
+    linears, stacks = find_linears(decoder), find_stacks(decoder)
+    _check_patterns("include", config.include, linears, "linear layer of the blocks")
+    _check_patterns("include_experts", config.include_experts, stacks, "stack of routed experts")
+    _check_patterns("exclude", config.exclude, linears | stacks, "linear layer of the blocks")
+    chosen = _choose(linears, config.include, config.exclude)
+    if not chosen and not _choose(stacks, config.include_experts, config.exclude):
         raise UserError(
-            f"model.adapter.exclude {list(config.exclude)} takes away every layer of include {list(config.include)}: "
-            "leave a layer"
+            f"model.adapter.exclude {list(config.exclude)} takes away every layer of include "
+            f"{[*config.include, *config.include_experts]}: leave a layer"
         )
     for name, layer in chosen.items():
-        width = min(layer.in_features, layer.out_features)
-        if config.rank > width:
-            raise UserError(
-                f"model.adapter.rank is {config.rank}, more than the width {width} of {name}: set it to {width} or "
-                f"less, or exclude the layer by '*.{name.rpartition('.')[2]}'"
-            )
+        _check_rank(config.rank, name, (layer.in_features, layer.out_features))
+    return chosen
+
+
+def select_experts(decoder: Decoder, config: AdapterConfig) -> dict[str, Experts]:
+    """Returns the stacks of routed experts that get adapters, by name; `select_layers` checks the patterns.
+
+    Raises:
+        UserError: A stack cannot have the rank.
+    """
+    chosen = _choose(find_stacks(decoder), config.include_experts, config.exclude)
+    for name, experts in chosen.items():
+        _check_rank(config.rank, name, find_widths(experts, name.rpartition(".")[2]))
     return chosen
 
 
@@ -291,6 +313,48 @@ def find_linears(decoder: Decoder) -> dict[str, nn.Linear]:
         for name, module in decoder.blocks.named_modules()
         if isinstance(module, nn.Linear) and name.rpartition(".")[2] != _ROUTER
     }
+
+
+def find_stacks(decoder: Decoder) -> dict[str, Experts]:
+    """Returns the stacks of routed experts that may have adapters, by name, with the experts that have them."""
+    return {
+        f"blocks.{name}.{target}": module
+        for name, module in decoder.blocks.named_modules()
+        if isinstance(module, Experts)
+        for target in STACKS
+    }
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def _choose(found: Mapping[str, _Module], include: Sequence[str], exclude: Sequence[str]) -> dict[str, _Module]:
+    return {
+        name: module
+        for name, module in found.items()
+        if any(fnmatchcase(name, pattern) for pattern in include)
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+
+
+def _check_patterns(field: str, patterns: Sequence[str], found: Mapping[str, nn.Module], what: str) -> None:
+    for pattern in patterns:
+        if not found:
+            raise UserError(f"model.adapter.{field} has {pattern!r}, and the model has no {what}: leave it out")
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise UserError(
+                f"model.adapter.{field} has {pattern!r}, which matches no {what}; their names are "
+                f"{_list_names(tuple(found))}"
+            )
+
+
+def _check_rank(rank: int, name: str, widths: tuple[int, int]) -> None:
+    width = min(widths)
+    if rank > width:
+        raise UserError(
+            f"model.adapter.rank is {rank}, more than the width {width} of {name}: set it to {width} or less, or "
+            f"exclude the layer by '*.{name.rpartition('.')[2]}'"
+        )
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -331,7 +395,7 @@ def init_adapters(decoder: Decoder, seed: int) -> None:
     The base must have its values, because DoRA starts with the lengths of its rows.
     """
     for name, part in decoder.parts.items():
-        if isinstance(part, AdaptedLinear):
+        if isinstance(part, AdaptedLinear | ExpertAdapter):
             part.init_weights(InitialValues(f"{seed} {name}", residual_std=0.0))
 
 
@@ -344,14 +408,47 @@ def fill_trained(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
             local.data.copy_(tensor[tuple(slice(offset, offset + size) for offset, size in corner)])
 
 
-def merge_rows(tensors: Mapping[str, Float[Tensor, "..."]], scaling: float) -> Float[Tensor, "O I"]:
-    """Returns rows of a layer's weight with the adapter added, in float64.
+def name_adapter_tensors(weight: str) -> dict[str, str]:
+    """Returns the names of all tensors that an adapter of a weight may have, by their roles.
+
+    >>> name_adapter_tensors("blocks.0.attention.query.weight")["lora_A"]
+    'blocks.0.attention.query.lora_A'
+    >>> name_adapter_tensors("blocks.0.feed_forward.experts.up")["lora_A"]
+    'blocks.0.feed_forward.experts.gate_up_adapter.lora_A'
+    """
+    layer = find_adapter(weight)[0] if _is_stack(weight) else weight.removesuffix(".weight")
+    return {tensor: f"{layer}.{tensor}" for tensor in ADAPTER_TENSORS}
+
+
+def _is_stack(weight: str) -> bool:
+    experts, _, name = weight.rpartition(".")
+    return experts.rpartition(".")[2] == "experts" and any(name in names for names in STACKS.values())
+
+
+def cut_adapter(weight: str, tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Returns what `merge_rows` needs of an adapter for some rows of a weight, or for some experts of a stack.
 
     Args:
-        tensors: The same rows of `weight` and `lora_B`; the whole `lora_A`; for DoRA the same rows of `lora_magnitude`.
+        weight: The weight's name.
+        tensors: The adapter's whole tensors by their roles.
+        rows: The rows or experts.
+    """
+    if not _is_stack(weight):
+        return {tensor: value if tensor == "lora_A" else value[rows] for tensor, value in tensors.items()}
+    _, place, count = find_adapter(weight)
+    return {"lora_A": tensors["lora_A"][rows], "lora_B": tensors["lora_B"][rows].chunk(count, dim=1)[place]}
+
+
+def merge_rows(tensors: Mapping[str, Float[Tensor, "..."]], scaling: float) -> Float[Tensor, "*G O I"]:
+    """Returns rows of a layer's weight, or some experts of a stack, with the adapter added, in float64.
+
+    Args:
+        tensors: The rows of `weight`, and what `cut_adapter` returns for them.
         scaling: The factor of the adapters' update.
     """
     weight, low, high = (tensors[name].double() for name in ("weight", "lora_A", "lora_B"))
+    if weight.ndim > 2:
+        return torch.baddbmm(weight, high, low, alpha=scaling)
     merged = torch.addmm(weight, high, low, alpha=scaling)
     magnitude = tensors.get(MAGNITUDE)
     if magnitude is None:

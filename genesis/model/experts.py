@@ -23,7 +23,7 @@ from genesis.model.tape import CASTS, Tape, Value
 EXPERTS: Final = ParameterGroup("experts", "matrix")
 """The group of the experts' weights, each a stack of one matrix for each expert."""
 _GROUPED_CAPABILITY: Final = (8, 0)
-_GROUPED_ALIGNMENT: Final = 8
+GROUPED_ALIGNMENT: Final = 8
 """Elements of bfloat16 in the 16 bytes to which the kernel aligns rows."""
 
 
@@ -126,7 +126,7 @@ def suits_grouped(rows: Tensor, dtype: torch.dtype, weight: Tensor) -> bool:
         rows.device.type == "cuda"
         and dtype == torch.bfloat16
         and (read_capability(rows.device) or (0, 0)) >= _GROUPED_CAPABILITY
-        and all(size % _GROUPED_ALIGNMENT == 0 for size in weight.shape[1:])
+        and all(size % GROUPED_ALIGNMENT == 0 for size in weight.shape[1:])
     )
 
 
@@ -136,11 +136,11 @@ def _run_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the outputs, and for the backward the products of the rows with `gate` and `up`."""
     if is_grouped:
-        ends = _find_ends(counts)
-        gated = _grouped_mm(rows, gate.mT, ends)
-        upped = _grouped_mm(rows, up.mT, ends)
-        out = _grouped_mm(silu(gated).mul_(upped), down.mT, ends)
-        return _clear_tail(out, ends), gated, upped
+        ends = find_ends(counts)
+        gated = grouped_mm(rows, gate.mT, ends)
+        upped = grouped_mm(rows, up.mT, ends)
+        out = grouped_mm(silu(gated).mul_(upped), down.mT, ends)
+        return clear_tail(out, ends), gated, upped
     out = torch.empty_like(rows)
     gated, upped = (rows.new_empty(len(rows), gate.shape[1]) for _ in range(2))
     parts = _iterate(counts)
@@ -183,7 +183,7 @@ def _run_experts_backward(
     """Returns the gradients of the rows and of the weights; empty ones for weights that are not trained."""
     grad = grad.contiguous()
     if is_grouped:
-        return _backward_grouped(grad, rows, gate, up, down, _find_ends(counts), gated, upped, has_weight_gradients)
+        return _backward_grouped(grad, rows, gate, up, down, find_ends(counts), gated, upped, has_weight_gradients)
     grad_rows = torch.empty_like(rows)
     grads = [torch.empty_like(weight) if has_weight_gradients else weight.new_empty(0) for weight in (gate, up, down)]
     grad_gate, grad_up, grad_down = grads
@@ -242,16 +242,16 @@ def _backward_grouped(
     upped: Tensor,
     has_weight_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_gated, grad_upped, inner = _backward_swiglu(_grouped_mm(grad, down, ends), gated, upped)
-    grad_rows = _grouped_mm(grad_gated, gate, ends).add_(_grouped_mm(grad_upped, up, ends))
-    grad_rows = _clear_tail(grad_rows, ends)
+    grad_gated, grad_upped, inner = _backward_swiglu(grouped_mm(grad, down, ends), gated, upped)
+    grad_rows = grouped_mm(grad_gated, gate, ends).add_(grouped_mm(grad_upped, up, ends))
+    grad_rows = clear_tail(grad_rows, ends)
     if not has_weight_gradients:
         return grad_rows, gate.new_empty(0), up.new_empty(0), down.new_empty(0)
     return (
         grad_rows,
-        _grouped_mm(grad_gated.T, rows, ends),
-        _grouped_mm(grad_upped.T, rows, ends),
-        _grouped_mm(grad.T, inner, ends),
+        grouped_mm(grad_gated.T, rows, ends),
+        grouped_mm(grad_upped.T, rows, ends),
+        grouped_mm(grad.T, inner, ends),
     )
 
 
@@ -292,16 +292,18 @@ def _allocate_buffers(parts: list[tuple[int, int, int]], like: Tensor, number: i
     return [like.new_empty(most, like.shape[1]) for _ in range(number)]
 
 
-def _find_ends(counts: Tensor) -> Tensor:
+def find_ends(counts: Tensor) -> Tensor:
+    """Returns the end of each expert's rows, as the kernel takes it."""
     return counts.cumsum(0).to(torch.int32)
 
 
-def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Returns the products of groups of rows, or of columns, that end there, in one kernel."""
     out: Tensor = torch.nn.functional.grouped_mm(left, right, offs=ends)
     return out
 
 
-def _clear_tail(rows: Tensor, ends: Tensor) -> Tensor:
+def clear_tail(rows: Tensor, ends: Tensor) -> Tensor:
     """Sets the rows behind the last group, which the kernel leaves as they were in memory, to zero."""
     is_tail = torch.arange(len(rows), device=rows.device) >= ends[-1]
     return rows.masked_fill_(is_tail.unsqueeze(1), 0.0)

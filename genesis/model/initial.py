@@ -20,6 +20,8 @@ BLOCK_ROWS: Final = 64
 """Rows of a block; another number gives other values. Smaller blocks need more generators, larger ones waste rows."""
 _UNSET_BITS: Final = {2: 0x7FDE, 4: 0x7FDEADED, 8: 0x7FFDEADEDEADEDED}
 """The mark by an element's bytes: a quiet NaN that arithmetic never gives, so that a restored NaN differs from it."""
+_Draw = Callable[[tuple[int, ...], float, str, int], Tensor]
+"""Returns a block of rows, given the parameter's shape, a deviation or bound, the key, and the block's number."""
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,11 +75,18 @@ class InitialValues:
 
     def fill_stack(self, name: str, parameter: Tensor) -> None:
         """Fills a stack of matrices as `fill` does, each by its number: a rank draws no other rank's matrices."""
-        _fill_stack(parameter, INIT_STD, f"{self.key}.{name}")
+        self._fill_matrices(name, parameter, draw_block, INIT_STD)
 
     def fill_stack_residual(self, name: str, parameter: Tensor) -> None:
         """Fills a stack of matrices that write into the residual stream as `fill_stack` does."""
-        _fill_stack(parameter, self.residual_std, f"{self.key}.{name}")
+        self._fill_matrices(name, parameter, draw_block, self.residual_std)
+
+    def fill_stack_uniform(self, name: str, parameter: Tensor, bound: float) -> None:
+        """Fills a stack of matrices as `fill_uniform` does, each by its number."""
+        self._fill_matrices(name, parameter, draw_uniform_block, bound)
+
+    def _fill_matrices(self, name: str, parameter: Tensor, draw: _Draw, size: float) -> None:
+        _fill_stack(parameter, lambda number: partial(_draw_matrix, draw, size, f"{self.key}.{name}.{number}"))
 
 
 def fill_normal(parameter: Tensor, std: float, key: str) -> None:
@@ -99,16 +108,16 @@ def _fill_blocks(parameter: Tensor, draw: Callable[[tuple[int, ...], int], Tenso
 
 
 @torch.no_grad()
-def _fill_stack(parameter: Tensor, std: float, key: str) -> None:
+def _fill_stack(parameter: Tensor, draw_of: Callable[[int], Callable[[tuple[int, ...], int], Tensor]]) -> None:
     for local in local_shards("initial", parameter, "parameter"):
         corner = zip(local.part.offsets, local.part.sizes, strict=True)
         first, *region = (slice(offset, offset + size) for offset, size in corner)
         for data, number in zip(local.data, range(first.start, first.stop), strict=True):
-            _fill_region(data, region, local.part.shape[1:], partial(_draw_matrix, std, f"{key}.{number}"))
+            _fill_region(data, region, local.part.shape[1:], draw_of(number))
 
 
-def _draw_matrix(std: float, key: str, shape: tuple[int, ...], number: int) -> Tensor:
-    return draw_block(shape, std, key, number)
+def _draw_matrix(draw: _Draw, size: float, key: str, shape: tuple[int, ...], number: int) -> Tensor:
+    return draw(shape, size, key, number)
 
 
 def _fill_region(

@@ -34,6 +34,7 @@ MATRICES: Final = ParameterGroup("matrices", "matrix")
 HEAD: Final = ParameterGroup("head", "head")
 EMBEDDINGS: Final = ParameterGroup("embeddings", "embedding")
 VECTORS: Final = ParameterGroup("vectors", "vector")
+ADAPTERS: Final = ParameterGroup("adapters", "matrix")
 
 
 class Statistics(NamedTuple):

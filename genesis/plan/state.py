@@ -47,9 +47,8 @@ class Parameter:
         num_shards = self.num_shards(layout)
         if layout.is_sharded and self.is_expert and layout.expert_parallel > 1:
             held = self.shape[0] // layout.expert_parallel
-            if held % num_shards:  # the rows of each expert are sharded, not the experts
-                return held * -(-self.shape[1] // num_shards) * math.prod(self.shape[2:])
-            return held // num_shards * math.prod(self.shape[1:])
+            # By experts, or by the rows or columns of each: FSDP2 divides these evenly.
+            return -(-held * math.prod(self.shape[1:]) // num_shards)
         if num_shards == 1 or not self.shape:
             return self.num_elements
         return -(-self.shape[0] // num_shards) * math.prod(self.shape[1:])

@@ -150,25 +150,35 @@ def share_experts(
                 f"expert_parallel {ranks.size()} does not divide num_experts {experts.num_experts}: every rank holds "
                 "as many experts"
             )
-        for name, parameter in list(experts.named_parameters()):
-            held = distribute_tensor(parameter.data, ranks, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(held, requires_grad=parameter.requires_grad))
+        for part in experts.modules():  # the experts themselves, and their adapters
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                held = distribute_tensor(parameter.data, ranks, [Shard(0)], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(held, requires_grad=parameter.requires_grad))
         mixture.exchange = Exchange(ranks.get_group())
-        # By experts where every rank gets as many, so that Muon finds whole matrices; else by the rows of each.
-        is_even = experts.num_experts // ranks.size() % shard.size(-1) == 0
-        placement = Shard(0) if is_even else Shard(1)
         fully_shard(
             experts,
             mesh=shard,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=partial(_place, placement),
+            shard_placement_fn=partial(_place, ranks.size(), shard.size(-1)),
             mp_policy=precision,
             offload_policy=policies[experts],
         )
 
 
-def _place(placement: Shard, parameter: nn.Parameter) -> Shard:
-    return placement
+def _place(num_holders: int, num_shards: int, parameter: nn.Parameter) -> Shard:
+    """Returns how ranks that hold the same experts shard a stack: FSDP2 divides other dimensions than the first evenly.
+
+    By experts where every rank gets as many, so that Muon finds whole matrices; else by the rows of each, or by the
+    columns where the rows cannot be divided, as those of an adapter of low rank.
+    """
+    sizes = [parameter.shape[0] // num_holders, *parameter.shape[1:]]
+    found = next((dim for dim, size in enumerate(sizes) if size % num_shards == 0), None)
+    if found is None:
+        raise UserError(
+            f"{num_shards} ranks hold the same experts and cannot share a stack of {sizes[0]} matrices of {sizes[1]} "
+            f"by {sizes[2]}: choose expert_parallel or model.adapter.rank so that {num_shards} divides one of them"
+        )
+    return Shard(found)
 
 
 def list_experts(module: nn.Module) -> list[nn.Module]:

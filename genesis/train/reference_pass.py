@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
 from genesis.errors import UserError
-from genesis.model.adapter import AdaptedLinear, adapters_off, is_adapter_tensor
+from genesis.model.adapter import adapters_off, has_adapters, is_adapter_tensor
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
@@ -48,7 +48,7 @@ def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data
     if objective.log_probs is not None:
         return
     if objective.reference is None:
-        if any(isinstance(module, AdaptedLinear) for module in decoder.modules()):
+        if has_adapters(decoder):
             return
         raise UserError(
             "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
@@ -110,10 +110,10 @@ def _weights_of(checkpoint: Path, decoder: nn.Module, *, is_reader: bool) -> Ite
         manifest = verify(checkpoint, "full") if is_reader else read_manifest(checkpoint)
         live = list(_list_shards(decoder, manifest, checkpoint))
         kept = [local.data.detach().to("cpu", copy=True) for local in live]
-        has_adapters = any(is_adapter_tensor(local.part.name) for local in live)
+        replaces_adapters = any(is_adapter_tensor(local.part.name) for local in live)
         try:
             restore_shards(checkpoint, manifest, live)
-            if has_adapters:
+            if replaces_adapters:
                 yield
             else:
                 with adapters_off(decoder):
@@ -135,7 +135,7 @@ def _list_shards(decoder: nn.Module, manifest: Manifest, checkpoint: Path) -> It
             f"the reference {checkpoint} has an adapter ({lost}) that this run has not: give a checkpoint without "
             "adapters, or one with the same"
         )
-    has_adapters = any(is_adapter_tensor(name) for name in manifest.tensors)
+    replaces_adapters = any(is_adapter_tensor(name) for name in manifest.tensors)
     for name, parameter in decoder.named_parameters():
-        if not is_adapter_tensor(name) or has_adapters:
+        if not is_adapter_tensor(name) or replaces_adapters:
             yield from local_shards(names[name], parameter, "parameter")
