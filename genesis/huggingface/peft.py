@@ -248,7 +248,7 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     suffix = f".{_SUFFIXES['lora_A']}"
     stacks = _find_stacks(names, family, content)
-    names = [name for name in names if f".{_EXPERTS}." not in name]
+    names = [name for name in names if _match_experts(name, family) is None]
     try:
         ours = {name: family.our_name(_drop_suffix(name.removeprefix(_PREFIX))) for name in names}
     except UserError as error:
@@ -263,9 +263,8 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
 
 def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any]) -> set[str]:
     """Returns the decoder's names of the stacks of experts that have adapters in a file."""
-    pattern = rf"{re.escape(_PREFIX + family.block_prefix)}\.(\d+)\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_A\.weight"
     found: dict[str, set[bool]] = {}
-    for match in filter(None, (re.fullmatch(pattern, name) for name in names)):
+    for match in filter(None, (_match_experts(name, family) for name in names)):
         found.setdefault(match[1], set()).add(match[2] is not None)
     stacks = set()
     for number, wrappers in found.items():
@@ -275,14 +274,16 @@ def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any
     return stacks
 
 
+def _match_experts(name: str, family: Family) -> re.Match[str] | None:
+    """Returns the block and the wrapper of a tensor of an adapter of experts."""
+    start = re.escape(f"{_PREFIX}{family.block_prefix}.")
+    return re.fullmatch(rf"{start}(\d{{1,6}})\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_[AB]\.weight", name)
+
+
 def _find_targets(number: str, family: Family, content: Mapping[str, Any]) -> set[str]:
     listed = content.get("target_parameters") or []
     stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
-    return {
-        target
-        for target, name in stacks.items()
-        if any(isinstance(one, str) and f".{name}".endswith(f".{one}") for one in listed)
-    }
+    return {target for target, name in stacks.items() if any(f".{name}".endswith(f".{one}") for one in listed)}
 
 
 def _drop_suffix(name: str) -> str:
@@ -371,6 +372,9 @@ def _read_options(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         value = content.get(key, allowed[0])
         if value not in allowed:
             raise UserError(f"{path}: {key} is {value!r}, and the decoder's adapters have {allowed[0]!r} only")
+    targets = content.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        raise UserError(f"{path}: target_parameters is {str(targets)[:_ALPHA_SHOWN]!r}: it must be a list of texts")
     rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # the defaults of PEFT
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise UserError(f"{path}: lora_alpha is {str(alpha)[:_ALPHA_SHOWN]!r}: it must be a finite number")

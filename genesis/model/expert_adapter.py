@@ -180,7 +180,7 @@ class AdaptedExperts(Experts):
         if self.gate_up_adapter is not None:
             to_gate, to_up = self._adapt(self.gate_up_adapter, rows, counts).chunk(2, dim=1)
             gated, upped = gated + to_gate, upped + to_up
-        inner: Tensor = _SwiGLU.apply(gated, upped)  # type: ignore[no-untyped-call]
+        inner = _swiglu(gated, upped)
         out = multiply_by_expert(inner, down, counts, is_grouped)
         return out if self.down_adapter is None else out + self._adapt(self.down_adapter, inner, counts)
 
@@ -229,6 +229,13 @@ def _record_product(tape: Tape, x: Value, stack: Tensor) -> Value:
         saved.append(tape.value(held, x.element_bytes, term=CASTS))
     num_outputs = x.num_elements // stack.shape[2] * stack.shape[1]
     return tape.apply((x,), num_outputs, x.element_bytes, saved=saved, weights=[used])
+
+
+def _swiglu(gated: Tensor, upped: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler decides by itself what it keeps for the backward
+        return silu(gated) * upped
+    inner: Tensor = _SwiGLU.apply(gated, upped)  # type: ignore[no-untyped-call]
+    return inner
 
 
 class _SwiGLU(torch.autograd.Function):
