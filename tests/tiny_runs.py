@@ -70,7 +70,15 @@ def save(
     return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, section))
 
 
-def save_adapted(directory: Path, base: Path, decoder: Decoder, identity: dict[str, Any], **adapter: Any) -> Path:
+def save_adapted(
+    directory: Path,
+    base: Path,
+    decoder: Decoder,
+    identity: dict[str, Any],
+    *,
+    shape: dict[str, Any] | None = None,
+    **adapter: Any,
+) -> Path:
     """Saves a decoder with adapters that add something, beside the base that it is.
 
     Args:
@@ -78,6 +86,7 @@ def save_adapted(directory: Path, base: Path, decoder: Decoder, identity: dict[s
         base: The checkpoint of the decoder.
         decoder: Gets the adapters.
         identity: For the manifest.
+        shape: What the decoder's shape in the recipe has beside the usual.
         adapter: Fields of `AdapterConfig`.
     """
     config = AdapterConfig(**adapter)
@@ -91,4 +100,5 @@ def save_adapted(directory: Path, base: Path, decoder: Decoder, identity: dict[s
     found = find_adapter_base(str(base), None)
     scope = build_scope(found, has_magnitudes=config.dora, also_train=config.also_train)
     changes = {"has_tied_embeddings": False} if not decoder.config.has_tied_embeddings else {}
+    changes |= shape or {}
     return save(directory, 5, decoder, identity, scope=scope, adapter=json.loads(json.dumps(adapter)), **changes)

@@ -15,8 +15,10 @@ from genesis.errors import RunEndedError, UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.load import load_decoder
+from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.peft import FINGERPRINT, WEIGHTS_NAME
 from genesis.model.adapter import AdapterConfig
+from genesis.model.mixture import MixtureConfig
 from genesis.train.adapter_base import AdapterBase, find_adapter_base, read_start
 from tests.tiny_runs import build_decoder, save, save_adapted
 
@@ -196,3 +198,67 @@ def test_tensors_that_are_trained_beside_adapters_are_modules_to_save(tmp_path: 
     with safe_open(tmp_path / "out" / WEIGHTS_NAME, framework="pt") as file:
         assert FINGERPRINT in file.metadata()
         assert "base_model.model.model.embed_tokens.weight" in file.keys()  # noqa: SIM118 - it is no mapping
+
+
+# ---- experts
+
+MIXTURE = {"num_experts": 4, "top_k": 2, "ffn_dim": 24, "has_normalized_weights": True}
+MIXED: dict[str, Any] = {"ffn_dim": None, "norm_eps": 1e-5, "feed_forward": name_mixture(MIXTURE)}
+
+
+def adapt_experts(tmp_path: Path, **adapter: Any) -> tuple[Path, Path]:
+    """Returns a base with experts, and a checkpoint of adapters beside it."""
+    built = {**MIXED, "feed_forward": MixtureConfig(**MIXTURE)}  # type: ignore[arg-type]
+    base = save(tmp_path / "base/checkpoints", 0, build_decoder(1, **built), {}, **MIXED)
+    given = {**LORA, "include_experts": ["*"], **adapter}
+    tuned = save_adapted(tmp_path / "tuned/checkpoints", base, build_decoder(1, **built), {}, shape=MIXED, **given)
+    return base, tuned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "adapter",
+    [{}, {"rslora": True, "exclude": ["*.gate_up"]}, {"include": [], "exclude": ["blocks.0.*.down"]}],
+    ids=["all", "down", "experts alone"],
+)
+def test_peft_loads_exported_adapters_of_experts_and_a_merged_model_is_the_same(
+    tmp_path: Path, adapter: dict[str, Any]
+) -> None:
+    base, checkpoint = adapt_experts(tmp_path, **adapter)
+    proof = export_adapter(checkpoint, tmp_path / "out", AdapterExportOptions())
+    assert proof["logits"]["largest_difference"] <= proof["logits"]["tolerance"]
+    assert proof["logits"]["largest_change_by_the_adapters"] > 100 * proof["logits"]["tolerance"]
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    if adapter.get("include") == []:
+        assert config["target_modules"] == []
+        assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+    merged = export_checkpoints([checkpoint], tmp_path / "merged", ExportOptions(is_merged=True))
+    assert merged["adapters"]["largest_difference"] <= merged["adapters"]["tolerance"]
+    held = load_decoder(checkpoint).decoder
+    assert merged["weights"]["num_merged"] == count_adapted(held)
+    with torch.no_grad():
+        found, plain = load_decoder(tmp_path / "merged").decoder(IDS), load_decoder(base).decoder(IDS)
+        torch.testing.assert_close(found, held(IDS), rtol=0, atol=merged["adapters"]["tolerance"])
+        assert not torch.allclose(found, plain)
+    started = read_start(
+        AdapterConfig(**{**LORA, "include_experts": ("*",), **adapter, "start": str(tmp_path / "out")}),
+        held.config,
+        find_adapter_base(str(base), None),
+    )
+    assert {name for name in started if "experts" in name}
+    assert all(torch.equal(tensor, held.get_parameter(name)) for name, tensor in started.items())
+
+
+def count_adapted(decoder: Any) -> int:
+    """Returns the number of weights beside which an adapter lies."""
+    names = dict(decoder.named_parameters())
+    adapted = [name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")]
+    weights = []
+    for name in adapted:
+        layer = name.removesuffix("_adapter")
+        if layer == name:
+            weights.append(f"{name}.weight")
+        else:
+            experts, _, target = layer.rpartition(".")
+            weights += [f"{experts}.{one}" for one in (("gate", "up") if target == "gate_up" else ("down",))]
+    return sum(names[name].numel() for name in weights)
