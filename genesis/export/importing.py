@@ -21,7 +21,7 @@ from genesis.export.staging import check_is_new, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
-from genesis.model.decoder import DecoderConfig
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.fast_form import FAST_NAME
@@ -82,7 +82,8 @@ def import_directory(
         directory: A directory in Hugging Face's layout.
         out: The run's directory to create; it must not exist.
         has_tokenizer: Whether to import the tokenizer as well.
-        dtype: The type of the checkpoint's weights: float32 to train all of them, bfloat16 for a base with adapters.
+        dtype: The type of the checkpoint's weights: float32 to train all of them, bfloat16 for a base with adapters,
+            whose routers stay in float32.
         download: The download that `directory` comes from; the proof names its repository and commit.
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
 
@@ -94,13 +95,16 @@ def import_directory(
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     found = read_weights(directory, config, family, scratch=out.parent if out.parent.is_dir() else None)
-    _check_lossless(directory, found, dtype)
+    with torch.device("meta"):
+        kept = Decoder(config).list_float32()
+    _check_lossless(directory, {name: tensor for name, tensor in found.items() if name not in kept}, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
-    num_widened = sum(tensor.numel() for tensor in found.values() if tensor.dtype != dtype)
+    widened = {name: tensor for name, tensor in found.items() if dtype == torch.float32 or name in kept}
+    num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
     if compares_models:
         _check_memory(num_bytes)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
-        state = _widen(found, staging / _WIDENED_NAME) if dtype == torch.float32 else found
+        state = found | _widen(widened, staging / _WIDENED_NAME)
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(state, config, tokenizer, RunDirectory(staging).checkpoints)

@@ -384,6 +384,15 @@ class Decoder(nn.Module):
         """Every part by its canonical name; the embedding and the output weight are the decoder's own."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Part)}
 
+    def list_float32(self) -> set[str]:
+        """Returns the names of the parameters that are float32 in a decoder of any dtype, such as those of routers."""
+        return {
+            f"{name}.{parameter}"
+            for name, part in self.parts.items()
+            if part.keeps_float32
+            for parameter, _ in part.named_parameters()
+        }
+
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fills every parameter, with the same values for the same seed on any device, sharding and rank.

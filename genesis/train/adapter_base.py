@@ -1,6 +1,6 @@
 """The base checkpoint of a run with adapters, and the tensors that each save leaves out because the base has them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.recipe import DECODER_PREFIX
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
 from genesis_callbacks.checkpoint import (
     BaseReference,
     Manifest,
@@ -117,11 +117,23 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
 
 
 def _read_dtype(path: Path, manifest: Manifest) -> torch.dtype:
-    dtypes = {record.torch_dtype for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX)}
+    dtypes = _find_dtypes(manifest, ())
+    if len(dtypes) > 1 and torch.float32 in dtypes:  # routers may be float32 beside other weights
+        config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {path}")
+        with torch.device("meta"):
+            dtypes = _find_dtypes(manifest, Decoder(config).list_float32())
     if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no weights of a decoder"
         raise UserError(f"{path} cannot be a base: it holds {names}; give a checkpoint with weights of one dtype")
     return next(iter(dtypes))
+
+
+def _find_dtypes(manifest: Manifest, left_out: Collection[str]) -> set[torch.dtype]:
+    return {
+        record.torch_dtype
+        for name, record in manifest.tensors.items()
+        if name.startswith(DECODER_PREFIX) and name.removeprefix(DECODER_PREFIX) not in left_out
+    }
 
 
 def build_scope(base: AdapterBase, *, has_magnitudes: bool, also_train: Sequence[str]) -> SaveScope:

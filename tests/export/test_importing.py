@@ -3,10 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
@@ -14,6 +16,7 @@ from genesis.export.importing import import_directory, read_tokenizer
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape
+from genesis.train.adapter_base import find_adapter_base
 from genesis_callbacks.checkpoint import read_manifest
 from tests.huggingface.test_directory import read_state, write_llama
 
@@ -77,3 +80,18 @@ def test_a_base_for_adapters_keeps_bfloat16(checkpoint: Path, tmp_path: Path) ->
     import_directory(tmp_path / "small", tmp_path / "run", has_tokenizer=True, dtype=torch.bfloat16)
     manifest = read_manifest(tmp_path / "run/checkpoints/step-00000000")
     assert {record.dtype for record in manifest.tensors.values()} == {"bfloat16"}
+
+
+@pytest.mark.slow
+def test_the_routers_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
+    shape: Any = MixtralConfig(
+        vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+    )  # fmt: skip
+    MixtralForCausalLM(shape).to(torch.bfloat16).save_pretrained(tmp_path / "mixtral")
+    import_directory(tmp_path / "mixtral", tmp_path / "run", has_tokenizer=False, dtype=torch.bfloat16)
+    manifest = read_manifest(tmp_path / "run/checkpoints/step-00000000")
+    routers = {name for name in manifest.tensors if name.endswith("router.weight")}
+    assert len(routers) == 2
+    assert {name for name, record in manifest.tensors.items() if record.dtype == "float32"} == routers
+    assert find_adapter_base(str(tmp_path / "run"), None).dtype == torch.bfloat16

@@ -113,7 +113,9 @@ def test_gradients_of_adapters_are_those_of_one_big_batch(strategy: str, world_s
         assert found["gradients"].keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert gradient.abs().max() > 1e-5
-            assert (found["gradients"][name].double() - gradient).abs().max() < 1e-6, name
+            # Compiled blocks sum in another order.
+            bound = 3e-6 if "compiled" in strategy else 1e-6
+            assert (found["gradients"][name].double() - gradient).abs().max() < bound, name
 
 
 @pytest.mark.slow
@@ -221,7 +223,9 @@ def test_a_run_that_moves_between_layouts_at_each_step_trains_what_one_process_t
     shared = (str(base), str(tiny_corpus))
     expected = run_ranks(train_without_dropout, 1, str(tmp_path / "one"), *shared, "single", -1)[0]
     run = str(tmp_path / "moved")
-    for kill_at_step, (strategy, world_size) in zip((1, 3, -1), (("single", 1), ("experts_2", 2), ("single", 1))):
+    for kill_at_step, (strategy, world_size) in zip(
+        (1, 3, -1), (("single", 1), ("experts_2", 2), ("single", 1)), strict=True
+    ):
         if kill_at_step >= 0:
             with pytest.raises(AssertionError, match="died without a word"):
                 run_ranks(train_without_dropout, world_size, run, *shared, strategy, kill_at_step)
@@ -232,7 +236,7 @@ def test_a_run_that_moves_between_layouts_at_each_step_trains_what_one_process_t
 
 
 def train_without_dropout(*arguments: Any) -> Any:
-    global DECODER  # noqa: PLW0603 - of this rank's process alone
+    global DECODER
     DECODER = replace(DECODER, dropout=0.0)
     return train(*arguments)
 
