@@ -35,6 +35,10 @@ _EXPERTS: Final = "mlp.experts"
 _STACK_PARAMETERS: Final = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 _NESTED: Final = "base_layer"
 """PEFT wraps the module once for each adapted parameter, in their order, so that the outer wrapper has the last."""
+_TAKEN_AS_EXPERTS: Final = {"qwen3_moe": frozenset({"gate_proj", "up_proj", "down_proj"})}
+_TAKEN_AS_EXPERTS["dots1"] = _TAKEN_AS_EXPERTS["qwen3_moe"]
+"""The names of linear layers that PEFT takes for those of single experts, as earlier versions of transformers had them,
+wherever they are in models of these types."""
 _NUM_NAMED: Final = 3
 _ALPHA_SHOWN: Final = 40
 _HASH_SHOWN: Final = 16
@@ -175,9 +179,18 @@ def build_adapter_config(
         stacks: The names of all stacks of experts.
         is_tied: Whether the output weight is the embedding.
         base_name: Name or path under which PEFT finds the base; None for no name.
+
+    Raises:
+        UserError: PEFT would put adapters on other weights than the decoder has them.
     """
     leaves = {_leaf(layer, family) for layer in layers}
     is_regular = all((_leaf(layer, family) in leaves) == (layer in layers) for layer in linears)
+    taken = sorted(leaves & _TAKEN_AS_EXPERTS.get(family.model_type, frozenset()))
+    if taken:
+        raise UserError(
+            f"PEFT takes adapters on {', '.join(taken)} of a model of type {family.model_type} as those of its experts, "
+            "and has no form for those of shared experts and dense layers: export the whole model with --merge"
+        )
     targets = _name_parameters(experts, stacks, family)
     extras = [_name_module(EXTRA_TENSORS[extra].removesuffix(".weight"), family) for extra in config.also_train]
     return {

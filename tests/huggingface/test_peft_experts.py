@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from genesis.errors import UserError
+from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import (
     CONFIG_NAME,
@@ -22,6 +23,8 @@ from genesis.huggingface.peft import (
     read_peft_config,
     to_peft,
 )
+from genesis.huggingface.qwen3_5 import QWEN3_5_MOE
+from genesis.huggingface.qwen3_moe import QWEN3_MOE
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import (
@@ -168,6 +171,21 @@ def _check_config(directory: Path, ours: Decoder, family: Family, config: Adapte
     assert set(content["target_parameters"]) == listed
     for key in ("r", "lora_alpha", "use_rslora"):
         assert content[key] == written[key]
+
+
+@pytest.mark.parametrize(("family", "is_refused"), [(DOTS1, True), (QWEN3_MOE, True), (QWEN3_5_MOE, False)])
+def test_adapters_that_peft_would_put_on_other_weights_are_refused(family: Family, is_refused: bool) -> None:
+    layers = [f"blocks.0.feed_forward.{'' if family is QWEN3_MOE else 'shared.'}{name}" for name in ("gate", "up")]
+    config = AdapterConfig(rank=3)
+
+    def build() -> dict[str, Any]:
+        return build_adapter_config(config, family, layers=layers, linears=layers, is_tied=False, base_name=None)
+
+    if not is_refused:
+        assert build()["target_modules"] == ["gate_proj", "up_proj"]
+        return
+    with pytest.raises(UserError, match="PEFT takes adapters on gate_proj, up_proj of a model of type .* with --merge"):
+        build()
 
 
 def test_adapters_for_other_experts_are_refused_in_one_line(tmp_path: Path) -> None:

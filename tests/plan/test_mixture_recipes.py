@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import Decoder
+from genesis.model.describe import describe
+from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.plan.recipe import read_content, read_recipe
 from genesis.plan.state import build_model, count_state
@@ -38,7 +40,7 @@ def fake_parameters(decoder: Decoder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixture-8x1b", "finetune/qwen3.5-397b-lora"])
+@pytest.mark.parametrize("name", ["mixture-8x1b", "finetune/qwen3.5-397b-lora", "finetune/qwen3.5-397b-to-35b-distill"])
 def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
     recipe = read_recipe(read_content([path]), str(path))
@@ -68,3 +70,18 @@ def test_the_weights_of_the_397b_mixture_are_92_gib_a_rank() -> None:
     assert sum(one.num_elements for one in parameters if not one.is_trained) == pytest.approx(396.3e9, rel=1e-3)
     state = count_state(build_model(recipe.workload), recipe.workload, recipe.layout)
     assert state.frozen / 2**30 == pytest.approx(92.3, abs=0.1)
+
+
+def test_the_adapters_of_the_397b_mixture_are_those_of_peft_for_stacked_experts() -> None:
+    path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
+    recipe = read_recipe(read_content([path]), str(path))
+    adapters = [one for one in build_model(recipe.workload).trained if one.is_expert]
+    of_one = 32 * ((4096 + 2 * 1024) + (1024 + 4096))
+    assert sum(one.num_elements for one in adapters) == 60 * 512 * of_one
+    assert sum(one.local_elements(recipe.layout) for one in adapters) == 60 * 512 * of_one // 8
+
+
+def test_the_student_has_35_billion_parameters_of_which_a_token_sees_3() -> None:
+    shape = describe(read_decoder_config(CONFIGS / "model" / "qwen3.5-35b-a3b.yaml"))
+    assert shape.num_parameters == pytest.approx(34.7e9, rel=2e-3)
+    assert shape.num_active_parameters == pytest.approx(3.5e9, rel=0.05)
