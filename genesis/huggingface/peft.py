@@ -188,8 +188,8 @@ def build_adapter_config(
     taken = sorted(leaves & _TAKEN_AS_EXPERTS.get(family.model_type, frozenset()))
     if taken:
         raise UserError(
-            f"PEFT takes adapters on {', '.join(taken)} of a model of type {family.model_type} as those of its experts, "
-            "and has no form for those of shared experts and dense layers: export the whole model with --merge"
+            f"PEFT takes adapters on {', '.join(taken)} of a model of type {family.model_type} as those of its "
+            "experts, and has no form for those of shared experts and dense layers: export the whole model with --merge"
         )
     targets = _name_parameters(experts, stacks, family)
     extras = [_name_module(EXTRA_TENSORS[extra].removesuffix(".weight"), family) for extra in config.also_train]

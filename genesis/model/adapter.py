@@ -282,7 +282,7 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
     linears, stacks = find_linears(decoder), find_stacks(decoder)
     _check_patterns("include", config.include, linears, "linear layer of the blocks")
     _check_patterns("include_experts", config.include_experts, stacks, "stack of routed experts")
-    _check_patterns("exclude", config.exclude, linears | stacks, "linear layer of the blocks")
+    _check_patterns("exclude", config.exclude, {**linears, **stacks}, "linear layer of the blocks")
     chosen = _choose(linears, config.include, config.exclude)
     if not chosen and not _choose(stacks, config.include_experts, config.exclude):
         raise UserError(

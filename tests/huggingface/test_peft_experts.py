@@ -184,7 +184,9 @@ def test_adapters_that_peft_would_put_on_other_weights_are_refused(family: Famil
     if not is_refused:
         assert build()["target_modules"] == ["gate_proj", "up_proj"]
         return
-    with pytest.raises(UserError, match="PEFT takes adapters on gate_proj, up_proj of a model of type .* with --merge"):
+    with pytest.raises(
+        UserError, match=r"PEFT takes adapters on gate_proj, up_proj of a model of type .* with --merge"
+    ):
         build()
 
 

@@ -42,6 +42,7 @@ LINEAR: Final = replace(
 )
 SHARED_EXPERTS: Final = replace(FULL, expert_parallel=2)
 LORA: Final = AdapterConfig(rank=8)
+EXPERT_LORA: Final = replace(LORA, include_experts=("*",))
 GROUPS: Final[dict[str, Any]] = {"activation_checkpointing": "block", "blocks_per_recomputation": 3}
 
 
@@ -120,6 +121,25 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     ),
     "adapters, full": case(FULL, adapter=LORA),
     "adapters, replicated": case(Layout("replicated", 2), adapter=LORA),
+    "adapters of experts": case(ONE, decoder=MIXTURE, adapter=EXPERT_LORA),
+    "adapters of experts, down, block": case(
+        replace(ONE, activation_checkpointing="block"),
+        decoder=MIXTURE,
+        adapter=replace(EXPERT_LORA, exclude=("*.gate_up",)),
+    ),
+    "adapters of experts, narrow base": case(ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base_bytes=2),
+    "adapters of experts, bf16-mixed, narrow base": case(
+        ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base_bytes=2, precision="bf16-mixed"
+    ),
+    "adapters of experts, full": case(FULL, decoder=MIXTURE, adapter=EXPERT_LORA),
+    "adapters of experts shared by two": case(SHARED_EXPERTS, decoder=MIXTURE, adapter=EXPERT_LORA),
+    "adapters of experts shared by two, block, bf16-mixed": case(
+        replace(SHARED_EXPERTS, activation_checkpointing="block"),
+        decoder=MIXTURE,
+        adapter=EXPERT_LORA,
+        base_bytes=2,
+        precision="bf16-mixed",
+    ),
     "preferences": case(ONE, objective="DPO", adapter=LORA, micro_batch_size=2, global_batch_size=6),
     "replicated, one micro-batch": case(Layout("replicated", 2), global_batch_size=8),
     "full, bf16-mixed": case(FULL, precision="bf16-mixed"),
@@ -165,6 +185,7 @@ _QUICK: Final = (
     "linear",
     "adapters",
     "adapters, DoRA",
+    "adapters of experts",
     "preferences",
     "full, one micro-batch",
     "full, bf16-mixed",
