@@ -240,6 +240,8 @@ def test_peft_loads_exported_adapters_of_experts_and_a_merged_model_is_the_same(
         found, plain = load_decoder(tmp_path / "merged").decoder(IDS), load_decoder(base).decoder(IDS)
         torch.testing.assert_close(found, held(IDS), rtol=0, atol=merged["adapters"]["tolerance"])
         assert not torch.allclose(found, plain)
+        beside = load_decoder(base, adapter=tmp_path / "out").decoder(IDS)  # as `serve` loads it
+        torch.testing.assert_close(beside, held(IDS), rtol=0, atol=1e-6)
     started = read_start(
         AdapterConfig(**{**LORA, "include_experts": ("*",), **adapter, "start": str(tmp_path / "out")}),
         held.config,
