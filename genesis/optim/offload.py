@@ -7,7 +7,7 @@ too, and the host updates them.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,9 @@ NUM_BUFFERS: Final = 3
 """Pieces on the device: one that comes, one that is updated, one that goes."""
 _ALIGNMENT: Final = 64
 """Tensors and cuts lie at multiples of a cache line, as the cuts of the CPU's kernels do: results are the same bits."""
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+"""The moments of each algorithm."""
+MOST_MOMENTS: Final = max(map(len, MOMENTS.values()))
 
 
 class Slice(NamedTuple):
@@ -43,21 +45,38 @@ class Piece:
     """What passes through the device together.
 
     Args:
+        algorithm: The algorithm that updates its parameters.
         start: Its first byte in the memory of each moment.
         num_bytes: Its bytes in each moment.
         slices: The parts of parameters whose moments it has.
     """
 
+    algorithm: str
     start: int
     num_bytes: int
     slices: tuple[Slice, ...]
 
 
-Buffer = dict[str, Tensor]
+class Slices(NamedTuple):
+    """What an update gets: flat parts of parameters of one group.
+
+    Args:
+        weights: Parts of the parameters.
+        gradients: Parts of their gradients, which may be written to.
+        moments: Parts of each moment, in the order of `MOMENTS`, on the device.
+        steps: The count of steps of each part's parameter; empty without such counts.
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    moments: tuple[list[Tensor], ...]
+    steps: list[Tensor]
+
+
+Buffer = tuple[Tensor, ...]
 """Bytes on the device for a piece of each moment."""
-Tensors = Sequence[Tensor]
-Update = Callable[[dict[str, Any], Tensors, Tensors, Tensors, Tensors, list[Tensor]], None]
-"""Updates tensors by the options of their group, gradients, first moments, second moments and steps."""
+Update = Callable[[dict[str, Any], Slices], None]
+"""Updates parts of parameters, or their moments, by the options of their group."""
 
 
 def choose(sizes: Sequence[int], share: float) -> list[int]:
@@ -93,13 +112,14 @@ def check_room(num_bytes: int, available_bytes: int | None, share: float) -> Non
 
 
 class StateOffload:
-    """Keeps the moments of AdamW in the host's memory for a share of an optimizer's parameters.
+    """Keeps the moments of AdamW and Muon in the host's memory for a share of an optimizer's parameters.
 
     The moments are made at once, so that memory is known to suffice before the first step, and a restore fills them.
-    Between steps they are whole: `step` returns when the last piece is back. Deterministic; it does not communicate.
+    Between steps they are whole: `step` returns when the last piece is back. It leaves what Muon orthogonalises in the
+    place of the gradient, so that each step needs gradients of its own. Deterministic; it does not communicate.
 
     Args:
-        optimizer: The optimizer, whose groups are all AdamW's.
+        optimizer: The optimizer.
         share: Share of the moments' bytes, from 0 to 1; at least so much is moved, in whole parameters.
         device: The device of training.
         available_bytes: The host's available memory for this rank; None if it is not known.
@@ -107,7 +127,7 @@ class StateOffload:
         traffic: Where copies and waits are counted.
 
     Raises:
-        UserError: The share is out of its range, the optimizer has other groups, or the host lacks memory.
+        UserError: The host lacks memory.
     """
 
     def __init__(
@@ -120,34 +140,44 @@ class StateOffload:
         available_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        if any(group["algorithm"] != "adamw" for group in optimizer.param_groups):
-            raise UserError(
-                "optimizer_offload moves the states of AdamW only, and model.optimizer.name is 'muon': set "
-                "optimizer_offload to 0, or use Sharded(cpu_offload=True)"
-            )
         self._optimizer, self._device, self.traffic = optimizer, device, traffic
         self._piece_bytes = piece_bytes
         candidates: list[Tensor] = []
+        moments: dict[Tensor, tuple[str, ...]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 local = _local(parameter)
                 # Others stay: a rank may hold no row of a parameter, and only contiguous ones have a flat form.
                 if local.device.type == device.type and local.is_contiguous() and local.numel():
                     candidates.append(parameter)
-        chosen = [candidates[index] for index in choose([_local(one).nbytes for one in candidates], share)]
-        starts, num_bytes = [], 0
+                    moments[parameter] = MOMENTS[group["algorithm"]]
+        sizes = [len(moments[one]) * _local(one).nbytes for one in candidates]
+        chosen = [candidates[index] for index in choose(sizes, share)]
+        starts: dict[Tensor, int] = {}
+        used = dict.fromkeys(MOMENTS.values(), 0)
         for parameter in chosen:
-            starts.append(num_bytes)
-            num_bytes += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
-        check_room(len(MOMENTS) * num_bytes, available_bytes, share)
-        self._memory = {moment: HostMemory(num_bytes, device, piece_bytes) for moment in MOMENTS}
+            starts[parameter] = used[moments[parameter]]
+            used[moments[parameter]] += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = sum(len(names) * num_bytes for names, num_bytes in used.items())
+        check_room(self.num_bytes, available_bytes, share)
+        self._memory = {
+            moment: HostMemory(num_bytes, device, piece_bytes) for names, num_bytes in used.items() for moment in names
+        }
         self._held: dict[Tensor, dict[str, Tensor]] = {}
-        for parameter, start in zip(chosen, starts, strict=True):
-            self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in MOMENTS}
+        for parameter, start in starts.items():
+            self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in moments[parameter]}
         self._adopt()
-        self._pieces = _cut(chosen, starts, num_bytes, piece_bytes)
+        self._pieces = [
+            piece
+            for algorithm, names in MOMENTS.items()
+            for piece in _cut(
+                algorithm,
+                [(one, start) for one, start in starts.items() if moments[one] == names],
+                used[names],
+                piece_bytes,
+            )
+        ]
         self._lanes: tuple[CopyLane, CopyLane] | None = None
-        self.num_bytes = len(MOMENTS) * num_bytes
 
     def holds(self, parameter: Tensor) -> bool:
         """Returns whether the moments of a parameter are in the host's memory."""
@@ -175,7 +205,7 @@ class StateOffload:
         groups = self._find_groups()
         for parameter, held in self._held.items():
             state = self._optimizer.state[parameter]
-            if "step" not in state:
+            if groups[parameter]["algorithm"] == "adamw" and "step" not in state:
                 is_fused = groups[parameter]["fused"]
                 state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
             for moment, tensor in held.items():
@@ -187,8 +217,12 @@ class StateOffload:
                 state[moment] = tensor
 
     @torch.no_grad()
-    def step(self, update: Update) -> None:
-        """Updates every parameter with a gradient whose moments are on the host, and waits until they are back."""
+    def step(self, updates: Mapping[str, Update]) -> None:
+        """Runs the updates of all moments that are on the host, and waits until they are back.
+
+        Args:
+            updates: The update of each algorithm, for the parameters that have a gradient.
+        """
         pieces = [piece for piece in self._pieces if any(one.parameter.grad is not None for one in piece.slices)]
         if not pieces:
             return
@@ -209,7 +243,7 @@ class StateOffload:
                 num_fetched += 1
             buffer, arrived = coming.popleft()
             self.traffic.wait_for(arrived, self._device)
-            self._update(piece, buffer, groups, update)
+            self._update(piece, buffer, groups, updates[piece.algorithm])
             last = self._store(piece, buffer, mark_now(self._device))
             free.append((buffer, last))
         if last is not None:
@@ -217,23 +251,26 @@ class StateOffload:
 
     def _build_buffer(self) -> Buffer:
         most = max(piece.num_bytes for piece in self._pieces)
-        return {moment: torch.empty(most, dtype=torch.uint8, device=self._device) for moment in MOMENTS}
+        count = max(len(MOMENTS[piece.algorithm]) for piece in self._pieces)
+        return tuple(torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(count))
 
-    def _bytes(self, moment: str, piece: Piece) -> Tensor:
-        return self._memory[moment].bytes[piece.start : piece.start + piece.num_bytes]
+    def _on_host(self, piece: Piece) -> list[Tensor]:
+        """Returns the bytes of each moment of a piece in the host's memory."""
+        end = piece.start + piece.num_bytes
+        return [self._memory[moment].bytes[piece.start : end] for moment in MOMENTS[piece.algorithm]]
 
     def _fetch(self, piece: Piece, buffer: Buffer, after: Mark) -> tuple[Buffer, Mark]:
         assert self._lanes is not None
         mark: Mark = None
-        for moment in MOMENTS:
-            mark = self._lanes[0].fetch(buffer[moment][: piece.num_bytes], self._bytes(moment, piece), after)
+        for target, source in zip(buffer, self._on_host(piece), strict=False):
+            mark = self._lanes[0].fetch(target[: piece.num_bytes], source, after)
         return buffer, mark
 
     def _store(self, piece: Piece, buffer: Buffer, after: Mark) -> Mark:
         assert self._lanes is not None
         mark: Mark = None
-        for moment in MOMENTS:
-            mark = self._lanes[1].store(self._bytes(moment, piece), buffer[moment][: piece.num_bytes], after)
+        for source, target in zip(buffer, self._on_host(piece), strict=False):
+            mark = self._lanes[1].store(target, source[: piece.num_bytes], after)
         return mark
 
     def _update(self, piece: Piece, buffer: Buffer, groups: dict[Tensor, dict[str, Any]], update: Update) -> None:
@@ -242,28 +279,26 @@ class StateOffload:
             if one.parameter.grad is not None:
                 by_group.setdefault(id(groups[one.parameter]), []).append(one)
         for slices in by_group.values():
-            weights, gradients, steps = [], [], []
-            moments: dict[str, list[Tensor]] = {moment: [] for moment in MOMENTS}
+            names = MOMENTS[piece.algorithm]
+            parts = Slices([], [], tuple([] for _ in names), [])
             for one in slices:
-                local, gradient = _local(one.parameter), one.parameter.grad
-                assert gradient is not None
-                weights.append(local.view(-1)[one.start : one.end])
-                gradients.append(_local(gradient).reshape(-1)[one.start : one.end])
-                step = self._optimizer.state[one.parameter]["step"]
-                # The kernel counts a step for each slice: only the last one may count for the parameter.
-                steps.append(step if one.is_last else step.clone())
+                local = _local(one.parameter)
+                parts.weights.append(local.view(-1)[one.start : one.end])
+                parts.gradients.append(_flat_gradient(one.parameter)[one.start : one.end])
+                step = self._optimizer.state[one.parameter].get("step")
+                if step is not None:
+                    # The kernel counts a step for each slice: only the last one may count for the parameter.
+                    parts.steps.append(step if one.is_last else step.clone())
                 num_bytes = (one.end - one.start) * local.element_size()
-                for moment in MOMENTS:
-                    part = buffer[moment][one.at : one.at + num_bytes]
-                    moments[moment].append(part.view(local.dtype))
-            group = groups[slices[0].parameter]
-            update(group, weights, gradients, moments["exp_avg"], moments["exp_avg_sq"], steps)
+                for moment, bytes_here in zip(parts.moments, buffer, strict=False):
+                    moment.append(bytes_here[one.at : one.at + num_bytes].view(local.dtype))
+            update(groups[slices[0].parameter], parts)
 
 
-def _cut(parameters: Sequence[Tensor], starts: Sequence[int], num_bytes: int, piece_bytes: int) -> list[Piece]:
+def _cut(algorithm: str, starts: Sequence[tuple[Tensor, int]], num_bytes: int, piece_bytes: int) -> list[Piece]:
     """Returns the pieces of the moments of parameters that begin at some bytes. Pure."""
     found: dict[int, list[Slice]] = {}
-    for parameter, start in zip(parameters, starts, strict=True):
+    for parameter, start in starts:
         local = _local(parameter)
         end = start + local.nbytes
         for number in range(start // piece_bytes, -(-end // piece_bytes)):
@@ -273,10 +308,18 @@ def _cut(parameters: Sequence[Tensor], starts: Sequence[int], num_bytes: int, pi
                 Slice(parameter, (low - start) // size, (high - start) // size, low - number * piece_bytes, high == end)
             )
     return [
-        Piece(number * piece_bytes, min(piece_bytes, num_bytes - number * piece_bytes), tuple(slices))
+        Piece(algorithm, number * piece_bytes, min(piece_bytes, num_bytes - number * piece_bytes), tuple(slices))
         for number, slices in sorted(found.items())
     ]
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat_gradient(parameter: Tensor) -> Tensor:
+    """Returns a flat view of a parameter's gradient on this rank."""
+    assert parameter.grad is not None
+    if not _local(parameter.grad).is_contiguous():
+        parameter.grad = parameter.grad.contiguous()  # a copy could not be written to
+    return _local(parameter.grad).view(-1)

@@ -23,7 +23,7 @@ from genesis.optim.newton_schulz import (
     require_whole_matrices,
     turn_back,
 )
-from genesis.optim.offload import PIECE_BYTES, StateOffload
+from genesis.optim.offload import PIECE_BYTES, Slices, StateOffload
 from genesis.transfers import Traffic
 
 _MATRIX_DIMS: Final = 2
@@ -140,17 +140,22 @@ class GroupedOptimizer(Optimizer):
                 loss = closure()
         # After the closure, in which Lightning runs forward, backward and the clip: a vetoed window has no gradient
         # by now, so neither the moments nor the weight decay of any parameter change.
+        if self._offload is not None:
+            self._offload.step({"adamw": self._step_slices, "muon": _apply_momentum})
         for group in self.param_groups:
-            parameters = [
-                parameter
-                for parameter in group["params"]
-                if parameter.grad is not None and (self._offload is None or not self._offload.holds(parameter))
-            ]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["algorithm"] == "adamw":
+                parameters = [parameter for parameter in parameters if not self._is_offloaded(parameter)]
             if parameters:
                 (self._step_adamw if group["algorithm"] == "adamw" else self._step_muon)(group, parameters)
-        if self._offload is not None:
-            self._offload.step(self._update_adamw)
         return loss
+
+    def _is_offloaded(self, parameter: Tensor) -> bool:
+        return self._offload is not None and self._offload.holds(parameter)
+
+    def _step_slices(self, group: dict[str, Any], parts: Slices) -> None:
+        averages, squares = parts.moments
+        self._update_adamw(group, parts.weights, parts.gradients, averages, squares, parts.steps)
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         assert self.found_inf is None or group["fused"], "only the fused kernel skips"
@@ -199,22 +204,34 @@ class GroupedOptimizer(Optimizer):
             maximize=False,
         )
 
-    def _find_momentum(self, parameters: list[Tensor]) -> list[Tensor]:
-        for parameter in parameters:
+    def _add_momentum(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Adds gradients to the momentum on the device, and returns that by the number of its parameter.
+
+        Moments on the host have passed through the device by now, and left the update in the gradient's place.
+        """
+        here = {i: one for i, one in enumerate(parameters) if not self._is_offloaded(one)}
+        for parameter in here.values():
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        buffers = {i: _local(self.state[parameter]["momentum_buffer"]) for i, parameter in here.items()}
+        if buffers:
+            torch._foreach_lerp_(list(buffers.values()), [gradients[i] for i in buffers], 1 - group["momentum"])
+        return buffers
 
     def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         assert self.found_inf is None, "Muon does not skip on the device"
         gradients = [_local_gradient(parameter) for parameter in parameters]
-        buffers = self._find_momentum(parameters)
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        buffers = self._add_momentum(group, parameters, gradients)
         # Decoupled decay scales only the parameter and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
 
         def update_of(index: _Matrix) -> Tensor:
-            gradient, buffer = (_select(tensors[index.parameter], index) for tensors in (gradients, buffers))
+            gradient = _select(gradients[index.parameter], index)
+            if index.parameter not in buffers:
+                return gradient
+            buffer = _select(buffers[index.parameter], index)
             return torch.lerp(gradient, buffer, group["momentum"]) if group["nesterov"] else buffer
 
         def apply(index: _Matrix, direction: Tensor) -> None:
@@ -246,6 +263,20 @@ class GroupedOptimizer(Optimizer):
             directions = orthogonalize_sharded([update_of(index) for index in rows], [sharded[i] for i, _ in rows])
             for index, direction in zip(rows, directions, strict=True):
                 apply(index, direction)
+
+
+def _apply_momentum(group: dict[str, Any], parts: Slices) -> None:
+    """Adds gradients to their momentum, and leaves what Muon orthogonalises in the gradients' place.
+
+    The momentum can go back to the host at once, and the step needs no further memory on the device. These operations
+    give each element the same bits wherever a tensor is cut.
+    """
+    (buffers,) = parts.moments
+    torch._foreach_lerp_(buffers, parts.gradients, 1 - group["momentum"])
+    if group["nesterov"]:
+        torch._foreach_lerp_(parts.gradients, buffers, group["momentum"])
+    else:
+        torch._foreach_copy_(parts.gradients, buffers)
 
 
 class _Matrix(NamedTuple):

@@ -162,13 +162,15 @@ def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: in
 
 
 def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
-    """Returns the bytes of AdamW's moments that `genesis.optim.offload` keeps in the host's memory."""
+    """Returns the bytes of moments that `genesis.optim.offload` keeps in the host's memory."""
     if not layout.optimizer_offload or layout.strategy == "zero1":
         return 0
-    if workload.optimizer == "muon":
-        raise UserError("optimizer_offload moves the states of AdamW only, and model.optimizer.name is 'muon'")
-    sizes = [_round(one.local_elements(layout) * one.element_bytes, rounded_to) for one in trained]
-    return len(MOMENTS) * sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))
+    sizes = [
+        len(MOMENTS["muon" if workload.optimizer == "muon" and one.is_matrix else "adamw"])
+        * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
+        for one in trained
+    ]
+    return sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))
 
 
 def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:

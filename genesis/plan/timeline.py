@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, GRADIENTS, LOSS, Bytes, Setting
-from genesis.optim.offload import MOMENTS, NUM_BUFFERS, PIECE_BYTES
+from genesis.optim.offload import MOST_MOMENTS, NUM_BUFFERS, PIECE_BYTES
 from genesis.plan.bill import (
     BATCH,
     COMMUNICATION,
@@ -400,7 +400,7 @@ class _Player:
     def _play_update(self) -> None:
         layout = self.layout
         if self.state.moved:
-            self.bill.see(Counter({UPDATE: min(self.state.moved, len(MOMENTS) * NUM_BUFFERS * PIECE_BYTES)}))
+            self.bill.see(Counter({UPDATE: min(self.state.moved, MOST_MOMENTS * NUM_BUFFERS * PIECE_BYTES)}))
         if self.workload.optimizer != "muon" or layout.cpu_offload >= 1.0:
             return
         matrices = [one for one in self.model.trained if one.is_matrix]

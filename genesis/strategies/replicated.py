@@ -41,8 +41,8 @@ class Replicated(DDPStrategy):
             first is kept, and the backward holds the activations of all of them at once.
         activation_offload: Whether the inputs of recomputed blocks lie in the host's memory from their forward to their
             backward, with `block`.
-        optimizer_offload: Share of AdamW's states that lies in the host's memory, from 0 to 1: each step they pass
-            through the device, piece by piece, and the device updates.
+        optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
+            pass through the device, piece by piece, and the device updates.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and

@@ -63,8 +63,8 @@ class Sharded(ModelParallelStrategy):
             first is kept, and the backward holds the activations of all of them at once.
         activation_offload: Whether the inputs of recomputed blocks lie in the host's memory from their forward to their
             backward, with `block`.
-        optimizer_offload: Share of AdamW's states that lies in the host's memory, from 0 to 1: each step they pass
-            through the device, piece by piece, and the device updates.
+        optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
+            pass through the device, piece by piece, and the device updates.
         compile_blocks: Whether each block is compiled by torch.compile.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.

@@ -30,7 +30,9 @@ def test_an_offloaded_model_adds_its_validation_up_on_the_device(fake_device: Fa
     assert "refused" not in run(fake_device, Combination("full", num_ranks=2, has_offload=True))
 
 
-@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
+@pytest.mark.parametrize(
+    "combination", [Combination(), Combination("full", num_ranks=2), Combination(optimizer="muon")], ids=str
+)
 def test_offload_to_the_host_frees_the_device_and_adds_no_wait(
     fake_device: FakeDevice, combination: Combination
 ) -> None:
@@ -41,7 +43,9 @@ def test_offload_to_the_host_frees_the_device_and_adds_no_wait(
     assert "refused" not in moved
     num_steps_bytes = moved["memory"].pop("optimizer state on cuda")  # the counts of steps
     assert moved["memory"]["optimizer state on cpu"] + num_steps_bytes == plain["memory"]["optimizer state on cuda"]
-    assert moved["peak_bytes"] < 0.9 * plain["peak_bytes"]  # such a small model is one piece, which the step holds
+    # The moments of such a small model are one piece, which the step holds: more than Muon's moments are.
+    if combination.optimizer == "adamw":
+        assert moved["peak_bytes"] < 0.9 * plain["peak_bytes"]
     assert moved["syncs"] == plain["syncs"], moved["lines"]  # the wait for the states' return is for an event
 
 

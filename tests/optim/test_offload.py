@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from genesis.errors import UserError
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
-from genesis.optim.offload import StateOffload, check_room, choose
+from genesis.optim.offload import check_room, choose
 from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.optim.test_optimizer import ADAMW, MUON, _decoder, _train, _whole
@@ -21,8 +21,10 @@ CPU = torch.device("cpu")
 PAGE = 4096
 
 
-def build(model: nn.Module, share: float, piece_bytes: int = PAGE) -> tuple[GroupedOptimizer, Traffic]:
-    optimizer, traffic = build_optimizer(model, ADAMW), Traffic()
+def build(
+    model: nn.Module, share: float, piece_bytes: int = PAGE, options: OptimizerOptions = ADAMW
+) -> tuple[GroupedOptimizer, Traffic]:
+    optimizer, traffic = build_optimizer(model, options), Traffic()
     if share:
         optimizer.offload_states(share, CPU, traffic, piece_bytes=piece_bytes)
     return optimizer, traffic
@@ -39,11 +41,14 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
 
 
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("share", "piece_bytes"), [(0.3, PAGE), (1.0, PAGE), (1.0, 3 * PAGE), (1.0, 1 << 20)])
-def test_updates_are_those_without_offload_bit_for_bit(dtype: torch.dtype, share: float, piece_bytes: int) -> None:
+def test_updates_are_those_without_offload_bit_for_bit(
+    options: OptimizerOptions, dtype: torch.dtype, share: float, piece_bytes: int
+) -> None:
     plain, moved = _decoder().to(dtype), _decoder().to(dtype)
-    optimizer, (offloaded, traffic) = build_optimizer(plain, ADAMW), build(moved, share, piece_bytes)
+    optimizer, (offloaded, traffic) = build_optimizer(plain, options), build(moved, share, piece_bytes, options)
     _train(plain, [optimizer], range(4))
     _train(moved, [offloaded], range(4))
     assert differences(values(plain, optimizer), values(moved, offloaded)) == []
@@ -54,11 +59,14 @@ def test_updates_are_those_without_offload_bit_for_bit(dtype: torch.dtype, share
     assert taken.to_host_bytes / 4 <= (num_bytes + 64 * len(offloaded.state) * 2 if share == 1.0 else 0.9 * num_bytes)
 
 
-def test_parameters_without_a_gradient_keep_their_moments() -> None:
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_parameters_without_a_gradient_keep_their_moments(options: OptimizerOptions) -> None:
     plain, moved = _decoder(), _decoder()
-    optimizer, (offloaded, _) = build_optimizer(plain, ADAMW), build(moved, 1.0)
+    optimizer, (offloaded, _) = build_optimizer(plain, options), build(moved, 1.0, options=options)
     for model, one in ((plain, optimizer), (moved, offloaded)):
         _train(model, [one], range(2))
+        one.zero_grad()
+        _train(model, [], range(2, 3))  # gradients, for the step below
         for name, parameter in model.named_parameters():
             if "blocks.0" in name:
                 parameter.grad = None
@@ -76,16 +84,17 @@ def test_a_window_that_the_device_skips_changes_nothing() -> None:
     assert differences(before, values(model, optimizer)) == []
 
 
-def test_states_move_between_any_shares() -> None:
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_states_move_between_any_shares(options: OptimizerOptions) -> None:
     straight = _decoder()
-    expected, _ = build(straight, 0.0)
+    expected, _ = build(straight, 0.0, options=options)
     _train(straight, [expected], range(1))
     model = _decoder()
-    optimizer, _ = build(model, 0.0)
+    optimizer, _ = build(model, 0.0, options=options)
     _train(model, [optimizer], range(1))
     for step, share in enumerate((1.0, 0.5, 0.0, 1.0, 0.2), start=1):
         state = copy.deepcopy(optimizer.state_dict())
-        optimizer, _ = build(model, share)
+        optimizer, _ = build(model, share, options=options)
         optimizer.load_state_dict(state)  # torch's, which makes new groups, and tensors on the parameter's device
         for one in (expected, optimizer):
             for group in one.param_groups:
@@ -107,21 +116,44 @@ def test_moments_that_a_restore_has_dropped_are_zeros_again() -> None:
     assert differences(values(fresh, other), values(model, optimizer)) == []
 
 
-def shard(share: float) -> dict[str, Tensor]:
+def test_muon_without_nesterov_is_the_same() -> None:
+    plain, moved = _decoder(), _decoder()
+    optimizer, (offloaded, _) = build_optimizer(plain, MUON), build(moved, 0.7, options=MUON)
+    for model, one in ((plain, optimizer), (moved, offloaded)):
+        for group in one.param_groups:
+            if group["algorithm"] == "muon":
+                group["nesterov"] = False
+        _train(model, [one], range(3))
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+
+
+@pytest.mark.parametrize("cut", [7, 16, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_has_the_same_bits_wherever_a_tensor_is_cut(dtype: torch.dtype, cut: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    buffer, gradient = (torch.randn(40_003, generator=generator).to(dtype) for _ in range(2))
+    for weight in (0.05, 0.95):
+        parts = buffer.clone()
+        torch._foreach_lerp_(list(parts.split(cut)), list(gradient.split(cut)), weight)
+        assert torch.equal(parts, torch.lerp(buffer, gradient, weight))
+
+
+def shard(share: float, options: OptimizerOptions) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     model = _decoder()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, _ = build(model, share)
+    optimizer, _ = build(model, share, options=options)
     _train(model, [optimizer], range(4))
     held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert all(isinstance(value, DTensor) for value in held)
     return values(model, optimizer)
 
 
-def test_sharded_states_are_those_without_offload() -> None:
-    plain, moved = run_ranks(shard, 2, 0.0), run_ranks(shard, 2, 0.7)
+@pytest.mark.parametrize("options", [ADAMW, pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
+def test_sharded_states_are_those_without_offload(options: OptimizerOptions) -> None:
+    plain, moved = run_ranks(shard, 2, 0.0, options), run_ranks(shard, 2, 0.7, options)
     assert [differences(one, other) for one, other in zip(plain, moved, strict=True)] == [[], []]
 
 
@@ -133,12 +165,6 @@ def test_the_largest_parameters_are_moved_until_the_share_is_reached() -> None:
     assert choose([5, 1, 4], 0.5) == [0]
     assert choose([5, 1, 4], 0.6) == [0, 2]
     assert choose([5, 1, 4], 1.0) == [0, 1, 2]
-
-
-def test_muon_is_refused_by_name() -> None:
-    optimizer = build_optimizer(_decoder(), MUON)
-    with pytest.raises(UserError, match="optimizer_offload moves the states of AdamW only"):
-        StateOffload(optimizer, 1.0, CPU, Traffic())
 
 
 def test_a_host_without_memory_is_refused_before_the_first_step() -> None:

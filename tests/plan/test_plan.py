@@ -397,6 +397,9 @@ def test_a_share_of_blocks_beyond_its_range_is_refused_by_plan_and_strategy(valu
         read_cpu_offload(value)
 
 
-def test_offload_that_the_strategies_refuse_is_refused() -> None:
-    with pytest.raises(UserError, match="optimizer_offload moves the states of AdamW only"):
-        play_step(Workload(SHAPE, optimizer="muon"), Layout(optimizer_offload=1.0))
+def test_muons_states_in_host_memory_leave_the_device() -> None:
+    workload, layout = Workload(SHAPE, seq_len=64, optimizer="muon"), Layout()
+    plain, moved = play_step(workload, layout), play_step(workload, replace(layout, optimizer_offload=1.0))
+    moments = sum((1 if one.is_matrix else 2) * one.num_elements * 4 for one in build_model(workload).trained)
+    assert moved.state.moved == pytest.approx(moments, rel=0.05)
+    assert moved.peaks["rest"]["optimizer states"] == plain.state.optimizer - moved.state.moved

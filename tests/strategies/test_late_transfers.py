@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def load_device() -> Any:
     return simulated.load()
 
 
-def train(traffic: Traffic | None) -> dict[str, Tensor]:
+def train(traffic: Traffic | None, name: Literal["adamw", "muon"] = "adamw") -> dict[str, Tensor]:
     """Returns parameters and moments after three steps, with traffic everything in host memory that can be there."""
     device = torch.device("simulated", 0)
     decoder = Decoder(SHAPE)
     decoder.init_weights(0)
     decoder.to(device)
     apply_wrappers(decoder, "block", offload=None if traffic is None else ActivationOffload(traffic))
-    optimizer = build_optimizer(decoder, OptimizerOptions(lr=1e-2))
+    optimizer = build_optimizer(decoder, OptimizerOptions(name=name, lr=1e-2))
     if traffic is not None:
         optimizer.offload_states(1.0, device, traffic, piece_bytes=4 * PAGE)
     for step in range(3):
@@ -54,9 +54,11 @@ def train(traffic: Traffic | None) -> dict[str, Tensor]:
     return found
 
 
-def compare(first_us: int, other_us: int, fault: str) -> tuple[list[str], dict[str, float]]:
+def compare(
+    first_us: int, other_us: int, fault: str, name: Literal["adamw", "muon"] = "adamw"
+) -> tuple[list[str], dict[str, float]]:
     library = load_device()
-    expected = train(None)
+    expected = train(None, name)
     library.simulated_set_delays(first_us, other_us)
     if fault == "no wait of the device":
         Traffic.wait_for = lambda self, mark, device: None  # type: ignore[method-assign]
@@ -66,10 +68,10 @@ def compare(first_us: int, other_us: int, fault: str) -> tuple[list[str], dict[s
     elif fault == "no pins":
         library.simulated_limit_pins(0)
     traffic = Traffic()
-    found = train(traffic)
+    found = train(traffic, name)
     pinned = float(library.simulated_pinned_bytes())
     moved = traffic.take()
-    wrong = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    wrong = [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
     return wrong, {
         "pinned": pinned,
         "to_device": moved.to_device_bytes,
@@ -95,6 +97,13 @@ def test_results_are_those_without_offload_whichever_stream_is_late(first_us: in
     assert figures["pinned"] > 0
     assert figures["to_host"] > figures["to_device"] > 0  # the last input of a forward stays
     assert figures["idle"] > 0 or not other_us
+
+
+@pytest.mark.slow
+def test_muons_states_are_those_without_offload_with_a_late_stream() -> None:
+    ((wrong, figures),) = run_ranks(compare, 1, 0, LATE_US, "", "muon")
+    assert wrong == []
+    assert figures["to_device"] > 0
 
 
 @pytest.mark.parametrize(
