@@ -1,8 +1,9 @@
 """Answers for llama.cpp: the ids of texts and a greedy continuation, from a GGUF file, by the wheel `xllamacpp`.
 
-Reads one JSON object from standard input, {"model": FILE, "texts": [...], "prompt": [ids], "num_new_tokens": N}, and
-writes one to the file that is its argument, {"version": ..., "ids": [[...], ...], "greedy": [...]}: llama.cpp logs to
-standard output. Its server listens on 127.0.0.1, on a port that the system chooses.
+Reads one JSON object from standard input, {"model": FILE, "texts": [...], "prompt": [ids], "num_new_tokens": N,
+"scored": [ids], "vocab_size": V}, and writes one to the file that is its argument, {"version": ..., "ids": [[...],
+...], "greedy": [...], "log_probabilities": [...]}: llama.cpp logs to standard output. The last are those of each id of
+"scored" but the first. Its server listens on 127.0.0.1, on a port that the system chooses.
 """
 
 import json
@@ -36,9 +37,19 @@ def main() -> int:
         "version": xllamacpp.__version__,
         "ids": [_ask(f"{url}/tokenize", {"content": text, **as_text})["tokens"] for text in request["texts"]],
         "greedy": _ask(f"{url}/completion", asked)["tokens"],
+        "log_probabilities": _score(url, request["scored"], request["vocab_size"]),
     }
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
     return 0
+
+
+def _score(url: str, ids: list[int], vocab_size: int) -> list[float]:
+    found = []
+    for end in range(1, len(ids)):
+        asked = {"prompt": ids[:end], "n_predict": 1, "ignore_eos": True, "n_probs": vocab_size}
+        (answer,) = _ask(f"{url}/completion", asked)["completion_probabilities"]
+        found.append(next(one["logprob"] for one in answer["top_logprobs"] if one["id"] == ids[end]))
+    return found
 
 
 def _ask(url: str, content: dict[str, Any]) -> Any:

@@ -1,15 +1,17 @@
-"""llama.cpp reads an export as we do; `benchmarks/peers/README.md` says how to install llama.cpp for these tests."""
+"""llama.cpp reads an export as we do, and quantises it; `benchmarks/peers/README.md` says how to install llama.cpp."""
 
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genesis.bench.record import describe_hardware, write_record
 from genesis.export.texts import SCRIPTS
@@ -19,8 +21,10 @@ from genesis.generate.stream import GenerateOptions, generate
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/records/llama-cpp"
+QUANTISED_RECORD = ROOT / "benchmarks/records/llama-cpp-quantised"
 WORKER = ROOT / "benchmarks/peers/llama_cpp_worker.py"
 NUM_NEW_TOKENS = 64
+NUM_SCORED = 129
 SPACE_MARK = "U+2581 in the text"
 TEXTS = SCRIPTS | {
     "empty": "",
@@ -51,6 +55,15 @@ def llama_cpp() -> Path:
     return Path(named).resolve()
 
 
+@pytest.fixture
+def real_export() -> Path:
+    """The export of SmolLM2-135M-Instruct: llama.cpp's server gives no probabilities of ids that are no whole text."""
+    named = os.environ.get("GENESIS_LLAMA_CPP_EXPORT")
+    if not named:
+        pytest.skip("GENESIS_LLAMA_CPP_EXPORT names no export; benchmarks/peers/README.md says how to make it")
+    return Path(named).resolve()
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Path, tmp_path: Path) -> None:
@@ -58,7 +71,7 @@ def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Pa
     prompt = [tokenizer.bos_id, *tokenizer.encode("class alpha")]
     options = GenerateOptions(NUM_NEW_TOKENS, SamplingOptions(temperature=0.0))
     our_greedy = [token.id for token in generate(decoder, [prompt], options, frozenset())]
-    answer = ask_llama_cpp(llama_cpp, exported, prompt, tmp_path)
+    answer = ask_llama_cpp(llama_cpp, exported, "f32", tmp_path, prompt=prompt, texts=[*TEXTS.values()])
     different = [
         (kind, tokenizer.encode(text), theirs)
         for (kind, text), theirs in zip(TEXTS.items(), answer["ids"], strict=True)
@@ -73,15 +86,86 @@ def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Pa
     assert num_equal == NUM_NEW_TOKENS
 
 
-def ask_llama_cpp(llama_cpp: Path, exported: Path, prompt: list[int], directory: Path) -> dict[str, Any]:
-    """Returns the worker's answer about the export, converted in float32."""
-    model = directory / "model.gguf"
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_export_that_llama_cpp_quantises_gives_a_text_almost_our_probability(
+    llama_cpp: Path, real_export: Path, tmp_path: Path
+) -> None:
+    decoder, tokenizer, *_ = load_decoder(real_export)
+    assert tokenizer is not None
+    ids = tokenizer.encode((ROOT / "docs/explanation/guarantees.md").read_text(encoding="utf-8"))[:NUM_SCORED]
+    with torch.no_grad():
+        logits = decoder(torch.tensor([ids]))[0, :-1].log_softmax(-1)
+    ours = logits.gather(1, torch.tensor(ids[1:])[:, None]).mean().neg().item()
+    found = {}
+    for kind in ("f32", "q8_0"):
+        options = {"scored": ids, "vocab_size": decoder.config.vocab_size}
+        answer = ask_llama_cpp(llama_cpp, real_export, kind, tmp_path, **options)
+        loss = -sum(answer["log_probabilities"]) / (NUM_SCORED - 1)
+        found[kind] = {"loss": loss, "bytes": (tmp_path / f"{kind}.gguf").stat().st_size}
+    if os.environ.get("GENESIS_UPDATE_RECORDS"):
+        record_quantised(answer["version"], ours, found)
+    assert found["f32"]["loss"] == pytest.approx(ours, abs=1e-3)
+    assert found["q8_0"]["loss"] == pytest.approx(ours, rel=0.01)
+    assert found["q8_0"]["bytes"] < 0.5 * found["f32"]["bytes"]
+
+
+def ask_llama_cpp(
+    llama_cpp: Path,
+    exported: Path,
+    kind: str,
+    directory: Path,
+    *,
+    prompt: Sequence[int] = (0,),
+    texts: Sequence[str] = (),
+    scored: Sequence[int] = (),
+    vocab_size: int = 0,
+) -> dict[str, Any]:
+    """Returns the worker's answer about the export, whose weights the converter writes in a type."""
+    model = directory / f"{kind}.gguf"
     converter = [str(llama_cpp / "llama.cpp/convert_hf_to_gguf.py"), str(exported)]
-    call([*converter, "--outfile", str(model), "--outtype", "f32"], "")
-    request = {"model": str(model), "texts": [*TEXTS.values()], "prompt": prompt, "num_new_tokens": NUM_NEW_TOKENS}
+    call([*converter, "--outfile", str(model), "--outtype", kind], "")
+    request = {
+        "model": str(model),
+        "texts": texts,
+        "prompt": prompt,
+        "num_new_tokens": NUM_NEW_TOKENS,
+        "scored": scored,
+        "vocab_size": vocab_size,
+    }
     call([str(WORKER), str(directory / "answer.json")], json.dumps(request), PYTHONPATH=str(llama_cpp))
     answer: dict[str, Any] = json.loads((directory / "answer.json").read_bytes())
     return answer
+
+
+def record_quantised(version: str, ours: float, found: dict[str, dict[str, float]]) -> None:
+    content = {
+        "what": "the export of a real model, quantised by llama.cpp's converter: the loss of a text beside ours",
+        "command": "GENESIS_LLAMA_CPP=PEER GENESIS_LLAMA_CPP_EXPORT=EXPORT GENESIS_UPDATE_RECORDS=1 "
+        "pytest tests/export/test_llama_cpp.py -k quantises",
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": describe_hardware("cpu"),
+        "python": platform.python_version(),
+        "xllamacpp": version,
+        "num_tokens": NUM_SCORED - 1,
+        "loss": ours,
+        "types": found,
+    }
+    rows = "\n".join(f"| {kind} | {one['bytes'] / 1e6:,.0f} MB | {one['loss']:.4f} |" for kind, one in found.items())
+    page = f"""# A quantised export in llama.cpp
+
+- command: `{content["command"]}`
+- date: {content["date"]}
+- hardware: {content["hardware"]}
+- llama.cpp of xllamacpp {version}, its own `convert_hf_to_gguf.py`; SmolLM2-135M-Instruct, imported and exported
+
+The mean loss of {NUM_SCORED - 1} tokens of the page on guarantees, in nats. Genesis, float32: {ours:.4f}.
+
+| type | file | loss in llama.cpp |
+|---|---|---|
+{rows}
+"""
+    write_record(content, page, QUANTISED_RECORD)
 
 
 def call(script: list[str], text: str, **environment: str) -> None:
