@@ -18,7 +18,7 @@ def check_trainer(trainer: Namespace) -> None:
     """
     limit, every = trainer.get("gradient_clip_val"), trainer.get("log_every_n_steps")
     if limit is not None and not limit >= 0:  # nan is not
-        raise UserError(f"trainer.gradient_clip_val is {limit}: give a norm above 0, or 0 to clip nothing")
+        raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
     if every is not None and every < 0:
         raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
 

@@ -55,9 +55,11 @@ def _explain_one(found: re.Match[str]) -> str:
 
 def _explain_several(found: re.Match[str]) -> str:
     value = repr(found["value"]) if found["given"] == "str" else found["value"]
-    kinds = [_describe(each) for each in _split(found["types"])]
+    kinds = dict.fromkeys(_describe(each) for each in _split(found["types"]))
+    if "a number" in kinds:  # Python's order of the two varies with what was imported before
+        kinds.pop("a whole number", None)
     # What an option is without a value comes last.
-    return f"{found['key']} is {value}: give {' or '.join(sorted(dict.fromkeys(kinds), key='null'.__eq__))}"
+    return f"{found['key']} is {value}: give {' or '.join(sorted(kinds, key='null'.__eq__))}"
 
 
 def _explain_class(found: re.Match[str]) -> str:

@@ -89,7 +89,7 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
         (
             "--trainer.gradient_clip_val",
             "much",
-            ("gradient_clip_val is 'much': give a whole number or a number or null",),
+            ("gradient_clip_val is 'much': give a number or null",),
         ),
         ("--trainer.log_every_n_steps", "-2", ("log_every_n_steps is -2: give a number of steps",)),
         ("--trainer.callbacks", "[5]", ("trainer.callbacks is 5: give the options of Callback",)),

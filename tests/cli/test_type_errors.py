@@ -18,6 +18,17 @@ _CLASS_TAIL = "Subclass types expect one of: - a class path (str) - a dict with 
             "'NoneType'> Given value type: <class 'str'> Given value: z",
             "genesis data prepare: a.b is 'z': give a mapping of names to lists of whole numbers or one of x or null",
         ),
+        *(
+            (
+                f'Parser key "a": Does not validate against any of the Union subtypes Subtypes: [{types}] Errors: - '
+                "Expected a <class 'int'> Given value type: <class 'str'> Given value: z",
+                "a is 'z': give a number or null",
+            )
+            for types in (
+                "<class 'NoneType'>, <class 'int'>, <class 'float'>",
+                "<class 'float'>, <class 'int'>, <class 'NoneType'>",
+            )
+        ),
         (
             f'Parser key "a": - Expected a path but [5] either not accessible or invalid - Not a valid subclass of '
             f"Big. Got value: 5 {_CLASS_TAIL}",
