@@ -183,7 +183,10 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     sizes = [sum(updates[i].numel() for i in owned[owner]) for owner in range(world_size)]
     received = _exchange(sent, sizes, group)
     results: dict[int, Tensor] = {}
-    for owner, rows in enumerate(torch.split(_bring(received, updates), sizes)):
+    gathered = torch.cat(received)
+    if len({update.device for update in updates}) == 1:  # in one copy, if all are on the host
+        gathered = gathered.to(updates[0].device)
+    for owner, rows in enumerate(torch.split(gathered, sizes)):
         results.update(zip(owned[owner], _split(rows, [tuple(updates[i].shape) for i in owned[owner]]), strict=True))
     return [results[i].to(updates[i].device, updates[i].dtype) for i in range(len(updates))]
 
@@ -253,13 +256,6 @@ def _concatenate(tensors: Sequence[Tensor], device: str) -> BFloat16[Tensor, " n
         rows = [tensor.to(device) for tensor in rows]
     # In one copy, because each copy from offloaded tensors waits for the device.
     return torch.cat(rows).to(device)
-
-
-def _bring(received: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor:
-    """Returns all rows together, in one copy if all updates are on the host."""
-    rows = torch.cat(list(received))
-    is_alike = len({update.device for update in updates}) == 1
-    return rows.to(updates[0].device) if is_alike else rows
 
 
 def _split(flat: Shaped[Tensor, " n"], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
