@@ -9,7 +9,7 @@ import lm_eval.evaluator
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
@@ -118,6 +118,33 @@ def test_text_is_generated_as_by_hf(ours: GenesisLM, theirs: HFLM, tmp_path: Pat
     spec = write_generation(tmp_path / "text", until=["\n\n"], max_gen_toks=8)
     here, there = (_ask(lm, spec, 0, is_multiturn=False) for lm in (ours, theirs))
     assert [item["resps"] for item in here] == [item["resps"] for item in there]
+
+
+def test_a_mixture_generates_text_as_by_hf(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    qwen(directory)
+    torch.manual_seed(0)
+    config: Any = MixtralConfig(
+        vocab_size=640,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    MixtralForCausalLM(config).save_pretrained(directory)
+    theirs = HFLM(str(directory), device="cpu", dtype="float32", batch_size=1)
+    spec = write_generation(tmp_path / "text", until=["\n\n"], max_gen_toks=8)
+    here, there = (_ask(lm, spec, 0, is_multiturn=False) for lm in (_build_ours(directory), theirs))
+    assert [item["resps"] for item in here] == [item["resps"] for item in there]
+    assert any(answer for item in here for (answer,) in item["resps"])
 
 
 def test_texts_begin_with_a_named_bos_that_the_tokenizer_does_not_add_as_for_hf(model: Path, tmp_path: Path) -> None:

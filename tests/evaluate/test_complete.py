@@ -11,6 +11,7 @@ from genesis.evaluate.plan import MIN_HEAD_TOKENS
 from genesis.generate.sample import SamplingOptions
 from genesis.model.delta import GatedDeltaConfig
 from genesis.tokenizer.open import open_tokenizer
+from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.tiny_runs import SHAPE, build_decoder
 
 
@@ -52,6 +53,17 @@ def test_texts_are_those_of_each_prompt_alone(
     assert texts[:13] == [text for (text,) in alone]
     assert any(texts)
     assert (texts[13:] == texts[:2]) == (temperature == 0.0)  # each sampled text is another
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("cache_tokens", [1, 10_000])
+def test_texts_of_mixtures_are_those_of_each_prompt_alone(tokenizer_file: Path, name: str, cache_tokens: int) -> None:
+    decoder, tokenizer = build_sharp(mix(build_decoder(1).config, name)), open_tokenizer(tokenizer_file)
+    prompts = make_prompts()
+    options = CompleteOptions(12, ("a",), SamplingOptions(temperature=0.0), 3, 60, cache_tokens)
+    texts = complete(decoder, tokenizer, prompts, options)
+    assert texts == [complete(decoder, tokenizer, [prompt], options)[0] for prompt in prompts]
+    assert len(set(texts)) > 1
 
 
 def test_the_cache_takes_at_most_two_gib() -> None:
