@@ -58,12 +58,14 @@ def test_texts_are_those_of_each_prompt_alone(
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("cache_tokens", [1, 10_000])
 def test_texts_of_mixtures_are_those_of_each_prompt_alone(tokenizer_file: Path, name: str, cache_tokens: int) -> None:
-    decoder, tokenizer = build_sharp(mix(build_decoder(1).config, name)), open_tokenizer(tokenizer_file)
+    # With tied embeddings such a model repeats its last token, whatever its experts do.
+    config = mix(build_decoder(1, has_tied_embeddings=False).config, name)
+    decoder, tokenizer = build_sharp(config), open_tokenizer(tokenizer_file)
     prompts = make_prompts()
     options = CompleteOptions(12, ("a",), SamplingOptions(temperature=0.0), 3, 60, cache_tokens)
     texts = complete(decoder, tokenizer, prompts, options)
     assert texts == [complete(decoder, tokenizer, [prompt], options)[0] for prompt in prompts]
-    assert len(set(texts)) > 1
+    assert sum(len(set(text)) > 3 for text in texts) > len(texts) / 2, texts
 
 
 def test_the_cache_takes_at_most_two_gib() -> None:

@@ -101,7 +101,8 @@ def _save_mixture(name: str, directory: Path) -> Path:
     """Saves a run of one of `MIXTURES`, with a tokenizer that has a chat template."""
     directory.mkdir()
     qwen(directory)
-    config = mix(build_decoder(0).config, name)
+    # With tied embeddings such a model repeats its last token, whatever its experts do.
+    config = mix(build_decoder(0, has_tied_embeddings=False).config, name)
     shape = {**dict.fromkeys(SHAPE), **dump_decoder_config(config)}
     save(directory / "checkpoints", 1, build_sharp(config), {}, **shape)
     return directory
@@ -147,7 +148,7 @@ def test_chats_with_a_mixture_at_the_same_time_are_answered_and_streamed_as_each
     renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False)
     wanted = [_slow_text_after(loaded, renderer.render_prompt(chat), 9) for chat in chats]
     assert answers == [(text, text) for text in wanted]
-    assert any(wanted)
+    assert all(len(set(text)) > 3 for text in wanted), wanted
 
 
 @pytest.mark.parametrize("name", MIXTURES)
