@@ -9,7 +9,7 @@ import mmap
 import time
 import warnings
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,11 +73,17 @@ class Traffic:
         to_device_bytes: Bytes that went to the device.
         to_host_bytes: Bytes that came from it.
         idle_seconds: Time in which the device, or on the CPU the host, waited for a copy.
+        disk_read_bytes: Bytes that were read from a disk.
+        disk_written_bytes: Bytes that were written to it.
+        disk_wait_seconds: Time in which the training thread waited for the disk.
     """
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     idle_seconds: float = 0.0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_wait_seconds: float = 0.0
     _waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
 
     def take(self) -> "Traffic":
@@ -88,8 +94,8 @@ class Traffic:
                 self.idle_seconds += begin.elapsed_time(end) / 1e3
             else:
                 pending.append((begin, end))
-        taken = Traffic(self.to_device_bytes, self.to_host_bytes, self.idle_seconds)
-        self.to_device_bytes, self.to_host_bytes, self.idle_seconds, self._waits = 0, 0, 0.0, pending
+        taken = replace(self, _waits=[])
+        vars(self).update(vars(Traffic(_waits=pending)))
         return taken
 
     def wait_for(self, mark: "Mark", device: torch.device) -> None:

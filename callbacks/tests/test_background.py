@@ -30,7 +30,8 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint.channel import Channel
 from genesis_callbacks.checkpoint.job import WriteJob, perform
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_shards
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess

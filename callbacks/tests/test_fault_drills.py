@@ -38,7 +38,8 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint.job import WriteJob
 from genesis_callbacks.checkpoint.lineage import remove_abandoned, wait_for_orphans
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, place_shards
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks

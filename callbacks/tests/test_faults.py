@@ -28,7 +28,8 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.lineage import remove_abandoned
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.testing import run_ranks
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")

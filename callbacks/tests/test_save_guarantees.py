@@ -26,7 +26,8 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint import stager as stager_module
 from genesis_callbacks.checkpoint.job import Outcome
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.plan import LocalShard
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks

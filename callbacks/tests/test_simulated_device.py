@@ -20,7 +20,8 @@ from genesis_callbacks.checkpoint import digest as digest_module
 from genesis_callbacks.checkpoint.device import DevicePath
 from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device
 from genesis_callbacks.checkpoint.digest import DigestScratch
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = pytest.mark.process

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from genesis.plan.bill import PHASES
 from genesis.plan.report import Plan, Row
+from genesis.plan.speed import time_states
 
 
 def print_plan(plan: Plan, console: Console, where: str) -> None:
@@ -126,6 +127,8 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     if host.offload:
         parts.insert(0, f"offload {_gb(host.offload)}")
     facts.append(("host memory of a rank", ", ".join(parts)))
+    if host.disk:
+        facts.append(("states on the disk", _describe_disk(plan)))
     for share in plan.packings:
         facts.append(
             (f"packing {share.packing}", f"at {share.seq_len:,} tokens {1 - share.valid_share:.1%} of the work is lost")
@@ -146,11 +149,29 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
+def _describe_disk(plan: Plan) -> str:
+    """Returns what the states of a rank need on its disk, and how long they take there in each step."""
+    layout, timeline, bandwidths = plan.own.layout, plan.own.timeline, plan.question.bandwidths
+    assert timeline is not None, "without it there is no bill of the host"
+    moved = timeline.state.moved
+    seconds = time_states(moved, plan.recipe.workload, layout, bandwidths)
+    ways = ", ".join(
+        f"{way.bytes_per_second / 1e9:,.2g} GB/s {name} ({'measured' if way.is_measured else 'assumed'})"
+        for name, way in (("read", bandwidths.from_disk), ("written", bandwidths.to_disk))
+    )
+    shared = "; ranks that share a disk take as many times as long" if layout.num_ranks > 1 else ""
+    return (
+        f"{_gb(plan.host.disk)} for a rank, the half of it for saves; a step reads and writes {_gb(moved)}: at least "
+        f"{seconds:,.2g} s at {ways}{shared}"
+    )
+
+
 def _list_costs(plan: Plan) -> list[tuple[str, str]]:
     facts, step, cost = [], plan.own.step, plan.cost
     if step is None:
         return [("time", "give --device_name, --rates or --tokens_per_second")]
-    exposed = f", {step.exposed_seconds / step.seconds:.0%} of it communication" if step.exposed_seconds else ""
+    what = "communication and offload" if step.offload_seconds else "communication"
+    exposed = f", {step.exposed_seconds / step.seconds:.0%} of it {what}" if step.exposed_seconds else ""
     facts.append(("step", f"{step.seconds:,.2f} s{exposed}; {step.tokens_per_second:,.0f} tokens/s"))
     if cost is None:
         return [*facts, ("hours", "give --steps")]

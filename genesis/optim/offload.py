@@ -1,4 +1,4 @@
-"""Optimizer states in the host's memory: each step they pass through the device, piece by piece.
+"""Optimizer states in the host's memory or on a disk: each step they pass through the device, piece by piece.
 
 The update runs on the device, by the kernel that updates all other parameters, so that its results are the same bits.
 While a piece is updated, the next one comes to the device and the one before it goes back. This is another way than
@@ -6,9 +6,11 @@ FSDP2's `CPUOffloadPolicy` (`Sharded(cpu_offload=True)`), under which parameters
 too, and the host updates them.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,7 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genesis.errors import UserError
-from genesis.transfers import CopyLane, HostMemory, Mark, Traffic, mark_now
+from genesis.optim.piece_memory import (
+    MOMENTS,
+    DiskPieces,
+    DiskRates,
+    Extent,
+    HostPieces,
+    Passage,
+    PieceMemory,
+)
+from genesis.transfers import CopyLane, Mark, Traffic, mark_now
 
 PIECE_BYTES: Final = 32 * 2**20
 """Bytes of a piece of one moment: enough for the full rate of a bus, and little beside what training holds."""
@@ -25,9 +36,6 @@ NUM_BUFFERS: Final = 3
 """Pieces on the device: one that comes, one that is updated, one that goes."""
 _ALIGNMENT: Final = 64
 """Tensors and cuts lie at multiples of a cache line, as the cuts of the CPU's kernels do: results are the same bits."""
-MOMENTS: Final[Mapping[str, tuple[str, ...]]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-"""The moments of each algorithm."""
-MOST_MOMENTS: Final = max(map(len, MOMENTS.values()))
 
 
 class Slice(NamedTuple):
@@ -112,7 +120,7 @@ def check_room(num_bytes: int, available_bytes: int | None, share: float) -> Non
 
 
 class StateOffload:
-    """Keeps the moments of AdamW and Muon in the host's memory for a share of an optimizer's parameters.
+    """Keeps the moments of AdamW and Muon in the host's memory, or in files, for a share of an optimizer's parameters.
 
     The moments are made at once, so that memory is known to suffice before the first step, and a restore fills them.
     Between steps they are whole: `step` returns when the last piece is back. It leaves what Muon orthogonalises in the
@@ -125,9 +133,13 @@ class StateOffload:
         available_bytes: The host's available memory for this rank; None if it is not known.
         piece_bytes: Bytes of a piece, a multiple of the size of a page.
         traffic: Where copies and waits are counted.
+        directory: Where the moments lie in files, in the place of the host's memory; None for memory.
+
+    Attributes:
+        num_bytes: Bytes of the moments.
 
     Raises:
-        UserError: The host lacks memory.
+        UserError: The host lacks memory, or the directory lacks room.
     """
 
     def __init__(
@@ -139,9 +151,9 @@ class StateOffload:
         *,
         available_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
+        directory: Path | None = None,
     ) -> None:
         self._optimizer, self._device, self.traffic = optimizer, device, traffic
-        self._piece_bytes = piece_bytes
         candidates: list[Tensor] = []
         moments: dict[Tensor, tuple[str, ...]] = {}
         for group in optimizer.param_groups:
@@ -159,14 +171,17 @@ class StateOffload:
             starts[parameter] = used[moments[parameter]]
             used[moments[parameter]] += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = sum(len(names) * num_bytes for names, num_bytes in used.items())
-        check_room(self.num_bytes, available_bytes, share)
-        self._memory = {
-            moment: HostMemory(num_bytes, device, piece_bytes) for names, num_bytes in used.items() for moment in names
-        }
+        sizes_by_moment = {moment: num_bytes for names, num_bytes in used.items() for moment in names if num_bytes}
+        self._memory: PieceMemory
+        if directory is None:
+            check_room(self.num_bytes, available_bytes, share)
+            self._memory = HostPieces(sizes_by_moment, device, piece_bytes)
+        else:
+            self._memory = DiskPieces(directory, sizes_by_moment, device, piece_bytes, traffic)
         self._held: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, start in starts.items():
             self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in moments[parameter]}
-        self._adopt()
+        self._adopt(is_first=True)
         self._pieces = [
             piece
             for algorithm, names in MOMENTS.items()
@@ -177,15 +192,20 @@ class StateOffload:
                 piece_bytes,
             )
         ]
+        self._extents = [Extent(MOMENTS[piece.algorithm], piece.start, piece.num_bytes) for piece in self._pieces]
         self._lanes: tuple[CopyLane, CopyLane] | None = None
 
+    def measure_disk(self) -> DiskRates | None:
+        """Returns how fast the disk of the moments is now; None without one. Before the first step."""
+        return self._memory.measure() if isinstance(self._memory, DiskPieces) and self._held else None
+
     def holds(self, parameter: Tensor) -> bool:
-        """Returns whether the moments of a parameter are in the host's memory."""
+        """Returns whether the moments of a parameter are offloaded."""
         return parameter in self._held
 
     def _view(self, parameter: Tensor, moment: str, start: int) -> Tensor:
         local = _local(parameter)
-        flat = self._memory[moment].bytes[start : start + local.nbytes]
+        flat = self._memory.bytes_of(moment)[start : start + local.nbytes]
         held = flat.view(local.dtype).view(local.shape)
         # Like the parameter, so that checkpoints read the shard's position from it. `from_local` would move it to the
         # device of the mesh.
@@ -197,8 +217,8 @@ class StateOffload:
         """Returns the group of each parameter now: `Optimizer.load_state_dict` makes new groups."""
         return {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
 
-    def _adopt(self) -> None:
-        """Puts the moments in the host's memory into the optimizer's state, with the values of others in their place.
+    def _adopt(self, *, is_first: bool = False) -> None:
+        """Puts the offloaded moments into the optimizer's state, with the values of others in their place.
 
         Others are there after `Optimizer.load_state_dict`, which makes new tensors on the parameter's device.
         """
@@ -210,66 +230,80 @@ class StateOffload:
                 state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
             for moment, tensor in held.items():
                 found = state.get(moment)
-                if found is None:
+                if found is None and not is_first:  # new memory has zeros
                     _local(tensor).zero_()
-                elif found is not tensor:
+                elif found is not None and found is not tensor:
                     _local(tensor).copy_(_local(found))
                 state[moment] = tensor
 
     @torch.no_grad()
     def step(self, updates: Mapping[str, Update]) -> None:
-        """Runs the updates of all moments that are on the host, and waits until they are back.
+        """Runs the updates of all offloaded moments, and waits until they are back.
 
         Args:
             updates: The update of each algorithm, for the parameters that have a gradient.
+
+        Raises:
+            OffloadError: The disk failed. Some parameters are updated and others are not.
         """
-        pieces = [piece for piece in self._pieces if any(one.parameter.grad is not None for one in piece.slices)]
-        if not pieces:
+        has_gradient = [any(one.parameter.grad is not None for one in piece.slices) for piece in self._pieces]
+        if not any(has_gradient):
             return
         self._adopt()
         groups = self._find_groups()
         if self._lanes is None:
             self._lanes = (CopyLane(self._device, self.traffic), CopyLane(self._device, self.traffic))
+        with self._memory.passing(self._extents, has_gradient) as passage:
+            passing = [n for n in range(len(self._pieces)) if passage.is_whole or has_gradient[n]]
+            self._pass(passage, passing, has_gradient, groups, updates)
+
+    def _pass(
+        self,
+        passage: Passage,
+        passing: Sequence[int],
+        has_gradient: Sequence[bool],
+        groups: dict[Tensor, dict[str, Any]],
+        updates: Mapping[str, Update],
+    ) -> None:
         begin = mark_now(self._device)
         # They come from the current stream's memory, whose earlier work may still use it.
-        free = deque((self._build_buffer(), begin) for _ in range(min(NUM_BUFFERS, len(pieces))))
-        coming: deque[tuple[Buffer, Mark]] = deque()
-        num_fetched = 0
-        last: Mark = None
-        for number, piece in enumerate(pieces):
-            # This piece, at the first, and the one after it, which comes while this one is updated.
-            while free and num_fetched < min(number + 2, len(pieces)):
-                coming.append(self._fetch(pieces[num_fetched], *free.popleft()))
-                num_fetched += 1
-            buffer, arrived = coming.popleft()
+        free = deque((self._build_buffer(), begin) for _ in range(min(NUM_BUFFERS, len(passing))))
+        coming: deque[tuple[Buffer, list[Tensor], Mark]] = deque()
+        for number, following in itertools.zip_longest(passing, passing[1:]):
+            if not has_gradient[number]:
+                passage.arrive(number)
+                passage.leave(number, None)  # from one file to the other
+                continue
+            if not coming:
+                coming.append(self._fetch(passage, number, *free.popleft()))
+            # It comes while this one is updated. None further: pieces arrive in their order only.
+            if following is not None and has_gradient[following]:
+                coming.append(self._fetch(passage, following, *free.popleft()))
+            buffer, on_host, arrived = coming.popleft()
             self.traffic.wait_for(arrived, self._device)
+            piece = self._pieces[number]
             self._update(piece, buffer, groups, updates[piece.algorithm])
-            last = self._store(piece, buffer, mark_now(self._device))
-            free.append((buffer, last))
-        if last is not None:
-            last.synchronize()  # a save, and everybody else who reads the state, finds whole moments
+            mark = self._store(piece, buffer, on_host, mark_now(self._device))
+            passage.leave(number, mark)
+            free.append((buffer, mark))
 
     def _build_buffer(self) -> Buffer:
         most = max(piece.num_bytes for piece in self._pieces)
         count = max(len(MOMENTS[piece.algorithm]) for piece in self._pieces)
         return tuple(torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(count))
 
-    def _on_host(self, piece: Piece) -> list[Tensor]:
-        """Returns the bytes of each moment of a piece in the host's memory."""
-        end = piece.start + piece.num_bytes
-        return [self._memory[moment].bytes[piece.start : end] for moment in MOMENTS[piece.algorithm]]
-
-    def _fetch(self, piece: Piece, buffer: Buffer, after: Mark) -> tuple[Buffer, Mark]:
+    def _fetch(self, passage: Passage, number: int, buffer: Buffer, after: Mark) -> tuple[Buffer, list[Tensor], Mark]:
         assert self._lanes is not None
         mark: Mark = None
-        for target, source in zip(buffer, self._on_host(piece), strict=False):
-            mark = self._lanes[0].fetch(target[: piece.num_bytes], source, after)
-        return buffer, mark
+        on_host = passage.arrive(number)
+        for target, source in zip(buffer, on_host, strict=False):
+            mark = self._lanes[0].fetch(target[: len(source)], source, after)
+        return buffer, on_host, mark
 
-    def _store(self, piece: Piece, buffer: Buffer, after: Mark) -> Mark:
+    def _store(self, piece: Piece, buffer: Buffer, on_host: list[Tensor], after: Mark) -> Mark:
         assert self._lanes is not None
         mark: Mark = None
-        for source, target in zip(buffer, self._on_host(piece), strict=False):
+        for source, target in zip(buffer, on_host, strict=False):
             mark = self._lanes[1].store(target, source[: piece.num_bytes], after)
         return mark
 

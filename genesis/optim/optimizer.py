@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, overload
 
 import torch
@@ -24,6 +25,7 @@ from genesis.optim.newton_schulz import (
     turn_back,
 )
 from genesis.optim.offload import PIECE_BYTES, Slices, StateOffload
+from genesis.optim.piece_memory import DiskRates
 from genesis.transfers import Traffic
 
 _MATRIX_DIMS: Final = 2
@@ -111,11 +113,27 @@ class GroupedOptimizer(Optimizer):
         *,
         available_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
+        directory: Path | None = None,
     ) -> None:
-        """Moves a share of the states into the host's memory, for all later steps; see `StateOffload`."""
+        """Moves a share of the states into the host's memory or files, for all later steps; see `StateOffload`."""
         self._offload = StateOffload(
-            self, share, device, traffic, available_bytes=available_bytes, piece_bytes=piece_bytes
+            self,
+            share,
+            device,
+            traffic,
+            available_bytes=available_bytes,
+            piece_bytes=piece_bytes,
+            directory=directory,
         )
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the states that are offloaded."""
+        return 0 if self._offload is None else self._offload.num_bytes
+
+    def measure_disk(self) -> DiskRates | None:
+        """Returns how fast the disk of the states is now, before the first step; None without states on one."""
+        return None if self._offload is None else self._offload.measure_disk()
 
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
         """Makes Muon compute each whole matrix on only one rank, which sends the result to the others.

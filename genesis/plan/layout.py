@@ -34,7 +34,8 @@ class Layout:
         activation_checkpointing: See `Checkpointing`.
         blocks_per_recomputation: Blocks that are recomputed together.
         activation_offload: Whether the inputs of recomputed blocks are in the host's memory.
-        optimizer_offload: Share of the optimizer's states that is in the host's memory.
+        optimizer_offload: Share of the optimizer's states that is in the host's memory, or on its disk.
+        has_states_on_disk: Whether that share is on the disk.
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
         expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
@@ -53,6 +54,7 @@ class Layout:
     blocks_per_recomputation: int = 1
     activation_offload: bool = False
     optimizer_offload: float = 0.0
+    has_states_on_disk: bool = False
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
     expert_parallel: int = 1

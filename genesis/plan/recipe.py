@@ -12,7 +12,7 @@ from genesis.deprecated_options import rename_option
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
-from genesis.offload_share import read_cpu_offload, read_share
+from genesis.offload_share import read_cpu_offload, read_directory, read_share
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
 
@@ -20,6 +20,7 @@ _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
 MOST_RANKS: Final = 65_536
 """A plan counts the tensors of each rank, so that its time and memory grow with their number."""
+_CLASS_KEYS: Final = ("class_path", "init_args", "dict_kwargs")
 _STRATEGY_NAMES: Final = {
     **dict.fromkeys(("auto", "Replicated", "replicated", "ddp"), "replicated"),
     **dict.fromkeys(("Sharded", "sharded"), "sharded"),
@@ -98,20 +99,25 @@ def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = (
 def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Returns a recipe's content with other values of some options; the given content stays as it is.
 
+    As in `genesis fit`, an option of a class may leave out `init_args`: `trainer.strategy.shard`.
+
     Raises:
         UserError: A value is not YAML, or names a file that cannot be read.
     """
     merged = copy.deepcopy(dict(content))
     for name, text in overrides:
         value = _parse_value(name, text)
-        *groups, last = rename_option(name).split(".")
-        target = merged
-        for group in groups:
+        path = rename_option(name).split(".")
+        last, target = path[-1], merged
+        for depth, group in enumerate(path[:-1]):
             below = target.get(group)
             if not isinstance(below, dict):
                 below = {} if below is None or not isinstance(below, str) else {"class_path": below}
                 target[group] = below
             target = below
+            following = path[depth + 1]
+            if "class_path" in target and following not in _CLASS_KEYS:
+                target = target.setdefault("init_args", {})
         if name == "model.decoder" and isinstance(value, str):
             value = _read_mapping(Path(value))
         if isinstance(value, dict) and isinstance(target.get(last), dict):
@@ -357,12 +363,15 @@ def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> d
             f"blocks_per_recomputation is {together}, and activation_checkpointing is {checkpointing!r}: groups are "
             "recomputed only with activation_checkpointing block"
         )
+    share = read_share("optimizer_offload", options.get("optimizer_offload", 0.0))
+    directory = read_directory(options.get("optimizer_offload_directory"), share)
     return {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
         "activation_offload": options.get("activation_offload") is True,
-        "optimizer_offload": read_share("optimizer_offload", options.get("optimizer_offload", 0.0)),
+        "optimizer_offload": share,
+        "has_states_on_disk": directory is not None,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
 

@@ -313,6 +313,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "blocks_per_recomputation": layout.blocks_per_recomputation,
         "activation_offload": layout.activation_offload,
         "optimizer_offload": layout.optimizer_offload,
+        "has_states_on_disk": layout.has_states_on_disk,
         "is_own": row.is_own,
     }
     if timeline is None:

@@ -53,7 +53,7 @@ class StepTime:
         seconds: The whole step.
         compute_seconds: The products.
         exposed_seconds: What communication and offload add.
-        offload_seconds: What of that copies to and from the host's memory and the update there add.
+        offload_seconds: What of that copies to and from the host's memory or its disk, and the update there, add.
         tokens_per_second: Over all ranks, with padding.
     """
 
@@ -105,8 +105,20 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         copies = 2 * num_micro_batches * (trained + timeline.on_host.frozen) / bandwidths.to_device.bytes_per_second
         copies += trained / bandwidths.to_host.bytes_per_second
         offload = max(0.0, copies - compute) + elements * _ADAM_BYTES / _HOST_BYTES_PER_SECOND
+    offload += time_states(timeline.state.moved, workload, layout, bandwidths)
     seconds = compute + exposed + offload
     return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds)
+
+
+def time_states(num_bytes: int, workload: Workload, layout: Layout, bandwidths: Bandwidths) -> float:
+    """Returns the least seconds in which offloaded optimizer states pass through the device and are back.
+
+    Both directions work at once. A bus, and a disk, are taken to be the rank's own.
+    """
+    ways = [] if workload.is_cpu else [bandwidths.to_device, bandwidths.to_host]
+    if layout.has_states_on_disk:
+        ways += [bandwidths.from_disk, bandwidths.to_disk]
+    return max((num_bytes / way.bytes_per_second for way in ways), default=0.0)
 
 
 def _link(bandwidths: Bandwidths) -> float:

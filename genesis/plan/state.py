@@ -11,7 +11,8 @@ from genesis.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
-from genesis.optim.offload import MOMENTS, choose
+from genesis.optim.offload import choose
+from genesis.optim.piece_memory import MOMENTS
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
 
 
@@ -119,7 +120,7 @@ class StateBytes:
         frozen: Weights that are not trained.
         gradients: Gradients of the trained weights in their place between steps.
         optimizer: States of the optimizer.
-        moved: Those of them that are in the host's memory by `optimizer_offload`.
+        moved: Those of them that are in the host's memory, or on its disk, by `optimizer_offload`.
         low_precision_copy: Bytes of a copy of the weights in 16 bits, for the textbook's bill.
     """
 
@@ -162,7 +163,7 @@ def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: in
 
 
 def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
-    """Returns the bytes of moments that `genesis.optim.offload` keeps in the host's memory."""
+    """Returns the bytes of moments that `genesis.optim.offload` keeps away from the device."""
     if not layout.optimizer_offload or layout.strategy == "zero1":
         return 0
     sizes = [

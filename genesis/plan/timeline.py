@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import Final
 
 from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, GRADIENTS, LOSS, Bytes, Setting
-from genesis.optim.offload import MOST_MOMENTS, NUM_BUFFERS, PIECE_BYTES
+from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
+from genesis.optim.piece_memory import MOST_MOMENTS
 from genesis.plan.bill import (
     BATCH,
     COMMUNICATION,

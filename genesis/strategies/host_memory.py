@@ -1,13 +1,16 @@
-"""What a strategy keeps in the host's memory beside FSDP2's own offload: inputs of blocks, and optimizer states."""
+"""What a strategy keeps on the host beside FSDP2's own offload: inputs of blocks, and optimizer states."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from genesis.available_memory import available_memory
-from genesis.offload_share import read_share
+from genesis.offload_share import read_directory, read_share
 from genesis.optim import GroupedOptimizer
+from genesis.optim.piece_memory import DiskRates
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.transfers import Traffic
 
@@ -18,17 +21,22 @@ class HostOffload:
     Args:
         activations: Whether the inputs of recomputed blocks are moved.
         optimizer_share: Share of the optimizer's states that is moved, from 0 to 1.
+        optimizer_directory: Where these states lie in files; None for the host's memory.
 
     Attributes:
         traffic: What was moved.
+        has_disk: Whether states lie in files.
 
     Raises:
-        UserError: The share is out of its range.
+        UserError: The share is out of its range, or 0 with a directory.
     """
 
-    def __init__(self, *, activations: bool, optimizer_share: float) -> None:
+    def __init__(self, *, activations: bool, optimizer_share: float, optimizer_directory: str | None = None) -> None:
         self.traffic = Traffic()
         self._has_activations, self._share = activations, read_share("optimizer_offload", optimizer_share)
+        directory = read_directory(optimizer_directory, self._share)
+        self._directory = None if directory is None else Path(directory)
+        self.has_disk = self._directory is not None
 
     @property
     def is_active(self) -> bool:
@@ -40,7 +48,7 @@ class HostOffload:
         return ActivationOffload(self.traffic) if self._has_activations else None
 
     def move_states(self, optimizers: Sequence[Optimizer], device: torch.device, ranks_of_host: int) -> None:
-        """Moves the states of the module's optimizers into the host's memory.
+        """Moves the states of the module's optimizers into the host's memory, or into files.
 
         Args:
             optimizers: The optimizers.
@@ -48,7 +56,7 @@ class HostOffload:
             ranks_of_host: Ranks that share this host's memory.
 
         Raises:
-            UserError: The host lacks memory, or states of this kind cannot be moved.
+            UserError: The host lacks memory, the directory lacks room, or states of this kind cannot be moved.
         """
         if self._share <= 0.0:
             return
@@ -60,4 +68,27 @@ class HostOffload:
                 device,
                 self.traffic,
                 available_bytes=None if available is None else available // max(1, ranks_of_host),
+                directory=self._directory,
             )
+            if self._directory is not None:
+                rank_zero_info(describe_disk(self._directory, optimizer.offloaded_bytes, optimizer.measure_disk()))
+
+
+def describe_disk(directory: Path, num_bytes: int, rates: DiskRates | None) -> str:
+    """Returns what states on a disk cost, as a line for the log. Pure.
+
+    Args:
+        directory: Where they lie.
+        num_bytes: Bytes of this rank's states.
+        rates: How fast the disk is while all ranks use it; None if that is not known.
+    """
+    size = f"{num_bytes / 2**30:,.2f} GiB"
+    text = (
+        f"Optimizer states: each rank has {size} in {directory}, and as much for saves; a step reads and writes {size}"
+    )
+    if rates is None:
+        return f"{text} through the page cache, which this file system cannot avoid."
+    return (
+        f"{text}: at least {rates.least_seconds(num_bytes):,.1f} s at {rates.read / 1e9:,.2f} GB/s read and "
+        f"{rates.write / 1e9:,.2f} GB/s written, as measured now."
+    )

@@ -43,6 +43,8 @@ class Replicated(DDPStrategy):
             backward, with `block`.
         optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
             pass through the device, piece by piece, and the device updates.
+        optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
+            and not in the host's memory. Each rank reads and writes its part in every step.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
@@ -51,7 +53,7 @@ class Replicated(DDPStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
-        offload: What lies in the host's memory.
+        offload: What lies in the host's memory, or on its disk.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Replicated(DDPStrategy):
         blocks_per_recomputation: int = 1,
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
+        optimizer_offload_directory: str | None = None,
         compile_blocks: bool = False,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
@@ -82,7 +85,11 @@ class Replicated(DDPStrategy):
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
-        self.offload = HostOffload(activations=activation_offload, optimizer_share=optimizer_offload)
+        self.offload = HostOffload(
+            activations=activation_offload,
+            optimizer_share=optimizer_offload,
+            optimizer_directory=optimizer_offload_directory,
+        )
         self.compile_blocks = compile_blocks
         self.timeout_seconds = timeout_seconds
         self.hang_seconds: float | None = None

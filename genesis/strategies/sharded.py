@@ -65,6 +65,8 @@ class Sharded(ModelParallelStrategy):
             backward, with `block`.
         optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
             pass through the device, piece by piece, and the device updates.
+        optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
+            and not in the host's memory. Each rank reads and writes its part in every step.
         compile_blocks: Whether each block is compiled by torch.compile.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
@@ -75,7 +77,7 @@ class Sharded(ModelParallelStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
-        offload: What lies in the host's memory.
+        offload: What lies in the host's memory, or on its disk.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Sharded(ModelParallelStrategy):
         blocks_per_recomputation: int = 1,
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
+        optimizer_offload_directory: str | None = None,
         compile_blocks: bool = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
@@ -120,7 +123,11 @@ class Sharded(ModelParallelStrategy):
         self.expert_parallel = expert_parallel
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
-        self.offload = HostOffload(activations=activation_offload, optimizer_share=optimizer_offload)
+        self.offload = HostOffload(
+            activations=activation_offload,
+            optimizer_share=optimizer_offload,
+            optimizer_directory=optimizer_offload_directory,
+        )
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
         self.timeout_seconds = timeout_seconds

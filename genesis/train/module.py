@@ -188,7 +188,7 @@ class GenesisModule(pl.LightningModule):
         """Returns the log of the training steps, and that of transfers if the strategy keeps something on the host."""
         offload = vars(self.trainer.strategy).get("offload")
         if isinstance(offload, HostOffload) and offload.is_active:
-            return [self._training_log, OffloadLog(offload.traffic)]
+            return [self._training_log, OffloadLog(offload.traffic, has_disk=offload.has_disk)]
         return [self._training_log]
 
     @property

@@ -30,7 +30,8 @@ from genesis.cli.main import main
 from genesis.errors import UserError
 from genesis.model.describe import describe
 from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_shards
-from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.checkpoint.one_save import Progress
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 
 MODE = {mode.name: mode for mode in MODES}
 # Eight processes import Lightning, and one of them starts another that does.

@@ -151,7 +151,7 @@ def test_the_merged_weights_give_the_logits_of_the_adapters(options: dict[str, A
             state[f"{name}.weight"] = merge_rows(dict(layer.named_parameters()), layer.scaling).float()
     merged.load_state_dict(state)
     with torch.no_grad():
-        torch.testing.assert_close(merged(IDS), adapted(IDS), rtol=0, atol=2e-6)
+        torch.testing.assert_close(merged(IDS), adapted(IDS), rtol=0, atol=5e-6)
 
 
 def test_dropout_of_the_adapters_is_drawn_in_training_alone() -> None:

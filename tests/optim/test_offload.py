@@ -2,6 +2,7 @@
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +23,15 @@ PAGE = 4096
 
 
 def build(
-    model: nn.Module, share: float, piece_bytes: int = PAGE, options: OptimizerOptions = ADAMW
+    model: nn.Module,
+    share: float,
+    piece_bytes: int = PAGE,
+    options: OptimizerOptions = ADAMW,
+    directory: Path | None = None,
 ) -> tuple[GroupedOptimizer, Traffic]:
     optimizer, traffic = build_optimizer(model, options), Traffic()
     if share:
-        optimizer.offload_states(share, CPU, traffic, piece_bytes=piece_bytes)
+        optimizer.offload_states(share, CPU, traffic, piece_bytes=piece_bytes, directory=directory)
     return optimizer, traffic
 
 
@@ -138,13 +143,13 @@ def test_momentum_has_the_same_bits_wherever_a_tensor_is_cut(dtype: torch.dtype,
         assert torch.equal(parts, torch.lerp(buffer, gradient, weight))
 
 
-def shard(share: float, options: OptimizerOptions) -> dict[str, Tensor]:
+def shard(share: float, options: OptimizerOptions, directory: Path | None = None) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     model = _decoder()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, _ = build(model, share, options=options)
+    optimizer, _ = build(model, share, options=options, directory=directory)
     _train(model, [optimizer], range(4))
     held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert all(isinstance(value, DTensor) for value in held)

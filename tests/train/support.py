@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from tempfile import gettempdir
 from typing import Any
 
 import lightning.pytorch as pl
@@ -97,6 +98,16 @@ def build_strategy(name: str) -> Any:
         ),
         "host_experts": lambda: Sharded(
             expert_parallel=2, activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
+        ),
+        "disk_alone": lambda: Replicated(optimizer_offload=0.6, optimizer_offload_directory=gettempdir()),
+        "disk_shards": lambda: Sharded(
+            activation_checkpointing="block",
+            activation_offload=True,
+            optimizer_offload=1.0,
+            optimizer_offload_directory=gettempdir(),
+        ),
+        "disk_experts": lambda: Sharded(
+            expert_parallel=2, optimizer_offload=0.6, optimizer_offload_directory=gettempdir()
         ),
         "half_experts": lambda: Sharded(expert_parallel=2, activation_checkpointing="block", cpu_offload=0.5),
         "experts_2": lambda: Sharded(expert_parallel=2),

@@ -76,6 +76,8 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         pytest.param("checkpointing", 2, marks=pytest.mark.slow),
         pytest.param("host_alone", 1, marks=pytest.mark.slow),
         pytest.param("host_shards", 2, marks=pytest.mark.slow),
+        pytest.param("disk_alone", 1, marks=pytest.mark.slow),
+        pytest.param("disk_shards", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:
@@ -96,9 +98,16 @@ def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "resumed"),
-    [("host_shards", "full"), ("full", "host_shards"), ("offload", "half_offload"), ("half_offload", "full")],
+    [
+        ("host_shards", "full"),
+        ("full", "host_shards"),
+        ("offload", "half_offload"),
+        ("half_offload", "full"),
+        ("disk_shards", "host_shards"),
+        ("full", "disk_shards"),
+    ],
 )
-def test_states_in_host_memory_go_on_under_another_share(
+def test_offloaded_states_go_on_under_another_share(
     tmp_path: Path, tiny_corpus: Path, killed: str, resumed: str
 ) -> None:
     corpus, run_dir = str(tiny_corpus), tmp_path / "run"

@@ -183,7 +183,8 @@ class Biases(pl.Callback):
     [
         slow("replicated", 1, "muon"), slow("replicated", 2, "adamw"), slow("full", 2, "muon"),
         slow("checkpointing", 2, "adamw"), slow("experts_2", 4, "adamw"), slow("experts_2", 2, "muon"),
-        slow("host_experts", 2, "adamw"), slow("host_experts", 2, "muon"), slow("half_experts", 2, "muon"),
+        slow("host_experts", 2, "adamw"), slow("host_experts", 2, "muon"),
+        slow("disk_experts", 2, "muon"), slow("half_experts", 2, "muon"),
     ],
 )  # fmt: skip
 def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(

@@ -23,7 +23,8 @@ from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.device import DevicePath, is_host
 from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
-from .checkpoint.pipeline import Progress, SavePipeline
+from .checkpoint.one_save import Progress
+from .checkpoint.pipeline import SavePipeline
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 from .phases import in_phase

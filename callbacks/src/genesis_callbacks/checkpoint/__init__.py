@@ -32,6 +32,7 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
+from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
 from .hashing import hash_bytes, hash_file
 from .inventory import (
     InventoryEntry,
@@ -92,13 +93,18 @@ __all__ = [
     "DriftError",
     "DriftPolicy",
     "DriftWarning",
+    "FILE_ALIGNMENT",
+    "FileMemory",
+    "FileRoomError",
     "InventoryEntry",
     "FileRecord",
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
+    "NUM_COPIES",
     "PIN_PIECE_BYTES",
     "PLACES_VARIABLE",
+    "Pass",
     "PinError",
     "QuarantineWarning",
     "Ranks",
@@ -136,6 +142,7 @@ __all__ = [
     "find_base",
     "find_best",
     "find_drift",
+    "find_file_memory",
     "find_format",
     "find_latest",
     "find_non_finite",

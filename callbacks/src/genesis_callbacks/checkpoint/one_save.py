@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from genesis_callbacks.files import sync_directory
@@ -11,11 +12,28 @@ from genesis_callbacks.run_directory import COMMITTED_NAME, checkpoint_name
 
 from .commit import discard
 from .errors import CheckpointError, SaveFailedError
+from .file_parts import PartsInFiles
 from .job import Outcome, failed_outcome, leave_failure
 from .manifest import read_committed_hash
 
 _NOTE_WAIT_SECONDS = 5.0
 _BEGIN_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of training between two saves, as the caller counts it.
+
+    Attributes:
+        num_steps: Returns the optimizer steps so far; called when staging begins and when it ends.
+        num_updates: Optimizer steps since the last checkpoint that changed parameters.
+        moved: Returns the names of the parameters that the last of these updates changed; called once, while training
+            continues.
+    """
+
+    num_steps: Callable[[], int]
+    num_updates: int = 0
+    moved: Callable[[], frozenset[str]] = frozenset
 
 
 class OneSave:
@@ -36,6 +54,7 @@ class OneSave:
         interruption: An exception that ended the save but is not an error of the save, such as a KeyboardInterrupt.
         is_begun: Whether this rank created the staging directory.
         staged_bytes: Number of bytes copied on this rank.
+        in_files: The parts that this save holds in files, until it is over.
     """
 
     def __init__(self, number: int, step: int, staging: Path, rank: int, *, leaves_notes: bool) -> None:
@@ -48,6 +67,7 @@ class OneSave:
         self._leaves_notes = leaves_notes
         self.is_begun = False
         self.staged_bytes = 0
+        self.in_files = PartsInFiles(())
 
     def run(self, act: Callable[["OneSave"], Outcome]) -> None:
         """Runs `act` and sets the outcome, also if `act` raises."""
@@ -62,6 +82,7 @@ class OneSave:
             # A failing disk may also refuse this note; the outcome is reported in any case.
             with contextlib.suppress(OSError, CheckpointError):
                 outcome = self._clear_up(outcome)
+        self.in_files.release()
         self.outcome = outcome
         self.finished.set()
 

@@ -21,6 +21,7 @@ from genesis_callbacks.run_directory import checkpoint_name
 from .._compat import plain_write_counts
 from .device import DevicePath, find_device
 from .errors import SaveFailedError
+from .file_parts import PartsInFiles, WithFiles, leave_out_files
 from .inline import begin_together, perform_together
 from .job import (
     ChangedPartsError,
@@ -32,7 +33,7 @@ from .job import (
     perform,
 )
 from .manifest import Ancestor
-from .one_save import OneSave
+from .one_save import OneSave, Progress
 from .plan import LocalShard, SavePlan, TensorShard, plan_save
 from .ranks import Ranks
 from .save_target import SaveTarget, Snapshot
@@ -53,22 +54,6 @@ _ANSWER_GRACE_SECONDS = 5.0
 _END_SECONDS = 5.0
 _YIELD_SECONDS = 0.001
 _TIME_LIMIT_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of training between two saves, as the caller counts it.
-
-    Attributes:
-        num_steps: Returns the optimizer steps so far; called when staging begins and when it ends.
-        num_updates: Optimizer steps since the last checkpoint that changed parameters.
-        moved: Returns the names of the parameters that the last of these updates changed; called once, while training
-            continues.
-    """
-
-    num_steps: Callable[[], int]
-    num_updates: int = 0
-    moved: Callable[[], frozenset[str]] = frozenset
 
 
 @dataclass(frozen=True)
@@ -177,7 +162,8 @@ class SavePipeline:
         device = find_device(local.data for local in snapshot.parts)
         if device is None:
             return
-        ours = self._ours(plan, (local.part for local in snapshot.whole().parts))
+        parts = snapshot.whole().parts
+        ours = leave_out_files(self._ours(plan, (local.part for local in parts)), parts)
         if self._worker is None:
             self._stager.reserve_scratch(device)
         else:
@@ -298,16 +284,21 @@ class SavePipeline:
             if shared.shards != plan.own:  # compared here, where training does not wait
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
-            live = {local.part: copies.get(local.part, local.data) for local in whole.parts}
-            ours = self._ours(plan, live)
-            is_sync = self.mode == "sync"
-            staged = self._stager.stage_one_at_a_time(live, ours) if is_sync else self._stager.stage(live, ours, event)
+            in_files = save.in_files = PartsInFiles(local for local in whole.parts if local.part not in copies)
+            ours = self._ours(plan, (local.part for local in whole.parts))
+            data = {local.part: local.data for local in whole.parts if local.part not in in_files} | copies
+            copied = [part for part in ours if part not in in_files]
+            if self.mode == "sync":
+                staged = self._stager.stage_one_at_a_time(data, copied)
+            else:
+                staged = self._stager.stage(data, copied, event)
             save.staged_bytes = staged.num_bytes
+            staged = replace(staged, placed=(*staged.placed, *in_files.place(ours)))
             job = self._order(save, plan, whole, progress, staged, limit_seconds)
             counts = (progress.num_steps(), plain_write_counts(shared.parameters))
             if counts != before or plain_write_counts(shared.states) != states_before:
                 raise TornSnapshotError("training changed tensors during staging: an optimizer step came too early")
-            return job, staged.data
+            return job, WithFiles(staged.data, in_files.copies)
 
         return stage
 
@@ -340,6 +331,7 @@ class SavePipeline:
             target.hash_algorithm,
             limit_seconds,
             order,
+            tuple(copy.name for copy in save.in_files.copies),
         )
 
     def wait_staged(self) -> None:
@@ -449,7 +441,12 @@ class SavePipeline:
 
     def _act_together(self, save: OneSave, stage: _Stage) -> Outcome:
         begin_together(self._ranks, lambda: self._make_staging(save))
-        return perform_together(self._ranks, stage)
+
+        def stage_all() -> tuple[WriteJob, Staged]:
+            job, staged = stage()
+            return save.in_files.add_digests(job), staged
+
+        return perform_together(self._ranks, stage_all)
 
     def _act(self, save: OneSave, stage: _Stage, limit_seconds: float) -> Outcome:
         if self._worker is not None:
@@ -459,14 +456,15 @@ class SavePipeline:
             self._make_staging(save)
         job, staged = stage()
         save.staged.set()  # before the wait for rank 0's directory, which training must not wait for
+        job = save.in_files.add_digests(job)
         save.wait_begun(limit_seconds)
         if self.mode == "sync":
             return perform(job, staged, lambda: False)
         if self._writer is None:
             return perform_niced(job, staged)
-        return self._write_by(self._writer, job)
+        return self._write_by(self._writer, save, job)
 
-    def _write_by(self, writer: WriterProcess, job: WriteJob) -> Outcome:
+    def _write_by(self, writer: WriterProcess, save: OneSave, job: WriteJob) -> Outcome:
         buffer = self._stager.buffer
         assert buffer is not None
         if not writer.is_alive:
@@ -476,7 +474,8 @@ class SavePipeline:
         # Rank 0's writer names the missing ranks at its limit: the grace lets that answer arrive before it is killed.
         limit_seconds = job.time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
         try:
-            return writer.perform(job, buffer, limit_seconds)
+            files = [copy.descriptor for copy in save.in_files.copies]
+            return writer.perform(job, buffer, limit_seconds, files)
         except SaveFailedError:
             writer.kill()
             if not self._is_closed:

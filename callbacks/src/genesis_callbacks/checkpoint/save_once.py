@@ -7,7 +7,8 @@ from pathlib import Path
 from genesis_callbacks.run_directory import checkpoint_name
 
 from .job import error_from
-from .pipeline import Progress, SavePipeline
+from .one_save import Progress
+from .pipeline import SavePipeline
 from .save_target import RetentionWarning, SaveTarget, Snapshot
 
 
