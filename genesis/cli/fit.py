@@ -286,7 +286,21 @@ class GenesisCLI(LightningCLI):
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
             line = " ".join(str(error).split())
+            self._check_strategy_name()
             raise UserError(explain_types(_OPTIONAL.sub(r"\g<reason>", line))) from error
+
+    def _check_strategy_name(self) -> None:
+        """Refuses a class that is given as the name of a strategy, which Lightning looks up among its own names.
+
+        Raises:
+            UserError: The name is that of a class.
+        """
+        name = self._get(self.config_init, "trainer").get("strategy")
+        if isinstance(name, str) and "." in name:
+            raise UserError(
+                f"trainer.strategy is {name!r}, which is no name of Lightning's: give a class as "
+                f"--trainer.strategy.class_path {name}"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer with the run's own log and progress bar."""

@@ -123,6 +123,11 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
         ("--seed_everything", "-1", ("error: seed_everything is -1", "from 0 to 4294967295")),
         ("--model.decoder.num_heads", "6", ("dim 32", "6 heads", "multiple of 12")),
         ("--model.decoder.num_layers", "0", ("num_layers is 0", "at least 1")),
+        (
+            "--trainer.strategy",
+            "genesis.strategies.Sharded",
+            ("error: trainer.strategy is 'genesis.strategies.Sharded'", "--trainer.strategy.class_path genesis"),
+        ),
         ("--model.decoder.vocab_size", "200", ("vocab_size is 200", "vocabulary of 300", "300 or more")),
     ],
 )
