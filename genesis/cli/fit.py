@@ -295,7 +295,7 @@ class GenesisCLI(LightningCLI):
         Raises:
             UserError: The name is that of a class.
         """
-        name = self._get(self.config_init, "trainer").get("strategy")
+        name = self._get(self.config, "trainer").get("strategy")
         if isinstance(name, str) and "." in name:
             raise UserError(
                 f"trainer.strategy is {name!r}, which is no name of Lightning's: give a class as "
