@@ -40,13 +40,15 @@ class HostMemory:
 
     Attributes:
         bytes: The memory, as a tensor of uint8.
+        raw: The memory, for reads and writes of files.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, pin_bytes: int = PIN_PIECE_BYTES) -> None:
         # Whole pages of its own: a page that is shared with other memory could not be locked twice.
-        memory = torch.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=torch.uint8)
+        mapped = mmap.mmap(-1, max(1, num_bytes))
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
         address = memory.data_ptr()
-        self.bytes = memory[:num_bytes]
+        self.bytes, self.raw = memory[:num_bytes], memoryview(mapped)[:num_bytes]
         pinned: list[int] = []
         weakref.finalize(self, _unpin, pinned, device).atexit = False  # at the end of a process the driver does that
         if is_host(device.type):

@@ -1,11 +1,13 @@
 """Where moments lie between steps, and how a step gets them piece by piece: in the host's memory, or in files."""
 
 import contextlib
+import mmap
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -109,6 +111,13 @@ class HostPieces:
 # ---- in files
 
 
+class Slot(NamedTuple):
+    """Memory for a piece on its way, of each moment: for copies, and for reads and writes."""
+
+    tensors: list[Tensor]
+    raw: list[memoryview]
+
+
 @dataclass(frozen=True)
 class DiskRates:
     """Bytes per second of a disk, as measured in a moment."""
@@ -156,11 +165,15 @@ class DiskPieces:
         most = max((1, *sizes.values()))
         self._slot_bytes = min(piece_bytes, _align(most))
         self._slot_memory = HostMemory(NUM_SLOTS * MOST_MOMENTS * self._slot_bytes, device, self._slot_bytes)
-        parts = [
-            self._slot_memory.bytes[start : start + self._slot_bytes]
-            for start in range(0, NUM_SLOTS * MOST_MOMENTS * self._slot_bytes, self._slot_bytes)
+        ends = [number * self._slot_bytes for number in range(NUM_SLOTS * MOST_MOMENTS + 1)]
+        parts = [slice(start, end) for start, end in pairwise(ends)]
+        self._slots = [
+            Slot(
+                [self._slot_memory.bytes[part] for part in parts[first : first + MOST_MOMENTS]],
+                [self._slot_memory.raw[part] for part in parts[first : first + MOST_MOMENTS]],
+            )
+            for first in range(0, len(parts), MOST_MOMENTS)
         ]
-        self._slots = [parts[start : start + MOST_MOMENTS] for start in range(0, len(parts), MOST_MOMENTS)]
 
     @property
     def file_bytes(self) -> int:
@@ -181,10 +194,9 @@ class DiskPieces:
         if not self._memory.is_direct:
             return None
         num_bytes = min(_MEASURED_BYTES, self._memory.num_bytes)
-        data = _view(torch.zeros(num_bytes + FILE_ALIGNMENT, dtype=torch.uint8))
+        data = memoryview(mmap.mmap(-1, num_bytes))
         seconds = []
         with self._reporting(), self._memory.begin_pass() as one:
-            data = data[-_address(data) % FILE_ALIGNMENT :][:num_bytes]
             for move in (one.write, one.read):  # zeros, as they are there
                 begin = time.perf_counter()
                 move(data, 0)
@@ -218,7 +230,7 @@ class _DiskPassage:
     def __init__(
         self,
         one: Pass,
-        slots: Sequence[list[Tensor]],
+        slots: Sequence[Slot],
         starts: Mapping[str, int],
         extents: Sequence[Extent],
         numbers: Sequence[int],
@@ -227,10 +239,10 @@ class _DiskPassage:
         self.is_whole = one.is_whole
         self._pass, self._starts, self._extents, self._numbers = one, starts, extents, numbers
         self._traffic = traffic
-        self._free: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for slot in slots:
             self._free.put(slot)
-        self._reads: dict[int, Future[list[Tensor]]] = {}
+        self._reads: dict[int, Future[Slot]] = {}
         self._writes: list[Future[None]] = []
         self._writer: ThreadPoolExecutor | None = None
 
@@ -254,7 +266,7 @@ class _DiskPassage:
         with self._waiting():
             slot = self._reads[number].result()
         moments, _, num_bytes = self._extents[number]
-        return [memory[:num_bytes] for _, memory in zip(moments, slot, strict=False)]
+        return [memory[:num_bytes] for _, memory in zip(moments, slot.tensors, strict=False)]
 
     def leave(self, number: int, mark: Mark) -> None:
         for write in self._writes:
@@ -270,23 +282,23 @@ class _DiskPassage:
         yield
         self._traffic.disk_wait_seconds += time.perf_counter() - begin
 
-    def _read(self, number: int) -> list[Tensor]:
+    def _read(self, number: int) -> Slot:
         slot = self._free.get()
         if slot is None:
             raise CancelledError
         moments, start, num_bytes = self._extents[number]
-        for moment, memory in zip(moments, slot, strict=False):
-            self._pass.read(_view(memory)[: _align(num_bytes)], self._starts[moment] + start)
+        for moment, memory in zip(moments, slot.raw, strict=False):
+            self._pass.read(memory[: _align(num_bytes)], self._starts[moment] + start)
             self._traffic.disk_read_bytes += _align(num_bytes)
         return slot
 
-    def _write(self, number: int, slot: list[Tensor], mark: Mark) -> None:
+    def _write(self, number: int, slot: Slot, mark: Mark) -> None:
         try:
             if mark is not None:
                 mark.synchronize()
             moments, start, num_bytes = self._extents[number]
-            for moment, memory in zip(moments, slot, strict=False):
-                self._pass.write(_view(memory)[: _align(num_bytes)], self._starts[moment] + start)
+            for moment, memory in zip(moments, slot.raw, strict=False):
+                self._pass.write(memory[: _align(num_bytes)], self._starts[moment] + start)
                 self._traffic.disk_written_bytes += _align(num_bytes)
         finally:
             self._free.put(slot)  # after a failure, too, so that nobody waits for it
@@ -294,11 +306,3 @@ class _DiskPassage:
 
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // FILE_ALIGNMENT) * FILE_ALIGNMENT
-
-
-def _view(memory: Tensor) -> memoryview:
-    return memory.numpy().data
-
-
-def _address(data: memoryview) -> int:
-    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()

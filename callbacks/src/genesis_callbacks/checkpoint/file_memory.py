@@ -204,7 +204,7 @@ class FileMemory:
         # The mapping is Python's: it goes when no tensor views it. What lies behind its addresses may change.
         self._map = mmap.mmap(-1, self.num_bytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._address = self.bytes.data_ptr()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._show(self._files[0])
         _register(self, self._address, self.num_bytes)
 
