@@ -15,6 +15,7 @@ from rich.console import Console
 
 from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
+from genesis.cli.option_names import check_fit
 from genesis.cli.plan import split_overrides
 from genesis.doctor.capacity import measure_capacity
 from genesis.doctor.checks import list_plain, print_checks
@@ -56,6 +57,7 @@ def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Recipe
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
+    check_fit(arguments)  # at once and in one line, before anything is built
     progress = Console(stderr=True, highlight=False)
     parent = options.dir or Path()
     with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:

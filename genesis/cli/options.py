@@ -1,5 +1,6 @@
 """Builds the dataclass of a command's options from flags and YAML files."""
 
+import contextlib
 import difflib
 import os
 import re
@@ -7,15 +8,16 @@ from argparse import ArgumentError, ArgumentTypeError
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse.typing import register_type
 
 from genesis.arguments import read_path
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
+from genesis.recipe_yaml import check_aliases
 
 T = TypeVar("T")
 
@@ -37,6 +39,22 @@ register_type(
 )
 
 
+_load_yaml: Final = get_loader("yaml")
+
+
+def _load_value(text: str) -> Any:
+    """Loads an option's value, or a file that an option names (`model.decoder`), as jsonargparse does."""
+    if "*" in text and "&" in text:
+        with contextlib.suppress(yaml.YAMLError, RecursionError):  # the loader reports them
+            root = yaml.compose(text, yaml.SafeLoader)
+            if root is not None:
+                check_aliases(root, f"the value or file that begins with {' '.join(text[:40].split())!r}")
+    return _load_yaml(text)
+
+
+set_loader("yaml", _load_value, (yaml.YAMLError,))
+
+
 class OptionsParser(ArgumentParser):
     """Parses options; a file that is not YAML is refused with its name and the position of the mistake."""
 
@@ -54,8 +72,9 @@ def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) 
         sections: Keys at its top whose values are mappings, or the names of other files.
 
     Raises:
-        UserError: The file is not YAML, is not a mapping, has a key twice, where YAML would drop the first value, or
-            has another value in the place of a section, which the parser may drop.
+        UserError: The file is not YAML, is not a mapping, has a key twice, where YAML would drop the first value, has
+            aliases that repeat very many values, or has another value in the place of a section, which the parser may
+            drop.
     """
     if not Path(path).is_file():
         return
@@ -69,6 +88,7 @@ def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) 
         raise UserError(f"{path} has brackets nested too deeply for a recipe: remove them") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path} has no options: write one 'name: value' per line")
+    check_aliases(node, path)
     _check_keys_are_unique(path, node)
     for key, value in node.value:
         if key.value in sections and (isinstance(value, yaml.SequenceNode) or value.tag in _NO_SECTIONS):

@@ -21,6 +21,7 @@ from genesis.cli.supervise_observers import (
 )
 from genesis.errors import UserError
 from genesis.processes import check_can_find
+from genesis.recipe_yaml import load_yaml
 from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
 from genesis.supervise.loop import SuperviseOptions, Supervisor
@@ -204,7 +205,7 @@ def find_run_dir(fit: Sequence[str]) -> Path:
 
 def _read_run_dir(path: Path) -> str | None:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError as error:
         raise UserError(f"no such recipe: {path}; give an existing file by --config") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

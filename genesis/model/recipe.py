@@ -16,6 +16,7 @@ from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.norm import NormConfig
+from genesis.recipe_yaml import load_yaml
 
 DECODER_PREFIX: Final = "model.decoder."
 """The prefix of the decoder's tensors in a checkpoint."""
@@ -207,7 +208,7 @@ def _name_of(wanted: Any) -> str:
 
 def _read_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return load_yaml(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None

@@ -15,6 +15,7 @@ from genesis.model.recipe import build_decoder_config, read_adapter_config, read
 from genesis.offload_share import read_cpu_offload, read_directory, read_share
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
+from genesis.recipe_yaml import load_yaml
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
@@ -134,7 +135,7 @@ def _find_beside(name: str, recipe: Path) -> Path:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None
@@ -147,7 +148,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 def _parse_value(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text, f"--{name}")
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"--{name} is {text!r}: it must be a value as YAML writes it") from None
 

@@ -200,6 +200,46 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_name_and_the_place(
     check_is_one_line(genesis(*command, "--config", str(path)), str(path) + parts[0], *parts[1:])
 
 
+ALIASES = "model:\n  decoder:\n    dim:\n    - &a0 [1]\n" + "".join(
+    f"    - &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]\n" for number in range(1, 10)
+)
+"""A billion values in ten lines."""
+MERGES = "model:\n  decoder: {}\n  x0: &m0 {a: 1}\n" + "".join(
+    f"  x{number}: &m{number} {{<<: [{', '.join([f'*m{number - 1}'] * 10)}]}}\n" for number in range(1, 10)
+)
+
+
+@pytest.mark.parametrize("text", [ALIASES, MERGES], ids=["sequences", "merges"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("fit --config FILE", "validate --config FILE", "plan --config FILE", "doctor --config FILE"),
+        *("rehearse --config FILE", "supervise -- fit --config FILE", "model describe --config FILE"),
+        *("data prepare --config FILE", "plan --config OUTER", "fit --config OUTER"),
+        "fit --config RECIPE --model.decoder FILE",
+    ],
+)
+def test_a_file_whose_aliases_repeat_billions_of_values_is_refused(
+    command: str, text: str, genesis: Genesis, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "aliases.yaml"
+    path.write_text(text, encoding="utf-8")
+    (tmp_path / "outer.yaml").write_text(f"model: {{decoder: {path}}}\n", encoding="utf-8")
+    files = {"FILE": str(path), "RECIPE": str(recipe), "OUTER": str(tmp_path / "outer.yaml")}
+    outcome = genesis(*(files.get(word, word) for word in command.split()))
+    # A file that an option names is known by its beginning alone.
+    named = "begins with 'model: decoder:" if command.startswith("fit") and "--config FILE" not in command else path
+    check_is_one_line(outcome, str(named), " has aliases (*name) that repeat more than 100,000 values")
+
+
+def test_aliases_of_a_recipe_that_repeat_little_are_read(genesis: Genesis, recipe: Path) -> None:
+    text = recipe.read_text(encoding="utf-8").replace("seq_len: 16", "seq_len: &length 16", 1)
+    assert "&length" in text
+    recipe.write_text(text.replace("max_seq_len: 16", "max_seq_len: *length", 1), encoding="utf-8")
+    assert genesis("fit", "--config", str(recipe), "--print_config").status == 0
+
+
 def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
     other = shutil.copytree(tiny_corpus, recipe.parent / "other")
     (other / "tokenizer.model").write_bytes(b"another tokenizer")
