@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 import yaml
@@ -69,6 +69,9 @@ _OPTIONAL = re.compile(
 """The text that jsonargparse writes around the error of an optional section, such as model.objective, or of a class
 that may be given by its name alone, such as trainer.strategy."""
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
+_REQUIRED: Final = re.compile(r"(?<=arguments are required: ).*")
+_SUBCOMMAND: Final = re.compile(r"(?:^|(?<=, ))(?:fit|validate)\.")
+"""The prefix that jsonargparse writes before the name of a missing option; no user writes it."""
 _FEW_KEYS = 20
 _MAX_SEED = 2**32 - 1  # numpy's
 _TELEMETRY_LEFT = (
@@ -103,6 +106,7 @@ class GenesisParser(LightningArgumentParser):
         """Prints one line and exits with status 2."""
         line = " ".join(message.split())
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
+        line = _REQUIRED.sub(lambda missing: _SUBCOMMAND.sub("", missing[0]), line)
         line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
         if found is not None:
             group = found.groupdict().get("group")

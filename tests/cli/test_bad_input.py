@@ -170,7 +170,11 @@ def test_a_recipe_without_a_required_key_names_it(genesis: Genesis, tmp_path: Pa
     recipe = build_recipe(tiny_corpus, tmp_path / "run")
     del recipe["data"]["seq_len"]
     path = write_recipe(tmp_path / "recipe.yaml", recipe)
-    check_is_one_line(genesis("fit", "--config", str(path)), "required", "data.seq_len")
+    for command in ("fit", "validate"):
+        check_is_one_line(genesis(command, "--config", str(path)), "required: data.seq_len\n")
+    del recipe["model"]["decoder"]["dim"]
+    write_recipe(path, recipe)
+    check_is_one_line(genesis("fit", "--config", str(path)), "required: model.decoder.dim, data.seq_len\n")
 
 
 @pytest.mark.parametrize(
