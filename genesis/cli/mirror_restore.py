@@ -5,7 +5,9 @@ from pathlib import Path
 
 from genesis.arguments import Parser
 from genesis.cli.mirror import read_rate
+from genesis.data.store import is_url
 from genesis.errors import UserError, printable
+from genesis.supervise.mirror import OWNER_NAME
 from genesis.supervise.mirror_open import open_place
 from genesis.supervise.mirror_restore import restore_run
 from genesis.supervise.mirror_state import without_password
@@ -21,24 +23,27 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="genesis mirror restore", description=_DESCRIPTION)
     add = parser.add_argument
     add("url", help="the mirror: a directory, or a URL such as s3://bucket/prefix")
-    add("run", type=Path, help="the run's directory; it need not exist")
+    add("run", help="the run's directory; it need not exist")
     add("--all", action="store_true", help="restore older checkpoints of the mirror, too")
     add("--or_none", action="store_true", help="end with status 0 if neither the mirror nor the run has a checkpoint")
     add("--bandwidth", type=read_rate, help="limit in bytes per second, such as 20MB; default: no limit")
     arguments = parser.parse_args(argv)
-    place = open_place(arguments.url)
-    outcome = restore_run(
-        place, arguments.run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report
-    )
+    if is_url(arguments.run) or (Path(arguments.run) / OWNER_NAME).is_file():
+        raise UserError(
+            f"{without_password(arguments.run)} is a mirror, not the directory of a run: give the mirror first, then "
+            "the run, as in genesis mirror restore MIRROR RUN"
+        )
+    place, run = open_place(arguments.url), Path(arguments.run)
+    outcome = restore_run(place, run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report)
     if outcome.step is None and arguments.or_none:
-        print(f"nothing to restore: {without_password(place.url)} has no checkpoint for {arguments.run}")
+        print(f"nothing to restore: {without_password(place.url)} has no checkpoint for {run}")
         return 0
     if outcome.step is None:
-        raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {arguments.run} has none")
+        raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {run} has none")
     if not outcome.restored:
-        print(f"nothing to restore: the newest checkpoint of {arguments.run} is step {outcome.step}")
+        print(f"nothing to restore: the newest checkpoint of {run} is step {outcome.step}")
     else:
-        print(f"{arguments.run} continues from step {outcome.step}: genesis fit ... --ckpt_path latest")
+        print(f"{run} continues from step {outcome.step}: genesis fit ... --ckpt_path latest")
     return 0
 
 

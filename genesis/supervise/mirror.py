@@ -56,7 +56,8 @@ from genesis.supervise.mirror_state import (
 )
 from genesis_callbacks.run_directory import BEST_NAME, MANIFEST_NAME, PLACES_VARIABLE, is_checkpoint_name
 
-_OWNER_NAME: Final = "mirror.json"
+OWNER_NAME: Final = "mirror.json"
+"""The file in a mirror that names its owner."""
 _ATTEMPTS: Final = 3
 _MAX_MARKS_BYTES: Final = 64 << 10
 
@@ -270,7 +271,7 @@ class Mirror:
         if owner is None and (contents.checkpoints or contents.bases or contents.damaged or contents.leftovers):
             # A run, or somebody's copy of one: the retention of a mirror would remove checkpoints there.
             raise MirrorTakenError(
-                f"{self._status.url} holds checkpoints and is not a mirror, because it has no {_OWNER_NAME}; give an "
+                f"{self._status.url} holds checkpoints and is not a mirror, because it has no {OWNER_NAME}; give an "
                 "empty place"
             )
         mirrored = {listing.marker for listing in contents.checkpoints.values()}
@@ -282,20 +283,20 @@ class Mirror:
             )
         token = secrets.token_hex(16)
         content = {"schema_version": 1, "owner": token, "since_seconds": time.time()}
-        self._place.replace(_OWNER_NAME, json.dumps(content).encode() + b"\n")
+        self._place.replace(OWNER_NAME, json.dumps(content).encode() + b"\n")
         self._status = replace(self._status, token=token)
         write_mirror_status(self._path, self._status)
         self._has_claimed = True
 
     def _read_owner(self) -> str | None:
-        data = self._place.read(_OWNER_NAME)
+        data = self._place.read(OWNER_NAME)
         if data is None:
             return None
         try:
             return str(json.loads(data)["owner"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{self._status.url}/{_OWNER_NAME} is not a file of a mirror ({error}); give this run another mirror"
+                f"{self._status.url}/{OWNER_NAME} is not a file of a mirror ({error}); give this run another mirror"
             ) from error
 
     def _check_owner(self) -> None:

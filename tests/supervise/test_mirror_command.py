@@ -114,6 +114,7 @@ def digest(run: Path) -> dict[str, int]:
         (["run", "nosuch://place"], "nosuch://place cannot be read"),
         (["run", "run/file"], "is not a directory"),
         (["restore", "mirror", "run"], "holds no mirrored checkpoint"),
+        (["restore", "run", "s3://bucket/runs/demo"], "s3://bucket/runs/demo is a mirror, not the directory of a run"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch, capsys, arguments: list[str], message: str):
@@ -124,6 +125,19 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch, capsys, arguments: l
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_restore_from_the_run_into_its_mirror_is_refused_with_the_right_order(tmp_path: Path, capsys):
+    run, place = Run(tmp_path / "run"), tmp_path / "mirror"
+    run.save(1)
+    assert main(["mirror", str(run.path), str(place), "--once"]) == 0
+    capsys.readouterr()
+    assert main(["mirror", "restore", str(run.path), str(place)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{place} is a mirror, not the directory of a run" in err
+    assert "genesis mirror restore MIRROR RUN" in err
+    assert main(["mirror", "restore", str(place), str(run.path)]) == 0
 
 
 def test_the_help_of_both_commands_names_the_other(capsys):
