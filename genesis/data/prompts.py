@@ -216,6 +216,12 @@ def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prom
 def _build(source: SourceOptions, document: Document, number: int, renderer: ChatRenderer) -> Prompt:
     assert document.record is not None, "a record of a conversation"
     assert document.place is not None, "a record of a conversation"
+    fields = [name for name in _TURNS if document.record.get(name) is not None]
+    if source.chat == "auto" and source.turn_field is None and len(fields) > 1:
+        raise UserError(
+            f"{document.place()}: the record has both {fields[0]} and {fields[1]}, and only one is the prompt; "
+            f"name the form by `chat` of source {source.name} (messages, sharegpt or prompt), or remove one of them"
+        )
     conversation = load_conversation(document.text)
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":

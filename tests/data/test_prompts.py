@@ -48,6 +48,7 @@ def open_data(tmp_path: Path, tokenizer: Path, records: list[Any], **changes: An
         ({"messages": [QUESTION, ANSWER]}, {}),
         ({"prompt": QUESTION["content"], "answer": "4"}, {"answer": "4"}),
         ({"prompt": [QUESTION], "tags": ["a"]}, {"tags": ["a"]}),
+        ({"prompt": None, "messages": [QUESTION]}, {}),
         ({"prompt": QUESTION["content"], "completion": "Four."}, {"completion": "Four."}),
     ],
 )
@@ -68,6 +69,10 @@ def test_a_prompt_is_a_conversation_without_its_answer(
     ("record", "message"),
     [
         ({"messages": [ANSWER]}, "line 1: the conversation has nothing before the assistant's last turn"),
+        (
+            {"prompt": "Why?", "messages": [QUESTION]},
+            "line 1: the record has both messages and prompt, .* by `chat` of source questions .* or remove one",
+        ),
         ({"question": "Why?"}, "line 1: no conversation is in the fields question"),
         ({"prompt": "word " * 300}, "line 1: the prompt has .* tokens, which with 1 new ones exceed data.seq_len 64"),
     ],
