@@ -76,12 +76,12 @@ def entries(value: Any) -> Mapping[str, Any]:
 
 
 def read_positions(value: Any) -> tuple[tuple[int, int], ...]:
-    """Returns ranges of positions, in order and without overlaps.
+    """Returns ranges of positions, in order and without overlaps; the size of their file limits how many there are.
 
     Raises:
-        ValueError: The value is not a list of moderate length of such ranges.
+        ValueError: The value is not a list of such ranges.
     """
-    if not isinstance(value, list) or len(value) > _MAX_ENTRIES:
+    if not isinstance(value, list):
         raise ValueError("not a list of ranges")
     ranges = tuple((count(first), count(stop)) for first, stop in value)
     flat = [position for each in ranges for position in each]
