@@ -8,7 +8,7 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.cli.mirror import read_rate
 from genesis.errors import UserError
-from genesis.supervise.alerts import AlertOptions, Alerts, read_command
+from genesis.supervise.alerts import AlertOptions, Alerts, check_program, read_command
 from genesis.supervise.log_lines import LogFormat, build_report
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.mirror_open import open_place
@@ -107,7 +107,10 @@ def open_observers(
         observers.append(_open_mirror(arguments, run_dir, report))
     if arguments.webhook is not None or arguments.notify_command is not None:
         command = None if arguments.notify_command is None else read_command(arguments.notify_command)
-        observers.append(Alerts(run_dir, AlertOptions(arguments.webhook, command), report))
+        options = AlertOptions(arguments.webhook, command)
+        if command is not None:
+            check_program(command)
+        observers.append(Alerts(run_dir, options, report))
     if arguments.metrics_port is not None:
         server = MetricsServer(run_dir, arguments.metrics_host, arguments.metrics_port, node)
         report(f"metrics at {server.url}/metrics, health at {server.url}/healthz")

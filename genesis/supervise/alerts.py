@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -68,6 +69,19 @@ def read_command(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise UserError(f"the command for alerts is {text!r}: {error}") from error
+
+
+def check_program(command: Sequence[str]) -> None:
+    """Refuses a command for alerts whose program cannot be started from here.
+
+    Raises:
+        UserError: There is no such program, or it is not executable.
+    """
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"the command for alerts is {shlex.join(command)!r}, but {command[0]!r} is no program that can be started: "
+            "correct its name or path, or make it executable"
+        )
 
 
 class Alerts(NullObserver):

@@ -174,6 +174,9 @@ def test_the_options_make_the_observers(tmp_path: Path, capsys):
         (("--metrics-host", "0.0.0.0"), "--metrics-host needs --metrics-port"),
         (("--metrics-port", "99999"), "cannot listen on 127.0.0.1:99999"),
         (("--webhook", "x"), "is no address of the web"),
+        (("--notify-command", ""), "the command for alerts is empty"),
+        (("--notify-command", "/no/such/program --now"), "'/no/such/program' is no program that can be started"),
+        (("--notify-command", "no-such-program-anywhere"), "correct its name or path"),
     ],
 )
 def test_mistakes_in_the_options_are_refused_before_the_training(tmp_path: Path, words: tuple[str, ...], message: str):
