@@ -71,10 +71,18 @@ def plan_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
     num_before: Counter[str] = Counter()
     seeds = []
     for text in (str(list(prompt)) for prompt in prompts):
-        digest = hashlib.sha256(f"{seed} {num_before[text]} {text}".encode()).digest()
-        seeds.append(int.from_bytes(digest[:8], "little") >> 1)
+        seeds.append(_derive_seed(seed, text, num_before[text]))
         num_before[text] += 1
     return seeds
+
+
+def derive_seed(seed: int, prompt: Sequence[int], index: int) -> int:
+    """Returns the seed of the text number `index` of a prompt, the same in `genesis generate` and `genesis serve`."""
+    return _derive_seed(seed, str(list(prompt)), index)
+
+
+def _derive_seed(seed: int, text: str, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {index} {text}".encode()).digest()[:8], "little") >> 1
 
 
 def _stream(batch: Batch) -> Iterator[Token]:

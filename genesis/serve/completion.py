@@ -1,7 +1,6 @@
 """One completion request: runs its texts on a worker, and builds the response from their tokens."""
 
 import asyncio
-import hashlib
 import json
 import secrets
 import time
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Self
 from genesis.errors import UserError
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.ids import write_ids
+from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt
 from genesis.serve.conversation import encode_conversation
 from genesis.serve.errors import ApiError
@@ -125,13 +125,6 @@ def _too_long(problem: str, context: int) -> ApiError:
     )
 
 
-def derive_seed(seed: int, index: int) -> int:
-    """Returns the seed for choice number `index` of a prompt; the first choice uses `seed` itself."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "little") >> 1
-
-
 class Completion:
     """The texts of one request, as a context manager: leaving it cancels the texts and frees their rows in the batch.
 
@@ -160,7 +153,7 @@ class Completion:
                 prompt=prompt.ids,
                 max_new_tokens=prompt.max_new_tokens,
                 sampling=asked.sampling,
-                seed=derive_seed(seed, index % asked.num_choices),
+                seed=derive_seed(seed, prompt.ids, index % asked.num_choices),
                 num_top_logprobs=asked.num_top_logprobs or 0,
             )
             for index, prompt in enumerate(texts)

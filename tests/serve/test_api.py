@@ -9,7 +9,7 @@ import pytest
 
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
-from genesis.serve.completion import derive_seed
+from genesis.generate.stream import GenerateOptions, generate
 from tests.serve.conftest import DAMAGED
 from tests.serve.support import alone
 
@@ -93,9 +93,17 @@ def test_a_seed_repeats_a_draw_and_each_choice_has_its_own(client, loaded):
     again = [choice.text for choice in client.completions.create(**asked, extra_body={"top_k": 50}).choices]
     assert first == again
     assert len(set(first)) == 3
-    for index, text in enumerate(first):
-        tokens = alone(loaded, "def ", 20, SamplingOptions(1.0, 50, 0.9), derive_seed(11, index))
-        assert text == text_of(loaded, tokens)
+    assert first == generate_texts(loaded, "def ", num_texts=3, seed=11)
+
+
+def generate_texts(loaded, prompt, num_texts, seed):
+    """Returns what `genesis generate` samples for a prompt that is given several times."""
+    ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(prompt)]
+    options = GenerateOptions(20, SamplingOptions(1.0, 50, 0.9), seed)
+    texts = [[] for _ in range(num_texts)]
+    for token in generate(loaded.decoder, [ids] * num_texts, options, loaded.tokenizer.stop_ids):
+        texts[token.prompt].append(token)
+    return [text_of(loaded, tokens) for tokens in texts]
 
 
 def test_without_a_seed_each_draw_is_another(client):
