@@ -38,6 +38,17 @@ class KillSelf(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillAfterSave(Checkpoint):
+    """Sends SIGKILL to its rank right after the save of `step`, before Lightning passes the step to the loggers."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class StopAt(Checkpoint):
     """Asks for the end of training after `step`, where a signal does: after all other callbacks."""
 
@@ -62,7 +73,10 @@ def train(
     checkpoint = AsyncProcessCheckpoint(
         run_dir=directory, every_n_steps=every_n_steps, mode="sync", save_on_exception=end == "exception"
     )
-    callbacks = [TokenCounters(), checkpoint, KillSelf(ends_at, has_mercy=end == "exception")]
+    killer = (
+        KillAfterSave(ends_at) if end == "SIGKILL after the save" else KillSelf(ends_at, has_mercy=end == "exception")
+    )
+    callbacks = [TokenCounters(), checkpoint, killer]
     log = CSVLog(Path(directory) / "metrics.csv")
     trainer = build_trainer(
         build_strategy(strategy), world_size, STEPS, callbacks, logger=log, log_every_n_steps=LOG_EVERY
@@ -94,7 +108,8 @@ def straight_losses(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize(
-    ("every_n_steps", "ends_at", "end"), [(4, 5, "SIGKILL"), (5, 11, "SIGKILL"), (None, 7, "exception")]
+    ("every_n_steps", "ends_at", "end"),
+    [(4, 5, "SIGKILL"), (5, 11, "SIGKILL"), (6, 6, "SIGKILL after the save"), (None, 7, "exception")],
 )
 def test_a_run_that_is_killed_logs_the_losses_of_one_that_is_not(
     tmp_path: Path,
