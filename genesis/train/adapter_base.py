@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.checkpoint_reference import LATEST, read_reference
+from genesis.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.errors import UserError, check_is_named
 from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
@@ -19,6 +19,7 @@ from genesis_callbacks.checkpoint import (
     Manifest,
     SaveScope,
     find_base,
+    is_checkpoint_name,
     list_committed,
     read_committed_hash,
     read_manifest,
@@ -78,11 +79,22 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
     return AdapterBase(path.resolve(), read_committed_hash(path), _read_dtype(path, found))
 
 
+def _read_there(given: str) -> Reference | None:
+    """Returns what a recipe's base refers to; None if nothing is there, because it was moved since."""
+    path = Path(given)
+    if not path.exists() and is_checkpoint_name(path.name):
+        return None
+    try:
+        return read_reference(given)  # a step of a run, too: RUN/STEP is no path
+    except UserError:
+        return None
+
+
 def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) -> Path:
     """Returns the directory of the base that a checkpoint refers to, and rejects any other base."""
-    if given is None or not Path(given).exists():
+    reference = None if given is None else _read_there(given)
+    if reference is None:
         return find_base(continued, recorded)[0]
-    reference = read_reference(given)
     if reference.kind == "run" and reference.selector in (None, LATEST):
         # A run may have continued since its newest checkpoint became the base.
         for path, _ in list_committed(reference.path):

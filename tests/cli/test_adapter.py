@@ -140,10 +140,11 @@ def test_a_resume_beside_another_base_is_refused(
     assert genesis("fit", "--config", str(tuned)).status == 0
     other = make_base(tmp_path / "other", tiny_corpus, seed=1)
     options = ("--config", str(tuned), "--ckpt_path", "latest", "--model.adapter.base")
-    refused = genesis("fit", *options, str(other))
-    assert refused.status == 2
-    assert "belong to the base" in refused.err
-    assert len(refused.err.splitlines()) == 1
+    for name in (str(other), f"{other}/0"):
+        refused = genesis("fit", *options, name)
+        assert refused.status == 2
+        assert "belong to the base" in refused.err
+        assert len(refused.err.splitlines()) == 1
     # The same base at another place is the same base.
     moved = Path(shutil.copytree(base, tmp_path / "moved"))
     goes_on = genesis("fit", *options, str(moved))
