@@ -265,6 +265,7 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
     save(directory / "checkpoints", 1, build_decoder(5), {})
     with start(directory) as running:
         page.goto(f"{running.url}#temperature=0&max_tokens=6")
+        expect(page.get_by_label("Chat", exact=True)).to_be_visible()  # a forced check does not wait for the page
         page.get_by_label("Chat", exact=True).check(force=True)
         turns = panel(page, "a").locator(".turn")
         messages = []
