@@ -1,8 +1,10 @@
 """Fixtures that many tests share, and the setup of a process that runs tests."""
 
+import logging
 import os
 import random
 import shutil
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -57,6 +59,20 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_stay() -> Generator[None]:
+    """Fails a test after which Lightning logs less or more than before: later tests read its messages."""
+    was_imported = "lightning.pytorch" in sys.modules
+    before = _read_log_levels()
+    yield
+    assert not was_imported or _read_log_levels() == before
+
+
+def _read_log_levels() -> dict[str, tuple[int, list[object]]]:
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric")]
+    return {log.name: (log.getEffectiveLevel(), list(log.filters)) for log in logs}
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from genesis.plan.recipe import read_content, read_recipe
 
 def main(argv: list[str]) -> int:
     """Runs `genesis doctor --config` and returns its exit status."""
-    with _interrupted_by_termination():
+    with _interrupted_by_termination(), _quiet_lightning():
         return run_doctor(argv, _examine_recipe)
 
 
@@ -54,8 +54,6 @@ def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
 
 
 def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> RecipeReport:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
     check_fit(arguments)  # at once and in one line, before anything is built
     progress = Console(stderr=True, highlight=False)
@@ -103,6 +101,20 @@ def _interrupted_by_termination() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Lets Lightning print errors only within the block, because the doctor builds and starts many trainers."""
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 def _print_examination(found: Examination, console: Console) -> None:

@@ -15,7 +15,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -455,18 +456,30 @@ def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
     return [CSVLog(RunDirectory(run_dir).metrics), *others]
 
 
-def _quieten() -> None:
-    """Silences Lightning's messages that no user can act on, and prints each warning in one line."""
-    warnings.formatwarning = _warn_in_one_line
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    # Our metrics are already summed over all ranks.
-    warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
-    # The log counts steps across the ends of epochs.
-    warnings.filterwarnings("ignore", message=r".*is smaller than the logging interval.*")
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: _SAID_AT_EVERY_START.search(record.getMessage()) is None
-    )
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences Lightning's messages that no user can act on, and prints each warning in one line, within the block."""
+    log, said = logging.getLogger("lightning.fabric"), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level, formatwarning = log.level, warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.formatwarning = _warn_in_one_line
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+        # Our metrics are already summed over all ranks.
+        warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
+        # The log counts steps across the ends of epochs.
+        warnings.filterwarnings("ignore", message=r".*is smaller than the logging interval.*")
+        log.setLevel(logging.WARNING)
+        said.addFilter(_is_news)
+        try:
+            yield
+        finally:
+            said.removeFilter(_is_news)
+            log.setLevel(level)
+            warnings.formatwarning = formatwarning
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _SAID_AT_EVERY_START.search(record.getMessage()) is None
 
 
 def _warn_in_one_line(
@@ -477,8 +490,8 @@ def _warn_in_one_line(
 
 def fit_main(argv: list[str]) -> int:
     """Trains. Returns 0, or 128 + n if signal n stopped the run."""
-    _quieten()
-    cli = GenesisCLI("fit", ["fit", *argv])
+    with _quiet():
+        cli = GenesisCLI("fit", ["fit", *argv])
     signal_number = cli.checkpoint.stopped_by_signal
     if signal_number and cli.trainer.is_global_zero:
         saved = cli.checkpoint.last_saved
@@ -489,6 +502,6 @@ def fit_main(argv: list[str]) -> int:
 
 def validate_main(argv: list[str]) -> int:
     """Validates. Returns 0."""
-    _quieten()
-    GenesisCLI("validate", ["validate", *argv])
+    with _quiet():
+        GenesisCLI("validate", ["validate", *argv])
     return 0
