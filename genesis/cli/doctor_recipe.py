@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import logging
 import signal
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
 from genesis.cli.plan import split_overrides
+from genesis.cli.quiet import errors_of_lightning
 from genesis.doctor.capacity import measure_capacity
 from genesis.doctor.checks import list_plain, print_checks
 from genesis.doctor.facts import PlannedSaves
@@ -29,7 +29,7 @@ from genesis.plan.recipe import read_content, read_recipe
 
 def main(argv: list[str]) -> int:
     """Runs `genesis doctor --config` and returns its exit status."""
-    with _interrupted_by_termination(), _quiet_lightning():
+    with _interrupted_by_termination(), errors_of_lightning():
         return run_doctor(argv, _examine_recipe)
 
 
@@ -101,20 +101,6 @@ def _interrupted_by_termination() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Lets Lightning print errors only within the block, because the doctor builds and starts many trainers."""
-    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    before = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, before, strict=True):
-            log.setLevel(level)
 
 
 def _print_examination(found: Examination, console: Console) -> None:

@@ -9,14 +9,12 @@ fork         of `fit`: a name; the run continues from --ckpt_path in a directory
 
 import argparse
 import difflib
-import logging
 import os
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -36,6 +34,7 @@ from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
+from genesis.cli.quiet import quiet_lightning
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
@@ -80,7 +79,6 @@ _TELEMETRY_LEFT = (
     r"\[('genesis_callbacks\.(Throughput|StepTimer|LossWatch|GradientHealth|MemoryWatch)'(, )?)+\]\."
 )
 """Lightning's warning of state that no callback takes, if it is about telemetry alone."""
-_SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backend|Tip:")
 
 
 class GenesisParser(LightningArgumentParser):
@@ -456,41 +454,9 @@ def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
     return [CSVLog(RunDirectory(run_dir).metrics), *others]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences Lightning's messages that no user can act on, and prints each warning in one line, within the block."""
-    log, said = logging.getLogger("lightning.fabric"), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level, formatwarning = log.level, warnings.formatwarning
-    with warnings.catch_warnings():
-        warnings.formatwarning = _warn_in_one_line
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-        # Our metrics are already summed over all ranks.
-        warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
-        # The log counts steps across the ends of epochs.
-        warnings.filterwarnings("ignore", message=r".*is smaller than the logging interval.*")
-        log.setLevel(logging.WARNING)
-        said.addFilter(_is_news)
-        try:
-            yield
-        finally:
-            said.removeFilter(_is_news)
-            log.setLevel(level)
-            warnings.formatwarning = formatwarning
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return _SAID_AT_EVERY_START.search(record.getMessage()) is None
-
-
-def _warn_in_one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    return f"genesis: warning: {' '.join(str(message).split())}\n"
-
-
 def fit_main(argv: list[str]) -> int:
     """Trains. Returns 0, or 128 + n if signal n stopped the run."""
-    with _quiet():
+    with quiet_lightning():
         cli = GenesisCLI("fit", ["fit", *argv])
     signal_number = cli.checkpoint.stopped_by_signal
     if signal_number and cli.trainer.is_global_zero:
@@ -502,6 +468,6 @@ def fit_main(argv: list[str]) -> int:
 
 def validate_main(argv: list[str]) -> int:
     """Validates. Returns 0."""
-    with _quiet():
+    with quiet_lightning():
         GenesisCLI("validate", ["validate", *argv])
     return 0
