@@ -1,4 +1,4 @@
-"""What commands that train let Lightning print. They leave the process as it was: a notebook may run them."""
+"""Which lines of Lightning reach the terminal. The process stays as it was: a notebook may run the commands."""
 
 import logging
 import re

@@ -23,7 +23,8 @@ DOTS1: Final = replace(
     },
     stacks=STACKS,
     keys={key: field for key, field in QWEN3.keys.items() if key not in ("intermediate_size", "head_dim")},
-    constants={"hidden_act": "silu", "attention_bias": False},
+    # transformers has one way to score; llama.cpp's converter reads it from this key.
+    constants={"hidden_act": "silu", "attention_bias": False, "scoring_func": "sigmoid"},
     defaults={
         "vocab_size": 152_064,
         "hidden_size": 4608,

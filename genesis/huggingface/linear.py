@@ -54,6 +54,8 @@ def write_linear(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if linear is None:
         return {"layer_types": [_WHOLE] * config.num_layers}
     keys = {key: getattr(linear, field) for key, field in family.linear_keys.items()}
+    # llama.cpp's converter does not read the list for every family.
+    keys["full_attention_interval"] = linear.attention_every
     return {**keys, "layer_types": _list_kinds(config.num_layers, linear.attention_every)}
 
 

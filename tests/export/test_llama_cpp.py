@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from genesis.bench.record import describe_hardware, write_record
 from genesis.chat.options import ChatOptions
@@ -25,7 +26,9 @@ from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.attention import AttentionConfig
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
+from genesis.model.norm import NormConfig
 from genesis.model.recipe import dump_decoder_config
 from genesis.tokenizer.open import open_tokenizer
 from tests.mixtures import build_sharp
@@ -45,10 +48,31 @@ HEADS = AttentionConfig(num_heads=4, num_kv_heads=2)
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"feed_forward": EXPERTS, "attention": HEADS},
     "qwen3_moe": {"feed_forward": EXPERTS, "attention": replace(HEADS, qk_norm="head", qk_norm_eps=1e-5)},
-    # llama.cpp's OLMoE has as many heads of keys as of queries, and does not normalize the weights of chosen experts.
+    # llama.cpp's OLMoE and dots.llm1 have as many heads of keys as of queries, and its OLMoE does not normalize the
+    # weights of chosen experts.
     "olmoe": {
         "feed_forward": replace(EXPERTS, has_normalized_weights=False),
         "attention": AttentionConfig(num_heads=4, num_kv_heads=4, qk_norm="projection", qk_norm_eps=1e-5),
+    },
+    "dots1": {
+        "feed_forward": replace(
+            EXPERTS,
+            shared_ffn_dim=256,
+            scores="sigmoid",
+            routed_scale=2.5,
+            has_balance_bias=True,
+            num_dense_layers=1,
+            dense_ffn_dim=256,
+        ),
+        "attention": AttentionConfig(num_heads=4, num_kv_heads=4, qk_norm="head", qk_norm_eps=1e-5),
+    },
+    "qwen3_5_moe_text": {
+        "feed_forward": replace(EXPERTS, shared_ffn_dim=256, has_shared_gate=True),
+        "attention": replace(
+            HEADS, qk_norm="head", qk_norm_eps=1e-5, qk_norm_has_offset=True, rotary_dim=16, has_output_gate=True
+        ),
+        "norm": NormConfig(1e-5, has_offset=True),
+        "linear_attention": GatedDeltaConfig(2, 4, attention_every=2, norm_eps=1e-5),
     },
 }
 """Parts of a decoder whose widths are multiples of the 256 values that Q4_K_M takes together."""
@@ -161,16 +185,33 @@ def test_an_export_that_llama_cpp_quantises_gives_a_text_almost_our_probability(
         assert found[kind]["bits_per_weight"] < 7
 
 
+@pytest.fixture
+def qwen_tokenizer(tmp_path: Path) -> Path:
+    """Qwen3's tokenizer, which splits text as transformers does for every model of Qwen3.5."""
+    named = os.environ.get("GENESIS_LLAMA_CPP_QWEN")
+    if not named:
+        pytest.skip("GENESIS_LLAMA_CPP_QWEN names no tokenizer of Qwen3; benchmarks/peers/README.md says how to get it")
+    directory = tmp_path / "qwen"
+    directory.mkdir()
+    content = json.loads((Path(named) / "tokenizer.json").read_bytes())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": PRETOKENIZE_REGEX}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((Path(named) / "tokenizer_config.json").read_bytes())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen3_5Tokenizer"}))
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("name", MIXTURES)
 def test_llama_cpp_reads_a_mixture_and_quantises_it_to_4_bits(
-    name: str, llama_cpp: Path, quantizer: Path, real_export: Path, tokenizer_file: Path, tmp_path: Path
+    name: str, llama_cpp: Path, quantizer: Path, tokenizer_file: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
     # The converter takes a tokenizer of `genesis tokenizer train` for Mixtral, but for none of the others here.
-    for file in [tokenizer_file] if name == "mixtral" else real_export.glob("tokenizer*"):
+    given = {"mixtral": None, "qwen3_5_moe_text": "qwen_tokenizer"}.get(name, "real_export")
+    for file in [tokenizer_file] if given is None else request.getfixturevalue(given).glob("tokenizer*"):
         shutil.copy(file, run)
     tokenizer = open_tokenizer(run)
     dense = build_decoder(0, dim=256, vocab_size=tokenizer.vocab_size, has_tied_embeddings=False).config
@@ -183,8 +224,10 @@ def test_llama_cpp_reads_a_mixture_and_quantises_it_to_4_bits(
     prompt = tokenizer.encode("class alpha")
     options = GenerateOptions(NUM_NEW_TOKENS, SamplingOptions(temperature=0.0))
     ours = [token.id for token in generate(load_decoder(export).decoder, [prompt], options, frozenset())]
-    assert ask_llama_cpp(llama_cpp, export, "f32", tmp_path, prompt=prompt)["greedy"] == ours
-    answer = ask_llama_cpp(llama_cpp, export, "Q4_K_M", tmp_path, quantizer=quantizer, prompt=prompt)
+    # An export has no tensors for the prediction of several tokens, which the converter expects of Qwen3.5.
+    asked: dict[str, Any] = {"prompt": prompt, "converter_options": ["--no-mtp"] * (name == "qwen3_5_moe_text")}
+    assert ask_llama_cpp(llama_cpp, export, "f32", tmp_path, **asked)["greedy"] == ours
+    answer = ask_llama_cpp(llama_cpp, export, "Q4_K_M", tmp_path, quantizer=quantizer, **asked)
     assert len(answer["greedy"]) == NUM_NEW_TOKENS
     whole, quantised = ((tmp_path / f"{kind}.gguf").stat().st_size for kind in ("bf16", "Q4_K_M"))
     assert quantised < 0.5 * whole
@@ -201,10 +244,12 @@ def ask_llama_cpp(
     texts: Sequence[str] = (),
     scored: Sequence[int] = (),
     vocab_size: int = 0,
+    converter_options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the worker's answer about the export, whose weights the converter or the quantizer writes in a type."""
     model = directory / f"{kind}.gguf"
-    converter = [sys.executable, str(llama_cpp / "llama.cpp/convert_hf_to_gguf.py"), str(exported)]
+    script = llama_cpp / "llama.cpp/convert_hf_to_gguf.py"
+    converter = [sys.executable, str(script), str(exported), *converter_options]
     if quantizer is None or kind.islower():
         call([*converter, "--outfile", str(model), "--outtype", kind], "")
     else:
