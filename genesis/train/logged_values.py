@@ -25,6 +25,14 @@ def is_log_step(trainer: pl.Trainer) -> bool:
     return every > 0 and trainer.global_step % every == 0
 
 
+def read_logged(trainer: pl.Trainer) -> dict[str, float]:
+    """Returns what the hooks at the end of this batch have logged so far, without the number of steps."""
+    results = trainer._results  # private: Lightning's public dictionary also holds values of earlier steps
+    assert results is not None
+    logged = results.metrics(on_step=True)["log"]
+    return {name: value.item() for name, value in logged.items() if name != _STEP}
+
+
 def forget_logged(trainer: pl.Trainer) -> None:
     """Keeps Lightning from logging again what earlier batches logged at their ends. Call it at a batch's start.
 

@@ -185,10 +185,14 @@ class GenesisModule(pl.LightningModule):
         return build_optimizer(self._model, self.optimizer_options)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the log of the training steps, and that of transfers if the strategy keeps something on the host."""
+        """Returns the log of transfers if the strategy keeps something on the host, and that of the training steps.
+
+        Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
+        steps is the last, because it writes what all of them have logged.
+        """
         offload = vars(self.trainer.strategy).get("offload")
         if isinstance(offload, HostOffload) and offload.is_active:
-            return [self._training_log, OffloadLog(offload.traffic, has_disk=offload.has_disk)]
+            return [OffloadLog(offload.traffic, has_disk=offload.has_disk), self._training_log]
         return [self._training_log]
 
     @property

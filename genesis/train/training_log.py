@@ -37,7 +37,7 @@ from genesis.model.router import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.csv_log import CSVLog
-from genesis.train.logged_values import align_log_steps, forget_logged, is_log_step, log_exactly
+from genesis.train.logged_values import align_log_steps, forget_logged, is_log_step, log_exactly, read_logged
 from genesis_callbacks.gradient_health import GradientHealth, find_gradient_health
 
 _STATE_VERSION = 1
@@ -197,7 +197,7 @@ class TrainingLog(pl.Callback):
         if is_due or trainer.should_stop:  # Lightning logs in both cases
             values = self._take(trainer, pl_module, window) if is_due and window is not None else {}
             log_exactly(pl_module, values)
-            _write_row(trainer, values)
+            _write_row(trainer)
 
     def _close_window(self) -> WindowFigures | None:
         """Adds the last window to the sums unless it is already included, and returns its figures."""
@@ -246,15 +246,17 @@ class TrainingLog(pl.Callback):
         return {f"train/{name}": value for name, value in measured.items()}
 
 
-def _write_row(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
+def _write_row(trainer: pl.Trainer) -> None:
     """Writes a log line into the run's own log before a save of its step can begin.
 
-    Lightning writes the line after all callbacks, among them the one that saves; that completes the row. A kill between
-    the two would leave a checkpoint that has taken the line's sums, and a log without the line.
+    Lightning writes the line after all callbacks, among them the one that saves; that adds what this one logs. A kill
+    between the two would leave a checkpoint that has taken the line's sums, and a log without the line.
     """
-    for logger in trainer.loggers if values else ():
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
         if isinstance(logger, CSVLog):
-            logger.log_metrics(values, trainer.global_step)
+            logger.log_metrics(read_logged(trainer), trainer.global_step)
 
 
 def _describe_parts(window: WindowFigures, experts: Mapping[str, LayerBalance]) -> dict[str, float]:
