@@ -11,7 +11,7 @@ import pytest
 
 TIERS = ("long", "slow", "bench", "demo")
 """The markers of all tiers except the quick tier, which has no marker."""
-LIMIT_SECONDS = 3.0
+LIMIT_SECONDS = 2.0
 """Limit of each phase (setup, call or teardown) of a quick test, on two idle cores."""
 MAX_LISTED = 20
 

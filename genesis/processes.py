@@ -21,6 +21,11 @@ _POLL_SECONDS = 0.02
 _LIMITED_NAME = "GENESIS_LIMITED"
 """Environment variable that marks what `run_limited` has started."""
 _NUM_LAST_LINES = 12
+_NO_PROGRAM_FLAGS = 0x00200004
+"""PF_KTHREAD and PF_EXITING of the kernel: such a process has no environment, and will have none."""
+_LOADING_SECONDS = 2.0
+"""How long the kernel may take to load a program on a busy machine."""
+_LOADING_POLL_SECONDS = 0.001
 
 ProcessKind = Literal["rank", "writer", "other"]
 
@@ -128,24 +133,26 @@ def run_limited(
     """
     mark = Mark(_LIMITED_NAME, f"{os.getpid()}-{time.monotonic_ns()}")
     begin_seconds = time.monotonic()
+    process: subprocess.Popen[bytes] | None = None
+    status: int | None = None
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {}), mark.name: mark.value},
-            start_new_session=True,
-        )
-        status: int | None = None
         try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {}), mark.name: mark.value},
+                start_new_session=True,
+            )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit_seconds)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if (_PROC / "self" / "environ").exists():
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if (_PROC / "self" / "environ").exists():  # finds it even if Ctrl-C came while it was started
                 end_all(mark)
     lines = log.read_bytes().decode(errors="replace").splitlines()
     last = tuple(line for line in lines if line.strip())[-_NUM_LAST_LINES:]
@@ -237,15 +244,11 @@ def find_processes(mark: Mark) -> list[MarkedProcess]:
 
 def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
     try:
-        environment = dict(
-            item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0") if b"=" in item
-        )
+        environment = dict(item.partition(b"=")[::2] for item in _read_environment(entry).split(b"\0") if b"=" in item)
         if environment.get(mark.name.encode()) != mark.value.encode():
             return None
         words = tuple((entry / "cmdline").read_bytes().split(b"\0"))
-        # The process name stands in brackets and may contain anything, also brackets and spaces.
-        described, _, rest = (entry / "stat").read_bytes().rpartition(b")")
-        fields = rest.split()
+        name, fields = _read_stat(entry)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None  # the process has ended, or belongs to another user
     if fields[0] in (b"Z", b"X"):
@@ -257,8 +260,36 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
         started=int(fields[19]),
         words=words,
         local_rank=int(environment.get(b"LOCAL_RANK", b"0")),
-        name=described.partition(b"(")[2].decode(errors="replace"),
+        name=name,
     )
+
+
+def _read_environment(entry: Path) -> bytes:
+    """Returns the environment of a process.
+
+    While the kernel loads a program, the process has no environment yet: this waits for it, because the parent goes on
+    before the kernel has finished.
+    """
+    found = (entry / "environ").read_bytes()
+    if found:
+        return found
+    deadline_seconds = time.monotonic() + _LOADING_SECONDS
+    while _is_loading(entry) and time.monotonic() < deadline_seconds:
+        time.sleep(_LOADING_POLL_SECONDS)
+    return (entry / "environ").read_bytes()
+
+
+def _is_loading(entry: Path) -> bool:
+    """Returns whether the kernel has not yet set where the environment of a process ends."""
+    _, fields = _read_stat(entry)
+    return not int(fields[6]) & _NO_PROGRAM_FLAGS and fields[0] not in (b"Z", b"X") and fields[48] == b"0"
+
+
+def _read_stat(entry: Path) -> tuple[str, list[bytes]]:
+    """Returns the name of a process and the fields of its file `stat` from the third one, the state, on."""
+    # The name stands in brackets and may contain anything, also brackets and spaces.
+    described, _, rest = (entry / "stat").read_bytes().rpartition(b")")
+    return described.partition(b"(")[2].decode(errors="replace"), rest.split()
 
 
 def find_kind(process: MarkedProcess) -> ProcessKind:

@@ -47,6 +47,7 @@ def test_a_rank_finds_torch_lightning_and_the_application_imported() -> None:
     assert {"torch", "lightning.pytorch", "genesis.train.module", "genesis.cli.fit"} <= loaded
 
 
+@pytest.mark.slow
 def test_what_is_printed_last_arrives(tmp_path: Path) -> None:
     done = run_genesis("--version", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

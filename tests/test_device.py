@@ -38,6 +38,7 @@ def find_kinds(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{node.func.attr}()"
 
 
+@pytest.mark.slow
 def test_only_the_device_layers_name_a_kind_of_accelerator() -> None:
     files = [*(REPOSITORY / "genesis").rglob("*.py"), *(REPOSITORY / "callbacks/src").rglob("*.py")]
     assert len(files) > 250

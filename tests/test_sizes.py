@@ -54,6 +54,7 @@ def test_every_exception_has_a_reason(sizes: ModuleType) -> None:
     assert all(len(reason.split()) > 3 for reason in sizes.EXCEPTIONS.values())
 
 
+@pytest.mark.slow
 def test_statistics_are_printed() -> None:
     out = subprocess.run([sys.executable, SCRIPT, "--statistics"], capture_output=True, text=True, check=True).stdout
     assert [line.split(",")[0].split()[0] for line in out.splitlines()] == [

@@ -112,6 +112,7 @@ def peak_growth_bytes():
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
+@pytest.mark.slow
 def test_peak_memory_is_less_than_half_of_the_logits():
     (growth,) = run_ranks(peak_growth_bytes, 1)
     assert growth < 8192 * 16_384 * 4 / 2

@@ -70,6 +70,7 @@ def phrases() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_codespell_finds_every_word_of_the_dictionary(tmp_path: Path) -> None:
     text = tmp_path / "a.md"
     text.write_text("".join(f"a {word} here\n" for word in ENTRIES), encoding="utf-8")

@@ -20,6 +20,7 @@ _RANKS = ("fit", "validate")
 
 _INTERRUPTED = 130
 """The status that a shell reports for a program ended by SIGINT."""
+_REPEAT_SECONDS = 0.02
 
 
 def help_text(group: str | None = None) -> str:
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _ended_at_once_by_sigint():
             command.check_arguments(rest)
             function = command.load(rest)
-        return function(rest)
+        with _no_interrupt_lost():
+            return function(rest)
     except (UserError, RunEndedError) as error:
         show = printable if error.is_one_line else printable_lines
         return _complain(show(str(error)), error.exit_status)
@@ -103,6 +105,28 @@ def _ended_at_once_by_sigint() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _no_interrupt_lost() -> Iterator[None]:
+    """Repeats a SIGINT whose KeyboardInterrupt was raised where Python ignores exceptions.
+
+    Such places are destructors and callbacks of weak references, which run between any two lines.
+    """
+    previous = sys.unraisablehook
+
+    def repeat(unraisable: "sys.UnraisableHookArgs") -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # Here, too, it would be ignored: it has to come when this function has returned.
+            threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            previous(unraisable)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
 
 
 _USERS_ERRORS = (

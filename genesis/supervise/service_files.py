@@ -133,11 +133,16 @@ def _render_slurm(command: ServiceCommand) -> str:
 # Add what the cluster asks for, such as --partition, --time, --cpus-per-task and --gpus-per-node.
 
 cd {shlex.quote(str(command.directory))} || exit 2
+# Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted. The traps come
+# before the start: a signal right after it would end this script and leave the supervisor without it.
+pass_on() {{
+    if [ -z "$!" ]; then exit 143; fi
+    kill -"$1" "$!"
+}}
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
 {shlex.join(command.all_words)} &
 supervisor=$!
-# Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted.
-trap 'kill -USR1 "$supervisor"' USR1
-trap 'kill -TERM "$supervisor"' TERM
 # A signal ends `wait` early, so that it is repeated while the supervisor saves.
 while kill -0 "$supervisor" 2>/dev/null; do
     wait "$supervisor"
@@ -171,12 +176,12 @@ def _render_slurm_nodes(command: ServiceCommand) -> str:
 cd {shlex.quote(str(command.directory))} || exit 2
 # One supervisor per node; they meet at the first node of the list.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 {start} --rdzv "$host:{port}" {shlex.join(words)} &
-step=$!
 # Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted. They go
 # to the supervisors, which a signal to srun itself would not reach.
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 {start} --rdzv "$host:{port}" {shlex.join(words)} &
+step=$!
 while kill -0 "$step" 2>/dev/null; do
     wait "$step"
 done

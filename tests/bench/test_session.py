@@ -136,14 +136,30 @@ def test_single_parts_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.process
 def test_ctrl_c_leaves_the_record_of_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    command = [sys.executable, "-m", "genesis", "bench", "session", "--device", "cpu", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-m",
+        "genesis",
+        "bench",
+        "session",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 200
     while not out.exists() or '"passed"' not in out.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    try:
+        assert process.wait(60) == 130
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)  # prints where it is
     record = json.loads(out.read_text())
     assert record["parts"][0]["status"] == "passed"
     assert record["parts"][-1]["status"] == "not run"

@@ -94,6 +94,7 @@ def test_the_base_is_validated_without_the_recipes_adapters(genesis: Genesis, ba
     assert "validation/loss" in alone.out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_was_never_stopped(genesis: Genesis, tuned: Path, tmp_path: Path) -> None:
     options = ("--config", str(tuned))
     # As a job that restarts itself writes it: there is nothing to resume at first.

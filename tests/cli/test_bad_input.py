@@ -317,6 +317,7 @@ def test_the_other_commands_refuse_in_one_line_too(
     check_is_one_line(genesis(*arguments), *parts)
 
 
+@pytest.mark.slow
 def test_a_real_process_says_one_line_and_ends_with_status_2(recipe: Path) -> None:
     done = run_genesis("fit", "--config", recipe, "--data.corpus", "nowhere")
     check_is_one_line(Outcome(done.returncode, done.stdout, done.stderr), "nowhere is not a prepared corpus")

@@ -663,6 +663,7 @@ def test_misuse_names_the_value(tmp_path, capsys):
         assert words in out
 
 
+@pytest.mark.slow
 def test_nothing_of_it_imports_lightning_or_unpickles(tmp_path):
     (path,) = save_run(tmp_path, (2,))
     code = (

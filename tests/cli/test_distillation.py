@@ -73,6 +73,7 @@ def test_teacher_and_cache_give_the_same_run_bit_for_bit(
     assert losses(beside) == losses(cached)
 
 
+@pytest.mark.slow
 def test_a_resumed_distillation_equals_one_that_was_never_stopped_and_keeps_its_teacher(
     genesis: Genesis, recipe: Path, teacher: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_resumed_distillation_equals_one_that_was_never_stopped_and_keeps_its_
     assert "model.objective.init_args.temperature is 3.0 and was 2.0" in changed.err
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_cache_is_refused(
     genesis: Genesis, recipe: Path, teacher: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:

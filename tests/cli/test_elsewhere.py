@@ -73,6 +73,7 @@ def check(genesis: Genesis, *arguments: str, status: int = 0) -> str:
     return outcome.out
 
 
+@pytest.mark.slow
 def test_every_command_finds_the_checkpoints_of_a_run_that_was_moved_and_renamed(genesis: Genesis, moved: Path) -> None:
     run, cpu = "renamed", ("--device", "cpu")
     newest, first = "step-00000004", "step-00000002"
@@ -113,6 +114,7 @@ def test_exports_releases_and_imports_find_what_is_meant_after_a_move(genesis: G
     assert check(genesis, "generate", "exports/demo", "--max-new-tokens", "2", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_stream_goes_on_from_another_working_directory(
     genesis: Genesis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

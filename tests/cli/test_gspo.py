@@ -57,6 +57,7 @@ def test_a_reward_function_runs_only_if_an_argument_allows_it(genesis: Genesis, 
     assert not (case / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, case: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     recipe = write_prompt_recipe(case, run_dir)

@@ -95,6 +95,7 @@ def test_commands_that_do_not_train_never_import_lightning() -> None:
     assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & loaded
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_tensors_never_import_torch() -> None:
     assert "torch" not in modules_of(NO_TENSORS)
 
@@ -252,6 +253,35 @@ sys.exit(main(["demo"]))
 @pytest.mark.process
 def test_an_interruption_of_the_imports_ends_without_a_word() -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+INTERRUPTED_DESTRUCTOR = """
+import os, signal, sys, time
+from genesis.cli.main import main
+from genesis.cli.table import Command
+
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+def run(arguments):
+    Slow()
+    time.sleep(60)
+    return 0
+
+Command.load = lambda command, arguments: run
+sys.exit(main(["demo"]))
+"""
+
+
+@pytest.mark.process
+def test_an_interruption_that_comes_in_a_destructor_is_not_lost() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_DESTRUCTOR], capture_output=True, text=True, check=False, timeout=50
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 

@@ -54,6 +54,7 @@ def refusal(outcome: Outcome) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_adapters_train_on_pairs_resume_and_validate(genesis: Genesis, adapted: Path, tmp_path: Path) -> None:
     options, allowed = ("--config", str(adapted)), ("--checkpoint.allow_changed", "[trainer.max_steps]")
     straight = genesis("fit", *options, "--run_dir", str(tmp_path / "straight"), "--ckpt_path", "latest")
@@ -156,6 +157,7 @@ def test_where_the_embedding_is_trained_the_base_is_the_reference_by_a_pass(
     assert abs(float(values["train/reward_margin"])) < 1e-5
 
 
+@pytest.mark.slow
 def test_objective_and_data_that_do_not_fit_are_refused_in_one_line(
     genesis: Genesis, whole: Path, adapted: Path, tiny_corpus: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     check_is_one_line(genesis(*command), "already has a different version 1.0.0", "--version")
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     check_is_one_line(genesis("release", str(tmp_path / "nowhere"), out, *WHAT), "nowhere", "`genesis export`")

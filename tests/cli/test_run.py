@@ -179,6 +179,7 @@ def wait_for_steps(process: ForkedCommand, run_dir: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_beside_the_run_and_leaves_it_as_it_is(genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
     assert genesis("fit", "--config", str(recipe)).status == 0
     run_dir, fork_dir = tmp_path / "run", tmp_path / "longer"
@@ -213,6 +214,7 @@ def test_a_fork_goes_on_beside_the_run_and_leaves_it_as_it_is(genesis: Genesis, 
     assert (left["run_dir"], left["fork"]) == (str(fork_dir), None)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_decoder_spelled_by_its_parts_and_back(
     genesis: Genesis, tmp_path: Path, tiny_corpus: Path
 ) -> None:

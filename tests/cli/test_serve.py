@@ -56,6 +56,7 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
         main([str(tmp_path / "nowhere"), "--device", "cpu"])
 
 
+@pytest.mark.slow
 def test_a_server_with_a_token_gives_its_page_to_all_and_its_models_to_who_brings_the_token(run, exported):
     with start(run, exported, "--host", "0.0.0.0", GENESIS_TOKEN=TOKEN) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

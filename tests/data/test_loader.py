@@ -256,6 +256,7 @@ def pairs_of(windows: Iterable[AccumulationWindow]) -> Counter[tuple[int, int]]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.lists(st.integers(2, 50), min_size=1, max_size=12), min_size=1, max_size=3),

@@ -106,6 +106,7 @@ def test_sources_of_equal_length_are_shuffled_apart() -> None:
     assert not np.array_equal(sequences[sources == 0], sequences[sources == 1])
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(order=orders, position=st.integers(0, 400), data=st.data())
 def test_a_changed_mix_leaves_the_past_alone_and_no_source_skips_a_sequence(
@@ -187,6 +188,7 @@ def test_a_limited_order_is_the_same_after_a_resume_at_any_position(
         assert fresh.continued(state, mix.start_position) == order
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(limited=limited_orders(), data=st.data())
 def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
@@ -236,6 +238,7 @@ def test_a_bad_limit_is_refused_with_the_remedy(limits: dict[str, int], words: s
         build_order({"web": 10}, {"web": 1}, 0, limits)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(order=orders, position=st.integers(0, 400), weight=st.integers(1, 9))
 def test_an_order_comes_back_from_its_state_in_json(order: SequenceOrder, position: int, weight: int) -> None:

@@ -149,6 +149,7 @@ def test_killed_at_one_write_after_another_it_ends_as_if_never_killed(inputs):
     assert read_tree(options.corpus) == read_tree(make_options(inputs).corpus)
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_last_shard_and_the_manifest_leaves_the_same_corpus(inputs):
     counted = make_options(inputs, out=inputs / "counted", num_workers=1)
     num_events = int(run_command(counted, inputs / "late.yaml").stdout.rpartition("events: ")[2])
@@ -186,6 +187,7 @@ def find_workers():
                 yield int(child)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_finished_shards_survive(inputs):
     write_jsonl(inputs / "large.jsonl", make_texts(2_000, seed=4))
     sources = (*make_options(inputs).sources, SourceOptions("large", (str(inputs / "large.jsonl"),)))

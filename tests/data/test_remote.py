@@ -268,6 +268,7 @@ def test_the_settings_of_fsspec_hold_beside_ours(s3, tmp_path, monkeypatch):
     assert all("mine/1" in agent for agent in store.agents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "trickle"])
 def test_an_s3_server_that_hangs_is_named(s3, tmp_path, monkeypatch, fault):
     client, store = s3

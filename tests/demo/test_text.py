@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from genesis.demo.text import gather_text
 
 
@@ -10,6 +12,7 @@ def read_tree(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_text_is_sources_and_topics_and_is_counted(tmp_path: Path) -> None:
     num_documents, num_bytes = gather_text(tmp_path / "text")
     files = read_tree(tmp_path / "text")

@@ -73,6 +73,7 @@ def test_findings_are_on_the_disk_after_each_figure(tmp_path: Path) -> None:
 # ---- processes with a limit
 
 
+@pytest.mark.slow
 def test_a_process_and_what_it_started_are_killed_at_the_limit(tmp_path: Path) -> None:
     # The grandchild leaves the session, as a checkpoint's writer does.
     program = (
@@ -130,6 +131,7 @@ def test_names_of_the_machine_and_its_user_are_replaced(monkeypatch: pytest.Monk
 # ---- the command
 
 
+@pytest.mark.slow
 def test_a_report_is_whole_has_units_and_no_path_or_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, report = run(tmp_path, "--parts", "devices")
     assert status == 0

@@ -65,6 +65,7 @@ def wait_until_written(file: Path) -> list[Record]:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_run_of_wandb_offline_goes_on_under_its_id(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

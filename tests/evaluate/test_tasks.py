@@ -58,6 +58,7 @@ def test_rows_in_a_folder_of_a_known_name_are_asked_in_the_way_of_that_task(tmp_
     assert task.doc_to_target(task.eval_docs[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_with_one_of_the_splits_is_asked_about_that(tmp_path: Path) -> None:
     write_rows(tmp_path / "arc_easy" / "validation.jsonl", [ARC_ROW, ARC_ROW])
     assert len(only_task(f"{tmp_path}/arc_easy").eval_docs) == 2

@@ -107,6 +107,7 @@ def start_from(directory: Path, base: AdapterBase, **adapter: Any) -> dict[str, 
     return read_start(config, build_decoder(1).config, base)
 
 
+@pytest.mark.slow
 def test_training_starts_from_adapters_in_pefts_format_and_refuses_those_that_do_not_fit(
     tmp_path: Path, base: Path
 ) -> None:

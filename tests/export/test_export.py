@@ -283,6 +283,7 @@ def test_a_failed_proof_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_nothing_that_looks_finished(checkpoint: Path, tmp_path: Path) -> None:
     code = """
 import os, signal, sys
@@ -356,6 +357,7 @@ def test_checkpoints_of_other_shapes_are_not_averaged(checkpoint: Path, tmp_path
         export_checkpoints([other, checkpoint], tmp_path / "out", ExportOptions())
 
 
+@pytest.mark.slow
 def test_a_strangers_checkpoint_runs_nothing_of_it(checkpoint: Path, tokenizer_file: Path, tmp_path: Path) -> None:
     stranger, marker = tmp_path / "checkpoints" / checkpoint.name, tmp_path / "it-ran"
     shutil.copytree(checkpoint, stranger)

@@ -55,6 +55,7 @@ def test_a_copy_of_tied_embeddings_and_old_inverse_frequencies_are_left_out(tmp_
     assert "output.weight" not in read_state(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_taken_over_is_refused_with_the_way_out(exported: Path, tmp_path: Path) -> None:
     _, config = read_shape(exported)
     with pytest.raises(UserError, match=r"has no tokenizer\.model.*--no_tokenizer"):

@@ -22,6 +22,7 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
     return open_tokenizer(tokenizer_file)
 
 
+@pytest.mark.slow
 def test_every_kind_of_text_is_compared(tokenizer: Tokenizer) -> None:
     counts = compare_fast_tokenizer(tokenizer, tokenizer.huggingface_files(256)[FAST_NAME])
     assert counts["bytes"] == 256
@@ -44,6 +45,7 @@ def test_a_text_that_does_not_come_back_is_refused(tokenizer: Tokenizer) -> None
         compare_tokenizers(tokenizer, tokenizer.encode, lambda ids: tokenizer.decode(ids).strip())
 
 
+@pytest.mark.slow
 def test_merges_in_another_order_are_found(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sentencepiece.SentencePieceProcessor, "get_score", lambda self, token: float(token), raising=True

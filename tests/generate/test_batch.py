@@ -23,6 +23,7 @@ def build_prompts(number):
     return [[chooser.randrange(97) for _ in range(chooser.randrange(1, 20))] for _ in range(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_cache", "num_shared", "read_tokens"),
     [

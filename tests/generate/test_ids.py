@@ -63,6 +63,7 @@ def test_text_for_a_model_without_tokenizer_is_refused_with_the_remedy(run_of_id
         assert load_decoder(run_of_ids).text_tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("layout", ["safetensors", "huggingface"])
 def test_a_model_without_tokenizer_is_exported_and_read_again(layout: Layout, run_of_ids: Path, tmp_path: Path) -> None:

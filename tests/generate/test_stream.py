@@ -34,6 +34,7 @@ def test_text_up_to_the_last_place_of_the_context_equals_the_slow_one(decoder):
     assert collect(decoder, [PROMPTS[1]], max_new_tokens=room, sampling=GREEDY) == wanted
 
 
+@pytest.mark.slow
 def test_each_prompt_may_use_its_own_room(decoder):
     texts = collect(decoder, PROMPTS, sampling=GREEDY)
     assert [len(text) + len(prompt) for text, prompt in zip(texts, PROMPTS, strict=True)] == [64] * 4

@@ -192,6 +192,7 @@ def test_autocast_runs_and_stays_close():
     assert (ours.float() - wanted).abs().max() < 3e-2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_compiled_blocks_give_the_same_and_do_not_compile_anew_for_each_packing():
     torch.compiler.reset()
@@ -256,12 +257,13 @@ def sharded_weights(mesh_shape):
     return weights, len(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_shape",
     [
-        pytest.param((2,), id="two", marks=pytest.mark.slow),
+        pytest.param((2,), id="two"),
         pytest.param((3,), id="three-uneven"),
-        pytest.param((2, 2), id="hybrid", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="hybrid"),
     ],
 )
 def test_sharded_weights_begin_with_the_values_of_one_process(mesh_shape):

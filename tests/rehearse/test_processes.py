@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from genesis import processes
 from genesis.processes import Mark, end_all, find_processes, kill_process, wait_until_gone
 from genesis.rehearse.processes import MARK_NAME, Training
+from genesis_callbacks.files import replace_file
 
 DEADLINE_SECONDS = 60
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -65,6 +68,34 @@ def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(mark: Mark) -> Non
     assert wait_until_gone(mark, 0.1) == [orphan]
     end_all(mark)
     assert find_processes(mark) == []
+
+
+def write_process(proc: Path, pid: int, environment: bytes, flags: int = 0x400000) -> None:
+    fields = [b"0"] * 50
+    fields[0], fields[6], fields[48] = b"R", b"%d" % flags, b"4096" if environment else b"0"
+    (proc / str(pid)).mkdir(parents=True, exist_ok=True)
+    contents = {
+        "cmdline": b"sleep\0",
+        "environ": environment,
+        "stat": b"%d (sleep (a)) %s\n" % (pid, b" ".join(fields)),
+    }
+    for name, content in contents.items():
+        replace_file(proc / str(pid) / name, content)
+
+
+def test_a_process_whose_program_is_still_being_loaded_is_found(
+    mark: Mark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Linux 6.18 with busy cores: 18 of 1500 processes had no environment yet when Popen had returned.
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
+    write_process(tmp_path, 7, b"")
+    write_process(tmp_path, 8, b"", flags=0x200000)  # a kernel thread, for whose environment nobody waits
+    loaded = threading.Timer(0.2, write_process, (tmp_path, 7, f"{mark.name}={mark.value}\0".encode()))
+    loaded.start()
+    (found,) = find_processes(mark)
+    assert (found.pid, found.name) == (7, "sleep (a)")
+    loaded.join()
+    monkeypatch.undo()
 
 
 def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: Mark, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_everything_that_the_dockerfile_copies_is_there(space: Path) -> None:
     assert all((space / name).exists() for name in copied)
 
 
+@pytest.mark.slow
 def test_nothing_of_this_machine_is_in_it(exported: Path, tmp_path: Path) -> None:
     folder = plan_space(plan_release(exported, OPTIONS), OPTIONS)
     folder.check(Machine.read(exported, tmp_path), (OPTIONS.owner,))

@@ -57,6 +57,7 @@ def test_the_page_has_every_chart_that_the_run_has_values_for(run: Path) -> None
     assert "max_steps: 30" in shown
 
 
+@pytest.mark.slow
 def test_the_page_runs_no_script_and_asks_for_nothing(run: Path) -> None:
     shown = report("mine")
     assert "default-src 'none'" in shown
@@ -68,6 +69,7 @@ def test_the_page_runs_no_script_and_asks_for_nothing(run: Path) -> None:
     assert targets <= set(re.findall(r'id="([^"]+)"', shown))
 
 
+@pytest.mark.slow
 def test_names_texts_and_recipes_of_a_hostile_run_stay_text(tmp_path: Path, run: Path) -> None:
     name = HOSTILE.replace("/", "")
     other = write_run(tmp_path / "runs" / name)
@@ -143,6 +145,7 @@ def test_a_run_without_logs_is_refused_with_the_remedy(tmp_path: Path, run: Path
     assert not Path("report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_device_or_a_pipe_is_never_replaced_and_a_link_stays(run: Path) -> None:
     os.mkfifo("pipe")
     assert refuse("mine", "--out", "pipe").startswith("--out pipe is a device or a pipe; give the name of a file")
@@ -167,6 +170,7 @@ def test_a_run_that_is_given_twice_and_too_many_runs_are_refused(tmp_path: Path,
     assert refuse(*(f"r{number}" for number in range(9))).startswith("9 runs are too many")
 
 
+@pytest.mark.slow
 def test_damaged_evaluations_and_a_damaged_recipe_leave_their_part_out(run: Path) -> None:
     (run / "evaluations/step-1").mkdir(parents=True)
     (run / "evaluations/step-1/a.json").write_text("{")
@@ -195,6 +199,7 @@ def test_a_recipe_without_a_plan_costs_one_chart_and_a_line(run: Path, recipe: s
     assert "\n" not in line
 
 
+@pytest.mark.slow
 def test_events_of_a_hostile_or_torn_file_stay_text_or_are_left_out(tmp_path: Path, run: Path) -> None:
     file = RunDirectory(run).event_file(0)
     hostile = Event("crashed", BEGIN_SECONDS + 70, 70.0, 0, step=12, text=HOSTILE, checkpoint="<b>x</b>")
@@ -211,6 +216,7 @@ def test_events_of_a_hostile_or_torn_file_stay_text_or_are_left_out(tmp_path: Pa
     assert "Left out: Timeline: mine has no events." in html.unescape(report("mine"))
 
 
+@pytest.mark.slow
 def test_runs_with_odd_names_have_a_page(tmp_path: Path, run: Path) -> None:
     names = (" ", "--out", "a\nb", "_", "$x^2$", "%s{0}", "é" * 100, "\udcff")
     for name in names:
@@ -218,6 +224,7 @@ def test_runs_with_odd_names_have_a_page(tmp_path: Path, run: Path) -> None:
     assert {"loss", "timeline-7"} <= charts_of(report(*(f"odd/{name}" for name in names)))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_writing_has_a_page_of_what_was_complete(run: Path) -> None:
     log, stopped = run / "metrics.csv", threading.Event()
 

@@ -91,6 +91,7 @@ def run_with(paths, scenario, **limits):
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_hundred_streams_at_once_each_give_what_they_give_alone(server, served_run):
     loaded = load_decoder(served_run / "checkpoints/step-00000003")
     wanted = {}
@@ -180,6 +181,7 @@ def test_who_comes_beyond_the_queue_is_told_to_come_again_and_others_get_their_t
     run_with([long_run], scenario, max_concurrent=1, max_queue=1)
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
     async def scenario(running):
         connection = socket.socket()
@@ -205,6 +207,7 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
     run_with([long_run], scenario, max_concurrent=2, max_write_seconds=0.5)
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_ends_with_the_reason_and_frees_its_row(long_run):
     async def scenario(running):
         stream = await Stream.open(running)
@@ -242,6 +245,7 @@ def test_one_model_at_a_time_gives_way_to_the_next_and_every_request_its_own_ans
     assert run_with([run], scenario, max_models=1, max_concurrent=2, max_queue=20) == list(wanted.items()) * 4
 
 
+@pytest.mark.slow
 def test_a_model_in_use_is_waited_for(long_run, run):
     async def scenario(running):
         stream = await Stream.open(running, model=f"{long_run.name}/latest")
@@ -258,6 +262,7 @@ def test_a_model_in_use_is_waited_for(long_run, run):
     run_with([long_run, run], scenario, max_models=1)
 
 
+@pytest.mark.slow
 def test_of_two_models_the_idle_one_gives_way_though_it_was_used_last(long_run, run):
     async def scenario(running):
         stream = await Stream.open(running, model=f"{long_run.name}/latest")

@@ -148,12 +148,14 @@ def test_a_head_that_is_huge_or_wrong_is_refused(server, head):
     assert send(server, head, 60).startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
 
 
+@pytest.mark.slow
 @QUICK
 @given(body=BODIES)
 def test_json_of_right_and_wrong_types_is_answered_or_refused_by_a_field(server, body):
     check_answer(server, "/v1/completions", body)
 
 
+@pytest.mark.slow
 @QUICK
 @given(body=CHATS)
 def test_chats_of_right_and_wrong_types_are_answered_or_refused_by_a_field(server, body):
@@ -188,6 +190,7 @@ def check_answer(server, path, body):
         assert data.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.slow
 @QUICK
 @given(body=VALUES | st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
 def test_json_that_is_no_request_is_refused(server, body):

@@ -36,6 +36,7 @@ def test_one_device_listens_on_no_port_and_trains_bit_for_bit_as_lightnings_own_
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_the_program_sees_the_ports_of_a_process_group(tmp_path: Path) -> None:
     seen = run_alone("full", tmp_path / "run")
     assert all(run["has_group"] for run in seen)

@@ -43,6 +43,7 @@ def run_with(callback: type[pl.Callback], directory: str) -> None:
     trainer.fit(build_module(), loader(50, rank, world_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [SampleOnRankZero, SampleWhileOthersWait])
 def test_a_forward_of_one_rank_alone_is_named_within_seconds(callback: type[pl.Callback], tmp_path: Path) -> None:
     began = time.monotonic()

@@ -74,6 +74,7 @@ def train_one_step(run_dir: str, strategy: str) -> None:
     trainer.fit(build_module(), loader(1, rank, world_size))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_manifest_has_the_degrees(tmp_path: Path) -> None:
     run_ranks(run_in_turn, 4, train_one_step, [(str(tmp_path / name), name) for name in MESHES])

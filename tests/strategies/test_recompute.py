@@ -154,6 +154,7 @@ def compare_shards(names: Sequence[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -79,6 +79,7 @@ def test_checkpoints_go_to_s3_whole_and_a_run_continues_from_there(s3, tmp_path:
     assert not any("step-00000001" in key for key in list_keys(client))
 
 
+@pytest.mark.slow
 def test_the_history_goes_to_s3_whole_and_a_run_has_it_on_an_empty_machine(s3, tmp_path: Path, monkeypatch):
     client, gate = s3
     run = LoggedRun(tmp_path / "run")
@@ -139,6 +140,7 @@ def test_the_marker_is_the_last_object_of_a_checkpoint_and_the_first_to_go(s3, t
     assert steps(URL) == [2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_marker_is_no_checkpoint_and_is_continued(s3, tmp_path: Path):
     client, _ = s3
     run = Run(tmp_path / "run")
@@ -155,6 +157,7 @@ def test_a_checkpoint_without_a_marker_is_no_checkpoint_and_is_continued(s3, tmp
     assert len(written) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [pytest.param("refuse", marks=pytest.mark.slow), pytest.param("hang", marks=pytest.mark.slow), "cut"]
 )
@@ -214,6 +217,7 @@ def wait_for(condition, limit_seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_store_that_changes_bytes_is_named_and_gets_no_marker(s3, tmp_path: Path, monkeypatch):
     run = Run(tmp_path / "run")
     run.save(1)

@@ -38,6 +38,7 @@ def test_a_vocabulary_too_large_is_one_line(config, tmp_path, capsys):
     assert "vocab_size 49152 is too large for this text: choose" in line
 
 
+@pytest.mark.slow
 def test_the_commands_of_text_import_neither_torch_nor_lightning():
     program = (
         "import sys; import genesis.cli.data, genesis.cli.tokenizer, genesis.data.tokenize_worker; "

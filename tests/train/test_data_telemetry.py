@@ -54,6 +54,7 @@ def train(directory: Path, make_seconds: float, num_steps: int, prefetch_windows
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_data_says_so_once_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_run_that_waits_for_its_data_says_so_once_with_the_remedy(
     assert all(0.05 < float(row["data/wait_share"]) < 1.0 for row in rows[3:])
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_keep_up_logs_and_says_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", DataWaitWarning)

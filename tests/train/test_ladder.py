@@ -75,28 +75,29 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
-        pytest.param("single", 1, marks=pytest.mark.slow),
-        pytest.param("replicated", 1, marks=pytest.mark.slow),
-        pytest.param("replicated", 2, marks=pytest.mark.slow),
+        ("single", 1),
+        ("replicated", 1),
+        ("replicated", 2),
         # Three addends and more do not sum alike in every order.
-        pytest.param("replicated", 4, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 4, marks=pytest.mark.slow),
-        pytest.param("full", 4, marks=pytest.mark.slow),
+        ("replicated", 4),
+        ("zero1", 2),
+        ("zero1", 4),
+        ("full", 4),
         ("full", 2),
-        pytest.param("grad_op", 2, marks=pytest.mark.slow),
-        pytest.param("hybrid", 4, marks=pytest.mark.slow),
-        pytest.param("two_blocks", 2, marks=pytest.mark.slow),
-        pytest.param("offload", 2, marks=pytest.mark.slow),
-        pytest.param("half_offload", 2, marks=pytest.mark.slow),
-        pytest.param("checkpointing", 2, marks=pytest.mark.slow),
-        pytest.param("host_alone", 1, marks=pytest.mark.slow),
-        pytest.param("host_shards", 2, marks=pytest.mark.slow),
-        pytest.param("disk_alone", 1, marks=pytest.mark.slow),
-        pytest.param("disk_shards", 2, marks=pytest.mark.slow),
+        ("grad_op", 2),
+        ("hybrid", 4),
+        ("two_blocks", 2),
+        ("offload", 2),
+        ("half_offload", 2),
+        ("checkpointing", 2),
+        ("host_alone", 1),
+        ("host_shards", 2),
+        ("disk_alone", 1),
+        ("disk_shards", 2),
     ],
 )
 def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:

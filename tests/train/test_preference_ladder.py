@@ -191,8 +191,9 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
     assert straight[0]["log"][-1]["train/rewards_chosen"] != 0.0
 
 
-@pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("adapter", [{"rank": 3}, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "whole"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", "replicated"])
+@pytest.mark.parametrize("adapter", [{"rank": 3}, None], ids=["lora", "whole"])
 def test_two_ranks_train_as_one(
     tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, adapter: dict[str, Any] | None
 ) -> None:

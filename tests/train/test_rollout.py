@@ -66,6 +66,7 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 # ---- a run
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_rollout_has_the_ratio_one_and_later_ones_do_not(straight: Straight) -> None:
     directory, (run,) = straight(1)
     log = read_log(directory)
@@ -431,6 +432,7 @@ class Phases(pl.Callback, PhaseListener):
             self.found.add((phase, "validate" if self._trainer.validating else "train"))
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_validated_by_greedy_answers_and_change_no_training(case: Path, tmp_path: Path) -> None:
     prompts = {"validation_share": 0.4}
     silent = answer(str(tmp_path / "silent"), str(case), prompts=prompts, limit_val_batches=0)

@@ -86,6 +86,7 @@ def test_a_corpus_skips_windows_and_a_resume_at_any_step_skips_them_without_the_
     check_skips(lambda **changes: corpora.data_module(corpus, packing=packing, **changes), skipped=3)
 
 
+@pytest.mark.slow
 def test_a_stream_skips_windows_and_a_resume_at_any_step_skips_them_without_the_option(
     directory: Path, tokenizer: Path
 ) -> None:

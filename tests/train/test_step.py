@@ -210,6 +210,7 @@ def count_collectives(strategy: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_gradients_meet_once_per_window_or_in_every_micro_batch_if_asked_to() -> None:
     num_units = TINY.num_layers + 1
     of_each = [("full",), ("reduced_each",), ("replicated",)]

@@ -126,6 +126,7 @@ def test_a_run_that_is_killed_logs_the_losses_of_one_that_is_not(
     assert read_losses(tmp_path) == straight_losses
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_sharded_ranks_that_are_killed_log_the_losses_of_those_that_are_not(tmp_path: Path, tiny_corpus: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -138,6 +139,7 @@ def test_sharded_ranks_that_are_killed_log_the_losses_of_those_that_are_not(tmp_
     assert read_losses(killed) == read_losses(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_that_goes_on_with_fewer_ranks_logs_the_mean_over_the_steps_of_both(
     tmp_path: Path, tiny_corpus: Path, straight_losses: dict[int, list[str]]

@@ -446,6 +446,7 @@ def test_a_bad_line_beside_scores_is_refused_by_its_place_too(small: CleanOption
         clean_corpus(replace(small, stages=(Score(field="q", min_score=1),)))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_after_it(small: CleanOptions) -> None:
     write_jsonl(Path(small.sources[0].paths[0]), [make_prose(seed, 200) for seed in range(20)])
     program = (

@@ -70,6 +70,7 @@ def test_a_block_is_the_same_whatever_was_read_before(tmp_path, tokenizer, packi
         assert all(map(equal_blocks, straight, fresh))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 30), st.integers(0, 400)), min_size=1, max_size=25),

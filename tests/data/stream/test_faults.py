@@ -221,6 +221,7 @@ def test_after_a_skip_a_run_resumes_with_the_same_stream_and_count(tmp_path, tok
             assert resumed.usage(12 * GLOBAL_BATCH) == windows.usage(12 * GLOBAL_BATCH)
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path, tokenizer):
     """Its damage is met in the middle of a block, at whose end the file would be looked at."""
     texts = make_texts(60_000, seed=1)

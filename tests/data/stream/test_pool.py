@@ -145,6 +145,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_rank_end_too(stream, tmp_path, tokenizer):
     rank = subprocess.Popen(
         [sys.executable, "-c", _RANK, str(tmp_path / "web"), str(tokenizer)],

@@ -75,6 +75,7 @@ windows.close()
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_with_the_same_stream(tmp_path, tokenizer):
     stream = make_stream(write_sources(tmp_path, ".jsonl.zst"), tokenizer, "best_fit")
     windows = make_windows(stream, WEIGHTS)
@@ -131,6 +132,7 @@ def test_two_then_four_then_one_rank_have_the_same_global_batches_and_lanes(tmp_
         assert through_json(combine_states(states)) == through_json(alone.state(position))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(1, 120), min_size=4, max_size=20),
