@@ -171,9 +171,9 @@ class NodeSupervisor(Supervisor):
     def _follow(self, verdict: Verdict, attempt: Attempt, stops: StopRequests) -> int | None:
         """Does what was decided; returns the exit status, or None to meet again."""
         self._plan = verdict.plan
-        reason = stops.find()
+        reason = self._find_own_stop(stops)
         if reason is not None and verdict.kind in ("membership", "restart", "interrupted"):
-            self._events.append("preempted", step=attempt.sight.step, text=f"node {self._nodes.name}: {reason}")
+            self._events.append("preempted", step=attempt.sight.step, text=reason)
         if verdict.kind == "completed":
             self._recover(attempt.sight)
             return self._finish("completed", "", EXIT_COMPLETE)
@@ -190,6 +190,11 @@ class NodeSupervisor(Supervisor):
             self._report(f"attempt {self._state.attempt} ended: {verdict.text}")
             self._tell("recovering", verdict.text)
         return None
+
+    def _find_own_stop(self, stops: StopRequests) -> str | None:
+        """Returns why this node shall save and stop, with the name by which the other nodes know it; or None."""
+        reason = stops.find()
+        return None if reason is None else f"node {self._nodes.name}: {reason}"
 
     # ---- before an attempt
 
@@ -337,9 +342,9 @@ class NodeSupervisor(Supervisor):
         self._echoed_bytes = 0
 
         def find_stop() -> str | None:
-            own = stops.find()
+            own = self._find_own_stop(stops)
             if own is not None:
-                watch.ask_stop(f"node {self._nodes.name}: {own}")
+                watch.ask_stop(own)
             return watch.stop or own
 
         attempt = Attempt(

@@ -233,11 +233,17 @@ def test_a_preempted_node_saves_and_leaves_and_the_other_ends_to_be_requeued(pai
     assert read_crashes(pair.run_dir) == []
 
 
-def test_ctrl_c_on_one_node_saves_the_run_and_ends_it_on_all(pair: Pair) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
+def test_ctrl_c_on_one_node_saves_the_run_and_ends_it_on_all(pair: Pair, is_late: bool) -> None:
     recipe = pair.write()
     nodes = [pair.start("a", recipe), pair.start("b", recipe)]
     beats = pair.wait_trained(10)
+    if is_late:  # the ranks of node a save and end with those of node b before its supervisor hears why
+        nodes[0].process.send_signal(signal.SIGSTOP)
     nodes[1].process.send_signal(signal.SIGINT)
+    if is_late:
+        wait_for(lambda: not any(Path(f"/proc/{beat.pid}").exists() for beat in beats.values()) or None)
+        nodes[0].process.send_signal(signal.SIGCONT)
     assert [node.wait() for node in nodes] == [130, 130]
     for node in nodes:
         assert "node b: the supervisor got SIGINT" in node.text

@@ -35,13 +35,13 @@ constexpr auto kSimulated = c10::DeviceType::PrivateUse1;
 
 // ---- what tests set
 
-std::atomic<int> first_delay_us{0};         // of each act of the first stream, on which training runs
-std::atomic<int> other_delay_us{0};         // of each act of any other
-std::atomic<int64_t> memory_limit{-1};      // bytes; -1 for none
-std::atomic<int64_t> pin_limit{-1};         // bytes that the driver pins
-std::atomic<int> copies_until_failure{-1};  // to the host, from now; -1 for never
-std::atomic<int> copies_until_exit{-1};     // likewise, until the process dies in one
-std::atomic<bool> is_lost{false};           // every act is an error
+std::atomic<int> first_delay_us{0};          // of each act of the first stream, on which training runs
+std::atomic<int> other_delay_us{0};          // of each act of any other
+std::atomic<int64_t> memory_limit{-1};       // bytes; -1 for none
+std::atomic<int64_t> pin_limit{-1};          // bytes that the driver pins
+thread_local int copies_until_failure = -1;  // copies of this thread to the host, from now; -1 for never
+std::atomic<int> copies_until_exit{-1};      // likewise of all threads, until the process dies in one
+std::atomic<bool> is_lost{false};            // every act is an error
 
 std::atomic<int64_t> allocated_bytes{0};
 std::atomic<int64_t> num_waits{0};  // of the host for a stream
