@@ -591,8 +591,8 @@ def fail_at_once_on_rank_0(directory: Path, limit_seconds: float) -> float:
 
 
 def test_a_save_that_rank_0_gives_up_is_over_on_all_ranks_at_once(tmp_path):
-    seconds = run_ranks(fail_at_once_on_rank_0, 2, tmp_path, 8.0)
-    assert max(seconds) < 4
+    seconds = run_ranks(fail_at_once_on_rank_0, 2, tmp_path, 60.0)
+    assert max(seconds) < 30
 
 
 def save_on_a_dying_disk(root: Path) -> list[str]:
@@ -607,7 +607,7 @@ def save_on_a_dying_disk(root: Path) -> list[str]:
         with OperationFault(len(endings) + 1, "dead") as fault:
             pipeline.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
             save = pipeline._save
-            if not save.finished.wait(5.0):
+            if not save.finished.wait(60.0):
                 return [*endings, "never told"]
         outcome = pipeline.finish()
         pipeline.close(0.0)

@@ -94,6 +94,7 @@ def test_a_trainer_without_a_heartbeat_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, [HangWatch()]).fit(Module({}), loader([5]))
 
 
+@pytest.mark.slow
 def test_a_run_that_makes_progress_in_long_phases_is_left_alone(tmp_path: Path) -> None:
     phases: list[str] = []
 
@@ -102,13 +103,14 @@ def test_a_run_that_makes_progress_in_long_phases_is_left_alone(tmp_path: Path) 
             with in_phase(trainer, "generate"):
                 phases.append(read_heartbeats(tmp_path / "run")[0].phase)
                 for _ in range(8):
-                    time.sleep(0.05)
+                    time.sleep(0.5)
                     note_progress(trainer)
 
     heartbeat = Heartbeat(tmp_path / "run", every_seconds=0)
-    watch = HangWatch(timeout_seconds=0.25, phase_seconds={"generate": 0.3})
-    trainer(tmp_path, [watch, Long(), heartbeat]).fit(Module({}), loader([5, 7]))
-    assert phases == ["generate", "generate"]
+    # Shorter than the phase, and longer than a busy machine keeps a thread waiting.
+    watch = HangWatch(timeout_seconds=3.0, phase_seconds={"generate": 3.0})
+    trainer(tmp_path, [watch, Long(), heartbeat]).fit(Module({}), loader([5]))
+    assert phases == ["generate"]
     assert read_heartbeats(tmp_path / "run")[0].phase == "ended"
     assert not RunDirectory(tmp_path / "run").hangs.exists()
     assert heartbeat.progress is None
@@ -130,7 +132,7 @@ class Stop(Callback):
 
 def fit_and_hang(directory: Path, how: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    callbacks = [TokenCounters(), Stop(1, how), Heartbeat(directory / "run"), HangWatch(timeout_seconds=1.0)]
+    callbacks = [TokenCounters(), Stop(1, how), Heartbeat(directory / "run"), HangWatch(timeout_seconds=4.0)]
     trainer(directory, callbacks, devices=2, strategy="ddp").fit(Module({}), loader([5] * 8))
 
 
@@ -143,8 +145,9 @@ def kill_the_stopped_rank(run_dir: Path) -> None:
         os.kill(read_heartbeats(run_dir)[1].pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["stop", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["stop", "wait"])
 def test_a_rank_that_is_stopped_is_named_within_its_limit(tmp_path: Path, how: str) -> None:
     killer = threading.Thread(target=kill_the_stopped_rank, args=(tmp_path / "run",))
     killer.start()
@@ -161,5 +164,5 @@ def test_a_rank_that_is_stopped_is_named_within_its_limit(tmp_path: Path, how: s
     assert "rank 1 is missing" in event.text
     # The limit, the time to gather the reports, and what a busy machine adds.
     beats = read_heartbeats(tmp_path / "run")
-    assert event.time_seconds - max(beat.time_seconds for beat in beats.values()) < 10
+    assert event.time_seconds - max(beat.time_seconds for beat in beats.values()) < 30
     assert EXIT_STATUS == 92
