@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["tiers"]
+pytest_plugins = ["tiers", "default_signals"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

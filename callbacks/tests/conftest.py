@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tiers"]
+pytest_plugins = ["tiers", "default_signals"]
 
 TESTS = Path(__file__).parent
 WITHOUT_GENESIS = str(TESTS / "without_genesis")

@@ -59,7 +59,7 @@ def beat(run: Path, rank: int = 0, *, age_seconds: float = 0.0, loss: float | No
 
 def get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -367,7 +367,7 @@ def test_two_nodes_skip_a_storm_by_one_budget_and_equal_two_ranks_told_to_skip_i
 def read_metrics(node: Node) -> str:
     found = re.search(r"metrics at (http://[\d.:]+/metrics)", node.text)
     assert found is not None
-    with urllib.request.urlopen(found[1], timeout=30) as answer:
+    with urllib.request.urlopen(found[1], timeout=120) as answer:
         content: bytes = answer.read()
     return content.decode()
 

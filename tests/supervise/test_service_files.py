@@ -79,7 +79,7 @@ def job(tmp_path: Path):
         path = f"{stub.parent}:{os.environ['PATH']}"
         script.write_text(text.replace(" &\n", f" &\nsleep {pause_seconds}\n"))
         process = subprocess.Popen(["bash", str(script)], env={**os.environ, "PATH": path, **variables})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not pid.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -93,7 +93,7 @@ def test_slurms_script_saves_at_its_signal_and_requeues_the_job(job):
     start, log, requeued = job
     process = start(SLURM_JOB_ID="4711")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     assert log.read_text().splitlines() == ["-m", "genesis", "supervise", *WORDS, "USR1"]
     assert requeued.read_text() == "requeue 4711\n"
 
@@ -104,7 +104,7 @@ def test_slurms_script_passes_the_end_and_the_status_on(job, pause_seconds: floa
     start, log, requeued = job
     process = start(pause_seconds)  # a busy machine may stop the script right after it has started the supervisor
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75  # without Slurm nobody can requeue
+    assert process.wait(120) == 75  # without Slurm nobody can requeue
     assert log.read_text().endswith("TERM\n")
     assert not requeued.exists()
 
