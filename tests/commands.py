@@ -9,6 +9,7 @@ where a test looks for it by its command line or among its parent's children, us
 import atexit
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE, prove_environment
+from tests import forkserver
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
@@ -239,17 +241,30 @@ def _open_stdin(target: int | None) -> tuple[IO[str] | None, int]:
 
 @functools.cache
 def _requests(modules: tuple[str, ...]) -> socket.socket:
-    """Returns the socket of a forkserver that has imported `modules`; it ends with this process or at its exit."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Returns a connection to the forkserver that has imported `modules`.
+
+    The workers of a run of pytest share one. It ends when the last of them ends.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    # Not in the file system, so that nothing is left of a run that is killed.
+    address = "\0" + hashlib.sha256(repr((run, REPOSITORY, modules)).encode()).hexdigest()
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with forkserver.connecting():
+        try:
+            ours.connect(address)
+        except ConnectionRefusedError:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(address)
+                listener.listen()
+                ours.connect(address)
+                _start_forkserver(listener.fileno(), modules)
+    atexit.register(ours.close)  # which comes before the wait for the server's end
+    return ours
+
+
+def _start_forkserver(listener: int, modules: tuple[str, ...]) -> None:
     # Its imports would start threads of OpenBLAS; after a fork there are none.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), *modules]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()])
-    theirs.close()
-
-    def end() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
-    return ours
+    command = [sys.executable, "-m", "tests.forkserver", str(listener), *modules]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[listener])
+    atexit.register(process.wait)

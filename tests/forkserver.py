@@ -1,14 +1,16 @@
 """The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
-Its arguments are the descriptor of a socket and the modules to import. It reads requests from that socket: as JSON a
-module or a script, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout,
-stderr, at most one more for the module (its number becomes the last argument) and a pipe. To the pipe it writes the
-child's process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
-`python -m MODULE` does, or the script as `python -P SCRIPT` does, and ends as any interpreter ends. Nothing may compute
-before the fork: the threads of OpenMP do not survive one.
+Its arguments are the descriptor of a listening socket and the modules to import. The workers of pytest connect to that
+socket, and the process ends when none is connected any more. It reads requests: as JSON a module or a script, its
+arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one more
+for the module (its number becomes the last argument) and a pipe. To the pipe it writes the child's process id, and in
+the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE` does, or the
+script as `python -P SCRIPT` does, and ends as any interpreter ends. Nothing may compute before the fork: the threads of
+OpenMP do not survive one.
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -18,8 +20,9 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from genesis_callbacks.testing import fork_writers
 
@@ -40,55 +43,103 @@ class Request:
     descriptors: list[int]
 
 
-def serve(requests: socket.socket) -> Request | None:
-    """Forks a child for each request. Returns the request in the child, and None when the tests have ended."""
-    pipes: dict[int, int] = {}
-    ends, ends_writer = socket.socketpair()
-    ends_writer.setblocking(False)
-    signal.set_wakeup_fd(ends_writer.fileno())
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their commands themselves
-    # Not `select.select`: a process of many tests hands down descriptors beyond those that it takes.
-    poll = select.poll()
-    for end in (requests, ends):
-        poll.register(end, select.POLLIN)
-    while True:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        if ends.fileno() in ready:
-            ends.recv(4096)
-            report_ends(pipes)
-        if requests.fileno() not in ready:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Keeps other processes from connecting to a server, or from ending as one, until the context is left."""
+    with Path(__file__).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Server:
+    """Forks a child for each request of its clients."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        self._pipes: dict[int, int] = {}
+        """Where the end of each child is reported."""
+        self._ends, self._ends_writer = socket.socketpair()
+        self._ends_writer.setblocking(False)
+        # Not `select.select`: a process of many tests hands down descriptors beyond those that it takes.
+        self._poll = select.poll()
+        for end in (listener, self._ends):
+            self._poll.register(end, select.POLLIN)
+
+    def serve(self) -> Request | None:
+        """Returns the request in a child, and None when no client is left."""
+        signal.set_wakeup_fd(self._ends_writer.fileno())
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their commands themselves
+        while True:
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            if self._ends.fileno() in ready:
+                self._ends.recv(4096)
+                self._report_ends()
+            if self._listener.fileno() in ready:
+                self._accept()
+            for client in [self._clients[descriptor] for descriptor in ready & self._clients.keys()]:
+                request = self._take(client)
+                if request is not None:
+                    return request
+            if not self._clients and self._is_forgotten():
+                return None
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        self._clients[client.fileno()] = client
+        self._poll.register(client, select.POLLIN)
+
+    def _take(self, client: socket.socket) -> Request | None:
+        """Forks the child that a client asks for. Returns the request in the child."""
+        message, descriptors, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not message:
+            self._poll.unregister(client)
+            self._clients.pop(client.fileno()).close()
             return None
         *given, pipe = descriptors
         pid = os.fork()
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for end in (requests, ends, ends_writer):
-                end.close()
-            for descriptor in (*pipes.values(), pipe):
-                os.close(descriptor)
+            self._leave_to_parent()
+            os.close(pipe)
             return Request(descriptors=given, **json.loads(message))
         for descriptor in given:
             os.close(descriptor)
-        os.write(pipe, f"{pid}\n".encode())
-        pipes[pid] = pipe
+        _write(pipe, pid)
+        self._pipes[pid] = pipe
+        return None
+
+    def _leave_to_parent(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for end in (self._listener, self._ends, self._ends_writer, *self._clients.values()):
+            end.close()
+        for pipe in self._pipes.values():
+            os.close(pipe)
+
+    def _report_ends(self) -> None:
+        """Writes the status of each child that has ended to its pipe, and closes it."""
+        while self._pipes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            pipe = self._pipes.pop(pid)
+            _write(pipe, status)
+            os.close(pipe)
+
+    def _is_forgotten(self) -> bool:
+        """Closes the listener, unless a client has just connected."""
+        with connecting():
+            if select.select([self._listener], [], [], 0)[0]:
+                return False
+            self._listener.close()
+            return True
 
 
-def report_ends(pipes: dict[int, int]) -> None:
-    """Writes the status of each child that has ended to its pipe, and closes it."""
-    while pipes:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        pipe = pipes.pop(pid)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it
-            os.write(pipe, f"{status}\n".encode())
-        os.close(pipe)
+def _write(pipe: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+        os.write(pipe, f"{number}\n".encode())
 
 
 def become(request: Request) -> None:
@@ -115,12 +166,12 @@ def become(request: Request) -> None:
 
 def main() -> None:
     """Imports what is slow to import, and serves."""
-    channel: Any = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
     fork_writers()  # of commands that train
     gc.freeze()  # what is imported is nobody's garbage: children neither look at it nor copy its pages
-    request = serve(channel)
+    request = Server(listener).serve()
     if request is not None:
         become(request)
 
