@@ -56,7 +56,7 @@ def test_texts_are_those_of_each_prompt_alone(
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("cache_tokens", [1, 10_000])
+@pytest.mark.parametrize("cache_tokens", [pytest.param(1, marks=pytest.mark.slow), 10_000])
 def test_texts_of_mixtures_are_those_of_each_prompt_alone(tokenizer_file: Path, name: str, cache_tokens: int) -> None:
     # With tied embeddings such a model repeats its last token, whatever its experts do.
     config = mix(build_decoder(1, has_tied_embeddings=False).config, name)

@@ -31,7 +31,7 @@ def test_every_kind_of_text_is_compared(tokenizer: Tokenizer) -> None:
     assert counts["runs"] > 100
 
 
-@pytest.mark.parametrize("broken", ["bytes", "characters", "runs", "spaces"])
+@pytest.mark.parametrize("broken", ["bytes", "characters", "runs", pytest.param("spaces", marks=pytest.mark.slow)])
 def test_one_text_that_comes_out_otherwise_is_refused_with_its_kind(tokenizer: Tokenizer, broken: str) -> None:
     text = {"bytes": "\x85", "characters": "\n", "runs": "x" + "=" * 7 + "y", "spaces": " \u2581 \u2581\u2581x"}[broken]
     with pytest.raises(UserError, match="no exact fast form") as error:

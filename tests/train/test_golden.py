@@ -44,5 +44,6 @@ def test_first_losses_are_golden() -> None:
         assert losses[optimizer] == pytest.approx(golden[optimizer], rel=0, abs=tolerance)
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_has_the_same_losses_bit_for_bit() -> None:
     assert run_ranks(first_losses, 1, "adamw") == run_ranks(first_losses, 1, "adamw")

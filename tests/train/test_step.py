@@ -147,7 +147,7 @@ class WithSkippedWindow:
 REASONS = {"nan": "nonfinite_gradient", "empty": "no_valid_tokens", "skipped": "skipped_data"}
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "full"])
+@pytest.mark.parametrize("strategy", ["replicated", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_bad_window_is_skipped_by_all_ranks(strategy: str) -> None:
     for found in run_ranks(run_in_turn, 2, three_steps, [(strategy, fault) for fault in REASONS]):
         for fault, states in zip(REASONS, found, strict=True):

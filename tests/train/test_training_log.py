@@ -109,7 +109,12 @@ def straight_losses(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize(
     ("every_n_steps", "ends_at", "end"),
-    [(4, 5, "SIGKILL"), (5, 11, "SIGKILL"), (6, 6, "SIGKILL after the save"), (None, 7, "exception")],
+    [
+        pytest.param(4, 5, "SIGKILL", marks=pytest.mark.slow),
+        (5, 11, "SIGKILL"),
+        (6, 6, "SIGKILL after the save"),
+        pytest.param(None, 7, "exception", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_killed_logs_the_losses_of_one_that_is_not(
     tmp_path: Path,
