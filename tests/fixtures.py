@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from genesis import processes
@@ -49,7 +50,12 @@ _PLACE_NAMES = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Restores the place among ranks after each test: a test may train in this process."""
+    """Seeds each test, and restores the place among ranks after it: a test may train in this process.
+
+    Without a seed, values would depend on the tests that ran before, and which these are on the other workers.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
     before = {name: os.environ.get(name) for name in _PLACE_NAMES}
     try:
         return (yield)

@@ -1,11 +1,13 @@
 """Fixtures that many tests share, and the setup of a process that runs tests."""
 
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from genesis_callbacks.testing import fork_writers, preload
@@ -17,6 +19,13 @@ settings.load_profile("untimed")
 # Imports take longer than most tests, so ranks and writers are forked from a process with the tests' imports done.
 preload("pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
 fork_writers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol() -> None:
+    """Seeds each test: else values would depend on the tests before, and which these are on the other workers."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from genesis.supervise.mirror_source import Pace
 from genesis.supervise.mirror_state import without_password
 
 _BAD = 1
+_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _NICENESS = 10
 _MAX_SECONDS = 1_000_000
 _DESCRIPTION = """Copies the committed checkpoints of a run to a second place while it trains: a directory, or a URL
@@ -83,13 +84,15 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)  # the training comes first
     with Mirror(run, place, options, _report) as mirror, _ended_by_sigterm():
-        if arguments.once:
-            return _BAD if mirror.sync(is_last=True) else 0
-        _report(f"{run} is mirrored to {without_password(place.url)}; Ctrl-C stops")
         try:
+            if arguments.once:
+                return _BAD if mirror.sync(is_last=True) else 0
+            _report(f"{run} is mirrored to {without_password(place.url)}; Ctrl-C stops")
             mirror.run(lambda: arguments.parent is None or os.getppid() == arguments.parent)
         except _Ended:
-            return 0
+            if arguments.once:
+                _report("stopped by SIGTERM; the same command goes on")
+                return _ENDED_BY_SIGTERM
     return 0
 
 

@@ -35,6 +35,7 @@ TOLERANCE: Final = 1e-4
 _STATE_NAME: Final = "weights"
 _PROOF_SHAPE: Final = (2, 64)
 _MIN_TOP_K: Final = 2
+_MAX_SEED: Final = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class UpcycleOptions:
     def __post_init__(self) -> None:
         if not 0.0 <= self.noise < 1.0:
             raise UserError(f"noise is {self.noise}: it must be at least 0 and below 1")
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise UserError(f"seed is {self.seed}: it must be from 0 to {_MAX_SEED}")
         self.build_config(1)
         if self.top_k < _MIN_TOP_K:
             raise UserError(

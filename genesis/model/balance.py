@@ -125,8 +125,8 @@ class LayerBalance:
         """Returns the warning of a collapsed router."""
         return RouterCollapseWarning(
             f"the router of {mixture} has collapsed at step {step}: of {len(self.loads)} experts only about "
-            f"{self.num_used:.1f} are used, with top_k {self.top_k}; set has_balance_bias or balance_loss, or lower "
-            "the learning rate"
+            f"{self.num_used:.1f} are used, with top_k {self.top_k}; set has_balance_bias or balance_loss, raise "
+            "balance_bias_rate or balance_loss if they are set, or lower the learning rate"
         )
 
 

@@ -24,6 +24,7 @@ from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 INDEX_BYTES: Final = 8
 SCORES: Final = ("softmax", "sigmoid")
+MAX_EXPERTS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class MixtureConfig(FeedForwardConfig):
 
     def __post_init__(self) -> None:
         check_counts(self, may_be_zero=("num_dense_layers",))
+        if self.num_experts > MAX_EXPERTS:
+            raise UserError(f"num_experts is {self.num_experts}: it must be at most {MAX_EXPERTS:,}")
         if self.scores not in SCORES:
             raise UserError(f"scores is {self.scores!r}: it must be {' or '.join(map(repr, SCORES))}")
         if self.has_shared_gate and self.shared_ffn_dim is None:

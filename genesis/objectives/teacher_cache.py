@@ -18,7 +18,7 @@ import fcntl
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 from blake3 import blake3
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64, Shaped, UInt64
 from numpy import ndarray
 from torch import Tensor
 
@@ -181,7 +181,8 @@ def write_cache(
             digests[source] = []
             for block in range(identity.layout.num_blocks(num_sequences)):
                 path, rows = _block_path(directory, source, block), identity.layout.rows(block, num_sequences)
-                digest = _verified_digest(path, identity, source, block, len(rows)) if path.exists() else None
+                found = _read_verified(path, identity, source, block, len(rows)) if path.exists() else None
+                digest = None if found is None else found[0]
                 if digest is None:
                     runs = []
                     for first in range(0, len(rows), batch_size):
@@ -252,7 +253,8 @@ def _locked(directory: Path) -> Iterator[None]:
 class TeacherCache:
     """A complete cache, as further tensors of the sequences of training (`genesis.data.loader.SequenceColumns`).
 
-    Thread-safe. Each block is verified when it is first read.
+    Thread-safe. Each block is verified when it is first read, and each sequence at every read: what the kernel reads
+    from the disk again, after it has dropped the pages, may be something else.
 
     Args:
         path: The cache's directory.
@@ -267,7 +269,7 @@ class TeacherCache:
         self._sources = tuple(identity.num_sequences.items())
         self._layout = identity.layout
         self._open: OrderedDict[tuple[str, int], tuple[ndarray, ndarray, ndarray]] = OrderedDict()
-        self._verified: set[tuple[str, int]] = set()
+        self._checks: dict[tuple[str, int], UInt64[ndarray, " rows"]] = {}
         self._lock = Lock()
 
     def check(self, wanted: CacheIdentity) -> None:
@@ -291,10 +293,21 @@ class TeacherCache:
         log_probs = np.empty(ids.shape, np.float32)
         log_rest = np.empty(ids.shape[:2], np.float32)
         for row, (source_id, sequence) in enumerate(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True)):
-            block, within = divmod(sequence, layout.num_sequences)
-            ids[row], log_probs[row], log_rest[row] = (array[within] for array in self._block(source_id, block))
+            ids[row], log_probs[row], log_rest[row] = self._read_sequence(
+                source_id, *divmod(sequence, layout.num_sequences)
+            )
         classes = TeacherClasses(*(torch.from_numpy(array) for array in (ids, log_probs, log_rest)))
         return name_classes(classes if self.identity.log_probs == "float32" else _normalise(classes))
+
+    def _read_sequence(self, source_id: int, block: int, within: int) -> list[ndarray]:
+        copies = [array[within].copy() for array in self._block(source_id, block)]
+        source, _ = self._sources[source_id]
+        if _check_of(copies) != self._checks[source, block][within]:
+            path = _block_path(self.path, source, block)
+            raise UserError(
+                f"{path} has changed since it was first read: remove {self.path} and run `genesis data distill` again"
+            )
+        return copies
 
     def _block(self, source_id: int, block: int) -> tuple[ndarray, ndarray, ndarray]:
         source, num_sequences = self._sources[source_id]
@@ -311,11 +324,12 @@ class TeacherCache:
 
     def _map(self, source: str, block: int, num_rows: int) -> tuple[ndarray, ndarray, ndarray]:
         path = _block_path(self.path, source, block)
-        if (source, block) not in self._verified:
-            found = _verified_digest(path, self.identity, source, block, num_rows)
-            if found != self._digests[source][block]:
+        if (source, block) not in self._checks:
+            found = _read_verified(path, self.identity, source, block, num_rows)
+            if found is None or found[0] != self._digests[source][block]:
                 raise UserError(f"{path} is damaged: remove {self.path} and run `genesis data distill` again")
-            self._verified.add((source, block))
+            arrays = self._layout.split(np.frombuffer(found[1], np.uint8), num_rows)
+            self._checks[source, block] = np.array([_check_of(rows) for rows in zip(*arrays, strict=True)], np.uint64)
         return self._layout.split(np.memmap(path, np.uint8, mode="r"), num_rows)
 
 
@@ -353,14 +367,24 @@ def _normalise(classes: TeacherClasses) -> TeacherClasses:
     return TeacherClasses(classes.ids, classes.log_probs - total[..., None], classes.log_rest - total)
 
 
-def _verified_digest(path: Path, identity: CacheIdentity, source: str, block: int, num_rows: int) -> str | None:
-    """Returns the digest at a block's end; None if the block's content has another one, or another size."""
+def _read_verified(
+    path: Path, identity: CacheIdentity, source: str, block: int, num_rows: int
+) -> tuple[str, memoryview] | None:
+    """Returns the digest at a block's end and what comes before; None if that has another digest, or another size."""
     if _find_size_fault(path, identity.layout, num_rows) is not None:
         return None
     content = path.read_bytes()
     body, stored = memoryview(content)[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     digest = blake3(body, key=identity.key(source, block), max_threads=blake3.AUTO)
-    return digest.hexdigest() if digest.digest() == stored else None
+    return (digest.hexdigest(), body) if digest.digest() == stored else None
+
+
+def _check_of(rows: Iterable[ndarray]) -> int:
+    """Returns 64 bits of the hash of a sequence, as it lies on disk."""
+    digest = blake3()
+    for row in rows:
+        digest.update(row.reshape(-1).view(np.uint8).data)
+    return int.from_bytes(digest.digest(8), "little")
 
 
 def _find_size_fault(path: Path, layout: BlockLayout, num_rows: int) -> str | None:
@@ -416,7 +440,9 @@ def _read_identity(path: Path, content: Any) -> CacheIdentity:
     try:
         identity = CacheIdentity(**content)
         counts = [(name, int(count)) for name, count in identity.num_sequences.items()]
-        is_valid = identity.log_probs in _LOWEST and min(identity.layout[:2]) > 0
+        numbers = (identity.vocab_size, *identity.layout[:2], *identity.num_sequences.values())
+        is_valid = identity.log_probs in _LOWEST and all(type(number) is int for number in numbers)
+        is_valid = is_valid and min(identity.layout[:2]) > 0
         if is_valid and all(count >= 0 and Path(name).name == name not in ("", "..") for name, count in counts):
             return identity
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError):

@@ -158,7 +158,7 @@ class DiskPieces:
             self._memory = FileMemory(directory, num_bytes)
         except FileRoomError as error:
             raise UserError(
-                f"optimizer_offload_directory {directory} takes no {NUM_COPIES} x {num_bytes / 2**30:,.2f} GiB for the "
+                f"optimizer_offload_directory {directory} takes no {NUM_COPIES} x {num_bytes:,} bytes for the "
                 f"optimizer states of this rank: {error.strerror}: choose a directory on a disk with room, or lower "
                 "optimizer_offload"
             ) from error

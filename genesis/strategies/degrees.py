@@ -76,7 +76,7 @@ class Degrees:
         num_lenders = num_left * self.cp * self.tp
         if num_lenders % self.ep:
             raise UserError(
-                f"ep is {self.ep}, which does not divide dp_shard * cp * tp = {num_lenders}; "
+                f"expert_parallel is {self.ep}, which does not divide the {num_lenders} ranks of a shard group; "
                 f"one of {list_divisors(num_lenders)} does"
             )
         return resolved

@@ -300,9 +300,13 @@ class Mirror:
             ) from error
 
     def _check_owner(self) -> None:
-        if self._read_owner() != self._status.token:
-            self._contents = None
-            raise MirrorTakenError(f"{self._status.url} is mirrored by another copy of this run now: this one stops")
+        owner = self._read_owner()
+        if owner == self._status.token:
+            return
+        self._contents = None
+        if owner is None:
+            raise StoreError(f"{self._status.url} has lost {OWNER_NAME}, which this mirror has written there")
+        raise MirrorTakenError(f"{self._status.url} is mirrored by another copy of this run now: this one stops")
 
     # ---- copies
 
@@ -440,6 +444,8 @@ class Mirror:
 
     def _fail(self, error: Exception) -> None:
         problem = str(error)
+        if isinstance(error, OSError) and error.errno is None:  # a store's, whose text is the path alone
+            problem = f"{type(error).__name__}: {problem}"
         if problem != self._status.problem:
             self._report(f"{problem}; the mirror tries again, and the training is not concerned")
         since = self._status.problem_since_seconds or time.time()

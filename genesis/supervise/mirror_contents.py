@@ -117,11 +117,7 @@ def _find_problem(
 ) -> str | None:
     for file in listing.files:
         path = place.file_path(folder, file.name, is_committed=True)
-        try:
-            is_whole = has_hash(place, path, file, listing, pace)
-        except FileNotFoundError:
-            return f"{file.name} is missing"
-        if not is_whole:
+        if not has_hash(place, path, file, listing, pace):
             return f"{file.name} does not have the size and the hash that were saved"
     if listing.base is not None and contents.find(listing.base.manifest_hash) is None:
         return "its base is not in the mirror"

@@ -11,7 +11,6 @@ them and each byte is written a few times, however long the run lasts. A copy is
 verified; then the folders that it does not use are removed.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -350,13 +349,11 @@ def _find_problem(place: Place, history: History, pace: Pace) -> str | None:
 
 def _has_hash(place: Place, path: str, piece: Piece, pace: Pace) -> bool:
     hasher, num_bytes = blake3(), 0
-    with contextlib.suppress(FileNotFoundError):
-        for block in place.read_blocks(path, piece.num_bytes):
-            pace.spend(len(block))
-            hasher.update(block)
-            num_bytes += len(block)
-        return num_bytes == piece.num_bytes and hasher.hexdigest() == piece.hash
-    return False
+    for block in place.read_blocks(path, piece.num_bytes):
+        pace.spend(len(block))
+        hasher.update(block)
+        num_bytes += len(block)
+    return num_bytes == piece.num_bytes and hasher.hexdigest() == piece.hash
 
 
 def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: Callable[[str], None]) -> None:
@@ -399,7 +396,7 @@ def _restore_file(place: Place, file: HistoryFile, target: Path, step: int, pace
     partial.unlink(missing_ok=True)
     hasher = blake3()
     try:
-        with create_file(partial) as out, contextlib.suppress(FileNotFoundError):
+        with create_file(partial) as out:
             for piece in file.pieces:
                 for block in place.read_blocks(_path(place, file.name, piece), piece.num_bytes):
                     pace.spend(len(block))

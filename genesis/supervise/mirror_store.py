@@ -79,7 +79,11 @@ class StorePlace:
         target = self._locate(path)
         for start in range(0, num_bytes, BLOCK_BYTES):
             end = min(start + BLOCK_BYTES, num_bytes)
-            yield self._read_range(target, start, end)
+            try:
+                block = self._read_range(target, start, end)
+            except FileNotFoundError:
+                return
+            yield block
 
     def commit(self, folder: str, marker: bytes) -> None:
         """As in `Place`."""

@@ -299,6 +299,30 @@ export.export_checkpoints([Path(sys.argv[1])], Path(sys.argv[2]), export.ExportO
     assert not (left / "proof.json").exists()
 
 
+def test_the_next_attempt_deletes_what_a_killed_one_left_and_nothing_of_one_that_runs(tmp_path: Path) -> None:
+    out, left = tmp_path / "out", tmp_path / "out.staging-0123abcd"
+    (left / "weights").mkdir(parents=True)
+    of_another = tmp_path / "out2.staging-0123abcd"
+    of_another.mkdir()
+    slow = staged(out, 1)
+    first = slow.__enter__()
+    assert not left.exists()
+    with staged(out, 1) as second:
+        assert first.is_dir()
+        (second / "whole").touch()
+    with pytest.raises(UserError, match="already exists"):
+        slow.__exit__(None, None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", of_another.name]
+    assert (out / "whole").exists()
+
+
+def test_nothing_is_written_into_a_checkpoint(checkpoint: Path) -> None:
+    out = checkpoint / "deep" / "out"
+    with pytest.raises(UserError, match=f"lies in the checkpoint {checkpoint}, which is removed with all"):
+        export_checkpoints([checkpoint], out, ExportOptions())
+    assert not out.parent.exists()
+
+
 def test_bytes_that_change_after_the_verification_are_found_while_reading(checkpoint: Path, tmp_path: Path) -> None:
     other = tmp_path / checkpoint.name
     other.mkdir()

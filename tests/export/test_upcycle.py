@@ -106,6 +106,8 @@ def test_the_manifest_names_the_dense_checkpoint_and_the_tokenizer_goes_along(tm
     [
         ({"num_experts": 4, "top_k": 5}, "top_k is 5: it must be at most num_experts, 4"),
         ({"num_experts": 0, "top_k": 2}, "num_experts is 0: it must be at least 1"),
+        ({"num_experts": 10**20, "top_k": 2}, "num_experts is 100000000000000000000: it must be at most 65,536"),
+        ({"num_experts": 4, "top_k": 2, "seed": -1}, "seed is -1: it must be from 0 to 4294967295"),
         ({"num_experts": 4, "top_k": 1}, "the router learns nothing: give 2 or more"),
         ({"num_experts": 4, "top_k": 2, "noise": float("nan")}, "noise is nan: it must be at least 0 and below 1"),
     ],

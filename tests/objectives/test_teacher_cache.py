@@ -197,6 +197,7 @@ def forge(cache: Path, change: Any) -> None:
         (lambda cache: forge(cache, lambda c: c["made_for"].pop("top_k")), "does not say what"),
         (lambda cache: forge(cache, lambda c: c["made_for"].update(teacher="blake3:0")), "web/00000.classes is"),
         (lambda cache: forge(cache, lambda c: c["made_for"].update(temperature=1.0)), "web/00000.classes is"),
+        (lambda cache: forge(cache, lambda c: c["made_for"].update(top_k=8.0)), "does not say what"),
         (lambda cache: forge(cache, lambda c: c["made_for"].update(top_k=4)), "does not list the blocks"),
         (lambda cache: forge(cache, lambda c: c["blocks"]["web"].pop()), "does not list the blocks"),
         (lambda cache: forge(cache, lambda c: c["blocks"]["web"].reverse()), "web/00000.classes is"),
@@ -210,6 +211,21 @@ def test_a_damaged_or_forged_cache_is_refused(cache: Path, spoil: Any, message: 
     with pytest.raises(UserError, match=message) as refused:
         read_all(cache)
     assert "\n" not in str(refused.value)
+
+
+def test_a_block_that_changes_while_it_is_read_is_refused(cache: Path) -> None:
+    opened = open_cache(cache)
+    path = cache / "web/00000.classes"
+    source = list(opened.identity.num_sequences).index("web")
+    sequences = np.arange(16)
+    opened.read(np.full(16, source), sequences)
+    with path.open("r+b") as file:  # the same file, which is mapped
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    opened.read(np.full(15, source), sequences[1:])
+    with pytest.raises(UserError, match=r"web/00000\.classes has changed since it was first read: remove"):
+        opened.read(np.full(1, source), sequences[:1])
 
 
 def test_a_cache_of_something_else_is_refused_with_both_values(

@@ -59,7 +59,11 @@ def test_groups_along_several_axes_keep_the_order_of_ranks() -> None:
         ({"dp_replicate": 3}, 4, r"dp_replicate 3 = 3 does not divide 4 ranks; one of \[1, 2, 4\] does"),
         ({"dp_replicate": 2, "tp": 4}, 12, "dp_replicate 2 [*] tp 4 = 8 does not divide 12 ranks"),
         ({"dp_shard": 2, "dp_replicate": 2}, 12, "dp_shard is 2, but the other degrees leave 6 of 12 ranks; give 6"),
-        ({"ep": 3}, 4, r"ep is 3, which does not divide dp_shard [*] cp [*] tp = 4; one of \[1, 2, 4\] does"),
+        (
+            {"ep": 3},
+            4,
+            r"expert_parallel is 3, which does not divide the 4 ranks of a shard group; one of \[1, 2, 4\] does",
+        ),
     ],
 )
 def test_degrees_that_do_not_make_up_the_world_are_refused(

@@ -83,6 +83,19 @@ def test_a_mirror_runs_beside_a_run_until_it_is_told_to_end(tmp_path: Path):
 
 
 @pytest.mark.process
+def test_sigterm_ends_a_single_pass_with_its_status_and_the_same_command_goes_on(tmp_path: Path):
+    Run(tmp_path / "run").save(1)
+    process = start_mirror(tmp_path / "run", tmp_path / "mirror", "--once", "--bandwidth", "100")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("mirror/checkpoints/*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate()
+    assert (process.returncode, err) == (143, b"genesis mirror: stopped by SIGTERM; the same command goes on\n")
+
+
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_training_that_lost_its_disk_continues_from_its_mirror_bit_for_bit(tiny_corpus: Path, tmp_path: Path):
     run, place = tmp_path / "run", tmp_path / "mirror"

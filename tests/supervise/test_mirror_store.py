@@ -10,6 +10,7 @@ import pytest
 
 from genesis.data.store import StoreError
 from genesis.errors import UserError
+from genesis.supervise.mirror import OWNER_NAME
 from genesis.supervise.mirror_contents import read_contents, verify_contents
 from genesis.supervise.mirror_history import find_history, verify_history
 from genesis.supervise.mirror_open import open_place
@@ -234,6 +235,21 @@ def test_a_store_that_changes_bytes_is_named_and_gets_no_marker(s3, tmp_path: Pa
 
         monkeypatch.setattr(place, "write", write)
         with pytest.raises(StoreError, match="has other bytes than were written"):
+            mirror.sync()
+    assert steps(URL) == []
+
+
+def test_a_store_that_keeps_nothing_of_what_it_takes_is_named(s3, tmp_path: Path, monkeypatch):
+    run = Run(tmp_path / "run")
+    run.save(1)
+    with open_mirror(run, URL) as mirror:
+        real = mirror._place.write  # type: ignore[attr-defined]
+        monkeypatch.setattr(mirror._place, "write", lambda *arguments: None)  # type: ignore[attr-defined]
+        with pytest.raises(StoreError, match="has other bytes than were written, 3 times"):
+            mirror.sync()
+        monkeypatch.setattr(mirror._place, "write", real)  # type: ignore[attr-defined]
+        mirror._place._remove_file(mirror._place._locate(OWNER_NAME))  # type: ignore[attr-defined]
+        with pytest.raises(StoreError, match=r"has lost mirror\.json, which this mirror has written there"):
             mirror.sync()
     assert steps(URL) == []
 
