@@ -3,14 +3,17 @@
 import fcntl
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import plain_project
 import pytest
@@ -29,6 +32,7 @@ from genesis_callbacks.checkpoint import (
     writer_process,
 )
 from genesis_callbacks.checkpoint.channel import READY, Channel
+from genesis_callbacks.checkpoint.descriptor import PrivateDescriptor
 from genesis_callbacks.checkpoint.job import WriteJob, hold_staging
 from genesis_callbacks.checkpoint.lineage import check_not_in_use, find_holder, wait_for_orphans
 from genesis_callbacks.checkpoint.stage import SharedBuffer
@@ -272,3 +276,88 @@ def test_a_restart_right_after_a_kill_goes_on_bit_for_bit_while_the_loaders_work
     assert len(resumed["losses"]) in (STEPS - 4, STEPS - 2)
     assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
+
+
+def runs(process: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())  # that of a process that has ended is empty
+    except FileNotFoundError:
+        return False
+
+
+def die_within_a_message(root: Path, staging: Path) -> tuple[list[str], bool]:
+    """Returns what stays locked after a trainer died in mid-message, and whether its writer goes on; a child lives."""
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            writer = writer_process.WriterProcess()
+            writer.wait_ready()
+            child = os.fork()
+            if child == 0:
+                time.sleep(600)
+                os._exit(0)
+            (root / "processes").write_text(f"{child} {writer._process.pid}")
+            with hold_staging(staging) as lock:
+                data = pickle.dumps(bytes(1000))
+                socket.send_fds(writer._channel._socket, [struct.pack("<Q", len(data)) + data[:-1]], [lock])
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(trainer, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    child, writer_id = (int(text) for text in (root / "processes").read_text().split())
+    try:
+        held = wait_for_orphans(root, 60.0, is_reported=False)
+        deadline = time.monotonic() + 60.0
+        while (lives := runs(writer_id)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    return held, lives
+
+
+@pytest.mark.process
+def test_a_trainer_that_dies_within_a_message_leaves_no_lock_although_its_children_live(tmp_path):
+    staging = tmp_path / "step-00000007.staging-0"
+    staging.mkdir()
+    assert run_ranks(die_within_a_message, 1, tmp_path, staging, timeout_seconds=200.0) == [([], False)]
+
+
+def fork_while_a_lock_is_opened(directory: Path) -> bool:
+    """Returns whether a child that was forked between the opening of a descriptor and its registration has no copy."""
+    is_open, opened = threading.Event(), []
+    real = os.open
+
+    def open_slowly(*arguments: Any) -> int:
+        number = real(*arguments)
+        is_open.set()
+        time.sleep(0.3)
+        return number
+
+    os.open = open_slowly
+    thread = threading.Thread(target=lambda: opened.append(PrivateDescriptor(directory, os.O_RDONLY | os.O_DIRECTORY)))
+    thread.start()
+    is_open.wait()
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        thread.join()
+        os.open = real
+        (descriptor,) = opened
+        fcntl.flock(descriptor.number, fcntl.LOCK_EX)
+        descriptor.close()
+        is_free = wait_for_orphans(directory.parent, 30.0, is_reported=False) == []  # the child closes its copy soon
+        return is_free and os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.process
+def test_a_child_that_is_forked_while_a_lock_is_opened_has_no_copy_of_it(tmp_path):
+    staging = tmp_path / "step-00000007.staging-0"
+    staging.mkdir()
+    assert run_ranks(fork_while_a_lock_is_opened, 1, staging) == [True]

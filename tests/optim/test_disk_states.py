@@ -192,7 +192,7 @@ def test_a_directory_that_cannot_hold_the_states_is_refused_before_the_first_ste
             on_disk(directory)
     finally:
         undo()
-    assert "GiB for the optimizer states of this rank" in str(caught.value)
+    assert "bytes for the optimizer states of this rank" in str(caught.value)
     assert "choose a directory on a disk with room, or lower optimizer_offload" in str(caught.value)
 
 

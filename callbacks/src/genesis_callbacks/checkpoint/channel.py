@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 READY = "ready"
@@ -19,6 +19,7 @@ IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _HEADER = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 64  # a buffer, a lock, and the files of a job
+_ORPHAN_POLL_MS = 500
 
 
 class Channel:
@@ -40,31 +41,52 @@ class Channel:
         """
         data = pickle.dumps(message)
         self._socket.settimeout(timeout_seconds)
-        # The kernel delivers descriptors with the bytes of the same call, so they go with the header, which is read by
-        # the one call that can receive them.
-        socket.send_fds(self._socket, [_HEADER.pack(len(data))], descriptors)
-        self._socket.sendall(data)
+        whole = memoryview(_HEADER.pack(len(data)) + data)
+        # The kernel delivers descriptors with the first bytes of the same call, so they come with the header, which is
+        # read by the one call that can receive them.
+        num_sent = socket.send_fds(self._socket, [whole], descriptors)
+        self._socket.sendall(whole[num_sent:])
 
-    def receive(self, timeout_seconds: float | None = None) -> tuple[Any, list[int]]:
+    def receive(
+        self, timeout_seconds: float | None = None, is_orphan: Callable[[], bool] | None = None
+    ) -> tuple[Any, list[int]]:
         """Returns the next message and the descriptors that came with it, which belong to the caller.
+
+        Args:
+            timeout_seconds: Limit of the wait for each piece.
+            is_orphan: Returns whether the process at the other end is gone. No end of file shows that if a forked child
+                of that process has a copy of the end, and the process may have been killed within a message.
 
         Raises:
             TimeoutError: No message arrived in time.
-            EOFError: The other end is gone.
+            EOFError: The other end is gone, or its process.
         """
         self._socket.settimeout(timeout_seconds)
         try:
+            self._wait(is_orphan)
             header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_DESCRIPTORS)
             # A stream may deliver the header in pieces; no bytes at all are the end of the connection.
-            header += self._read(_HEADER.size - len(header), is_begun=bool(header))
+            header += self._read(_HEADER.size - len(header), is_orphan, is_begun=bool(header))
             (num_bytes,) = _HEADER.unpack(header)
-            return pickle.loads(self._read(num_bytes, is_begun=True)), descriptors
+            return pickle.loads(self._read(num_bytes, is_orphan, is_begun=True)), descriptors
         except ConnectionError as error:
             raise EOFError(str(error)) from error
 
-    def _read(self, num_bytes: int, *, is_begun: bool) -> bytes:
+    def _wait(self, is_orphan: Callable[[], bool] | None) -> None:
+        """Waits until there is something to read, if `is_orphan` is given."""
+        if is_orphan is None:
+            return
+        poll = select.poll()  # select itself takes no descriptor beyond 1023, and a run may have thousands
+        poll.register(self._socket, select.POLLIN)
+        while not poll.poll(_ORPHAN_POLL_MS):
+            if is_orphan() and not poll.poll(0):  # what was sent before the death is read
+                raise EOFError("the process at the other end is gone")
+
+    def _read(self, num_bytes: int, is_orphan: Callable[[], bool] | None, *, is_begun: bool) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
+            if is_begun:
+                self._wait(is_orphan)
             piece = self._socket.recv(num_bytes - len(data)) if is_begun else b""
             if not piece:
                 raise EOFError("the other end is gone")
@@ -73,7 +95,7 @@ class Channel:
 
     def is_ended(self) -> bool:
         """Returns whether the other end is gone and all of its messages have been received."""
-        poll = select.poll()  # select itself takes no descriptor beyond 1023, and a run may have thousands
+        poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(0):
             return False

@@ -1,8 +1,8 @@
 """A rank's writer process: `python -m genesis_callbacks.checkpoint.writer DESCRIPTOR`, started by `WriterProcess`.
 
-The process has no process group and no access to accelerators. When the trainer closes its end of the channel, the
-process finishes its current job and ends. A second argument is the trainer's process, where another process has started
-the writer for it.
+The process has no process group and no access to accelerators. When the trainer closes its end of the channel, or is
+gone, the process finishes its current job and ends. A second argument is the trainer's process, where another process
+has started the writer for it.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None
         channel.send((READY, read_own_memory_bytes()))
     while True:
         try:
-            (job, num_bytes), descriptors = channel.receive()
+            (job, num_bytes), descriptors = channel.receive(is_orphan=is_orphan)
         except EOFError:
             return
         assert isinstance(job, WriteJob)
