@@ -94,3 +94,9 @@ def test_commands_run_beside_one_another_and_a_kill_reaches_one(tmp_path: Path) 
         out, err = second.communicate()
         assert (second.returncode, err) == (0, "")
         assert "NAME" in out
+
+
+@pytest.mark.parametrize("value", ["x" * 500_000, b"\xff" * 500_000, 10**5000])
+def test_a_test_with_a_long_parameter_can_start_programs(value: str | bytes | int) -> None:
+    assert len(os.environ["PYTEST_CURRENT_TEST"]) < 1000
+    subprocess.run([sys.executable, "-c", ""], check=True)
