@@ -67,6 +67,17 @@ def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
     return LiveTensors(count, sum(storages.values()))
 
 
+def read_allocated_peak(profiled: torch.profiler.profile) -> int | None:
+    """Returns the most bytes on the host that were allocated at once since a profile of memory began.
+
+    A profile that recorded no allocation gives None: torch's profiler has been seen to drop all that it recorded.
+    """
+    profiler: Any = profiled.profiler
+    events = [each for each in profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [int(each.nbytes()) for each in sorted(events, key=lambda each: each.start_ns())]
+    return max(accumulate(changes, initial=0)) if changes else None
+
+
 class StepPeak:
     """Measures the memory of one step at its highest point, from its construction to `stop`.
 
@@ -90,15 +101,13 @@ class StepPeak:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
 
-    def stop(self) -> int:
-        """Returns the bytes."""
+    def stop(self) -> int | None:
+        """Returns the bytes; None if they could not be measured."""
         if self._profile is None:
             return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
         self._profile.stop()
-        profiler: Any = self._profile.profiler
-        events = [each for each in profiler.kineto_results.events() if each.name() == "[memory]"]
-        changes = [int(each.nbytes()) for each in sorted(events, key=lambda each: each.start_ns())]
-        return self._held_bytes + max(accumulate(changes, initial=0))
+        peak = read_allocated_peak(self._profile)
+        return None if peak is None else self._held_bytes + peak
 
     @staticmethod
     def can_measure(device: torch.device) -> bool:

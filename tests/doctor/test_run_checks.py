@@ -9,7 +9,7 @@ import torch
 
 from genesis.doctor import run_checks
 from genesis.doctor.forked_ranks import Step
-from genesis.doctor.observe import LiveTensors, StepPeak, count_tensors, find_slope
+from genesis.doctor.observe import LiveTensors, StepPeak, count_tensors, find_slope, read_allocated_peak
 from genesis.doctor.planned import PlannedFit
 from genesis.doctor.protocol import check_split
 from genesis.doctor.recipe import Capacity, name_objective, plan_cuts, plan_num_steps, plan_strategy, to_arguments
@@ -92,7 +92,15 @@ def test_the_peak_of_a_step_counts_what_stays_and_what_comes_and_goes_but_no_gra
     peak = StepPeak(module, torch.device("cpu"))
     torch.ones(1 << 20)
     torch.ones(1 << 18)
-    assert 0 <= peak.stop() - before - (4 << 20) < 1 << 16
+    num_bytes = peak.stop()
+    assert num_bytes is not None
+    assert 0 <= num_bytes - before - (4 << 20) < 1 << 16
+
+
+def test_a_profile_that_recorded_no_allocation_has_no_peak() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        pass
+    assert read_allocated_peak(profiled) is None
 
 
 # ---- checkpoint

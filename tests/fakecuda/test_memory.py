@@ -1,11 +1,11 @@
 """The peak of a step's memory on a GPU, for strategies and precisions: a golden number for each."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -13,6 +13,7 @@ from tests.fakecuda.client import FakeDevice
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.memory import CountLiveBytes, LiveBytes
 from tests.golden.files import read_golden
+from tests.plan.measure import measure_allocated_peak
 
 GOLDEN: Final = "fakecuda/peak-memory.txt"
 TOLERANCE: Final = 0.01
@@ -76,22 +77,6 @@ def train_a_step(decoder: Decoder, optimizer: torch.optim.Optimizer, ids: torch.
     optimizer.zero_grad()
 
 
-def measure_by_allocator(decoder: Decoder, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> int:
-    """Returns the most bytes that a step adds, from each allocation and release of torch's CPU allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        train_a_step(decoder, optimizer, ids)
-    kineto: Any = profiled.profiler
-    events = sorted(
-        (event for event in kineto.kineto_results.events() if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    )
-    now = peak = 0
-    for event in events:
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def test_the_peak_of_live_tensors_is_that_of_the_allocator() -> None:
     """On the CPU, where an independent count exists."""
     torch.manual_seed(1)
@@ -103,7 +88,7 @@ def test_the_peak_of_live_tensors_is_that_of_the_allocator() -> None:
     optimizer = torch.optim.AdamW(decoder.parameters())
     ids = torch.randint(config.vocab_size, (4, config.max_seq_len))
     train_a_step(decoder, optimizer, ids)
-    by_allocator = measure_by_allocator(decoder, optimizer, ids)
+    by_allocator = measure_allocated_peak(partial(train_a_step, decoder, optimizer, ids))
     live = LiveBytes("cpu", rounded_to=1)
     live.note([ids, *decoder.state_dict().values(), [list(state.values()) for state in optimizer.state.values()]])
     before = live.now
