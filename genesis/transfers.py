@@ -9,6 +9,8 @@ import mmap
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -100,6 +102,13 @@ class Traffic:
         vars(self).update(vars(Traffic(_waits=pending)))
         return taken
 
+    @contextmanager
+    def waiting_for_disk(self) -> Iterator[None]:
+        """Counts the time of its body as a wait of the training thread for the disk."""
+        begin = time.perf_counter()
+        yield
+        self.disk_wait_seconds += time.perf_counter() - begin
+
     def wait_for(self, mark: "Mark", device: torch.device) -> None:
         """Makes what the current stream does next wait for a mark; the host does not wait."""
         if mark is None:
@@ -144,6 +153,13 @@ class CopyLane:
         """Copies from the device to the host once a mark has passed, and returns the mark of its end."""
         self._traffic.to_host_bytes += source.nbytes
         return self._copy(target, source, after)
+
+    def synchronize(self) -> None:
+        """Makes the host wait until all copies so far have ended."""
+        if self._stream is not None:
+            with working_on(self._stream):
+                mark = record_event(self._device)
+            mark.synchronize()
 
     def _copy(self, target: Tensor, source: Tensor, after: Mark) -> Mark:
         if self._stream is None:

@@ -137,6 +137,7 @@ class StateOffload:
 
     Attributes:
         num_bytes: Bytes of the moments.
+        disk_rates: How fast the disk of the moments was at the start; None without one, or behind a page cache.
 
     Raises:
         UserError: The host lacks memory, or the directory lacks room.
@@ -173,11 +174,14 @@ class StateOffload:
         self.num_bytes = sum(len(names) * num_bytes for names, num_bytes in used.items())
         sizes_by_moment = {moment: num_bytes for names, num_bytes in used.items() for moment in names if num_bytes}
         self._memory: PieceMemory
+        self.disk_rates: DiskRates | None = None
         if directory is None:
             check_room(self.num_bytes, available_bytes, share)
             self._memory = HostPieces(sizes_by_moment, device, piece_bytes)
         else:
-            self._memory = DiskPieces(directory, sizes_by_moment, device, piece_bytes, traffic)
+            self._memory = disk = DiskPieces(directory, sizes_by_moment, device, piece_bytes, traffic)
+            if chosen:
+                self.disk_rates = disk.measure()  # writes zeros: before states of earlier steps come into the files
         self._held: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, start in starts.items():
             self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in moments[parameter]}
@@ -194,10 +198,6 @@ class StateOffload:
         ]
         self._extents = [Extent(MOMENTS[piece.algorithm], piece.start, piece.num_bytes) for piece in self._pieces]
         self._lanes: tuple[CopyLane, CopyLane] | None = None
-
-    def measure_disk(self) -> DiskRates | None:
-        """Returns how fast the disk of the moments is now; None without one. Before the first step."""
-        return self._memory.measure() if isinstance(self._memory, DiskPieces) and self._held else None
 
     def holds(self, parameter: Tensor) -> bool:
         """Returns whether the moments of a parameter are offloaded."""
@@ -286,6 +286,9 @@ class StateOffload:
             mark = self._store(piece, buffer, on_host, mark_now(self._device))
             passage.leave(number, mark)
             free.append((buffer, mark))
+        if free:
+            # The step ends when the last piece is back: the device has nothing else to do until then.
+            self.traffic.wait_for(free[-1][1], self._device)
 
     def _build_buffer(self) -> Buffer:
         most = max(piece.num_bytes for piece in self._pieces)

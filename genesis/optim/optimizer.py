@@ -131,9 +131,10 @@ class GroupedOptimizer(Optimizer):
         """Bytes of the states that are offloaded."""
         return 0 if self._offload is None else self._offload.num_bytes
 
-    def measure_disk(self) -> DiskRates | None:
-        """Returns how fast the disk of the states is now, before the first step; None without states on one."""
-        return None if self._offload is None else self._offload.measure_disk()
+    @property
+    def disk_rates(self) -> DiskRates | None:
+        """How fast the disk of the states was when they were moved there; None without states on one."""
+        return None if self._offload is None else self._offload.disk_rates
 
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
         """Makes Muon compute each whole matrix on only one rank, which sends the result to the others.

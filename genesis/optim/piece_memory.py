@@ -206,11 +206,15 @@ class DiskPieces:
     @contextlib.contextmanager
     def passing(self, extents: Sequence[Extent], chosen: Sequence[bool]) -> Iterator[Passage]:
         """Lets the chosen pieces pass, or all of them while a save holds the files."""
-        with self._reporting(), self._memory.begin_pass() as one:
+        with self._reporting(), contextlib.ExitStack() as stack:
+            with self._traffic.waiting_for_disk():  # for a save that holds both copies, and for what a restore wrote
+                one = stack.enter_context(self._memory.begin_pass())
             numbers = [number for number in range(len(extents)) if one.is_whole or chosen[number]]
             passage = _DiskPassage(one, self._slots, self._starts, extents, numbers, self._traffic)
             with passage.running():
                 yield passage
+            with self._traffic.waiting_for_disk():  # until the disk has what went through the page cache
+                stack.close()
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -254,7 +258,7 @@ class _DiskPassage:
             self._writer = writer
             self._reads = {number: reader.submit(self._read, number) for number in self._numbers}
             yield
-            with self._waiting():
+            with self._traffic.waiting_for_disk():
                 for write in self._writes:
                     write.result()
         finally:
@@ -263,7 +267,7 @@ class _DiskPassage:
             writer.shutdown(cancel_futures=True)
 
     def arrive(self, number: int) -> list[Tensor]:
-        with self._waiting():
+        with self._traffic.waiting_for_disk():
             slot = self._reads[number].result()
         moments, _, num_bytes = self._extents[number]
         return [memory[:num_bytes] for _, memory in zip(moments, slot.tensors, strict=False)]
@@ -275,12 +279,6 @@ class _DiskPassage:
         assert self._writer is not None
         self._writes = [write for write in self._writes if not write.done()]
         self._writes.append(self._writer.submit(self._write, number, self._reads[number].result(), mark))
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._traffic.disk_wait_seconds += time.perf_counter() - begin
 
     def _read(self, number: int) -> Slot:
         slot = self._free.get()

@@ -40,7 +40,8 @@ class _Held:
             self.stored.wait()
 
     def on_host(self) -> Tensor:
-        return self.memory.bytes.view(self.dtype).view(self.shape)
+        num_bytes = self.shape.numel() * self.dtype.itemsize
+        return self.memory.bytes[:num_bytes].view(self.dtype).view(self.shape)
 
 
 class ActivationOffload:
@@ -56,7 +57,7 @@ class ActivationOffload:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._lane: CopyLane | None = None
-        self._free: dict[int, list[HostMemory]] = {}
+        self._free: list[HostMemory] = []
         self._last: weakref.ref[_Held] | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,11 +73,10 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor) -> _Held:
         if self._lane is None:
             self._lane = CopyLane(tensor.device, self._traffic)
-        free = self._free.setdefault(tensor.nbytes, [])
-        memory = free.pop() if free else HostMemory(tensor.nbytes, tensor.device, max(1, tensor.nbytes))
+        memory = self._take_memory(tensor)
         last = None if self._last is None else self._last()
         held = _Held(tensor, memory, last)
-        weakref.finalize(held, free.append, memory).atexit = False
+        weakref.finalize(held, self._free.append, memory).atexit = False
         held.stored = self._lane.store(held.on_host(), tensor, mark_now(tensor.device))
         if last is not None and last.source is not None:
             # A whole block has been launched since, so that this wait is short. Behind it the allocator may give the
@@ -85,6 +85,21 @@ class ActivationOffload:
             last.source = None
         self._last = weakref.ref(held)
         return held
+
+    def _take_memory(self, tensor: Tensor) -> HostMemory:
+        """Returns memory that holds a tensor: free memory of at least its size, or new memory.
+
+        New memory takes the place of a smaller one that is free. Windows of many widths therefore never need more
+        pieces of memory than one window has inputs, none of them larger than the largest input.
+        """
+        fitting = [number for number, one in enumerate(self._free) if len(one.bytes) >= tensor.nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda number: len(self._free[number].bytes)))
+        if self._free:
+            assert self._lane is not None
+            self._lane.synchronize()  # a copy from the old memory may still run
+            self._free.pop()
+        return HostMemory(tensor.nbytes, tensor.device, max(1, tensor.nbytes))
 
     def _unpack(self, held: _Held) -> Tensor:
         self._start_fetch(held)

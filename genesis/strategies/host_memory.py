@@ -71,7 +71,7 @@ class HostOffload:
                 directory=self._directory,
             )
             if self._directory is not None:
-                rank_zero_info(describe_disk(self._directory, optimizer.offloaded_bytes, optimizer.measure_disk()))
+                rank_zero_info(describe_disk(self._directory, optimizer.offloaded_bytes, optimizer.disk_rates))
 
 
 def describe_disk(directory: Path, num_bytes: int, rates: DiskRates | None) -> str:

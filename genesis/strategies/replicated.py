@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -179,8 +180,10 @@ class Replicated(DDPStrategy):
             super(DDPStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
-        # After the base, which moves the states of optimizers to the device.
-        self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # After the base, which moves the states of optimizers to the device. In a validation after a fit, the
+            # optimizers are still those of the fit, whose states are moved already.
+            self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
 
     def teardown(self) -> None:
         """Stops the watch of this start, and tears down the base."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
@@ -288,8 +289,10 @@ class Sharded(ModelParallelStrategy):
         ):
             loop.inference_mode = False
         super().setup(trainer)
-        # After the base, which moves the states of optimizers to the device.
-        self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # After the base, which moves the states of optimizers to the device. In a validation after a fit, the
+            # optimizers are still those of the fit, whose states are moved already.
+            self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
         if self.world_size > 1:
             assert self.lightning_module is not None
             self._watchdog = DesyncWatchdog(self.lightning_module, self.desync_seconds, self.layout.stage_ranks)

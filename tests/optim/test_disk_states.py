@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,11 +217,38 @@ def test_the_line_at_the_start_has_the_least_time_of_a_step() -> None:
 def test_the_disk_is_measured_without_a_change(tmp_path: Path) -> None:
     plain, (model, offloaded, _) = _decoder(), on_disk(tmp_path)
     optimizer = build_optimizer(plain, ADAMW)
-    rates = offloaded.measure_disk()
+    rates = offloaded.disk_rates
     assert rates is None or min(rates.read, rates.write) > 0
     assert (rates is not None) == memory_of(offloaded).is_direct
     assert not values(model, offloaded)["output.weight.exp_avg"].any()
     _train(plain, [optimizer], range(2))
     _train(model, [offloaded], range(2))
     assert differences(values(plain, optimizer), values(model, offloaded)) == []
-    assert build(_decoder(), 1.0)[0].measure_disk() is None  # in memory
+    assert build(_decoder(), 1.0)[0].disk_rates is None  # in memory
+
+
+def test_states_that_are_there_before_the_move_are_kept(tmp_path: Path) -> None:
+    plain, moved = _decoder(), _decoder()
+    optimizer, offloaded = build_optimizer(plain, ADAMW), build_optimizer(moved, ADAMW)
+    _train(plain, [optimizer], range(2))
+    _train(moved, [offloaded], range(2))
+    offloaded.offload_states(1.0, CPU, Traffic(), piece_bytes=PAGE, directory=tmp_path)
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+    _train(plain, [optimizer], range(2, 3))
+    _train(moved, [offloaded], range(2, 3))
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+
+
+def test_the_time_in_which_a_save_holds_both_copies_is_a_wait_for_the_disk(tmp_path: Path) -> None:
+    model, optimizer, traffic = on_disk(tmp_path)
+    _train(model, [optimizer], range(1))
+    held = [memory_of(optimizer).hold()]
+    _train(model, [optimizer], range(1, 2))  # writes to the other copy
+    held.append(memory_of(optimizer).hold())
+    traffic.take()
+    timer = threading.Timer(0.5, held[0].release)
+    timer.start()
+    _train(model, [optimizer], range(2, 3))
+    timer.join()
+    held[1].release()
+    assert traffic.take().disk_wait_seconds > 0.25

@@ -1,6 +1,7 @@
 """Offload on the simulated device, whose streams are late: the results are those without offload, bit for bit."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -152,3 +153,24 @@ def test_memory_that_the_driver_does_not_lock_is_a_warning_and_changes_nothing()
 def without_pins() -> tuple[list[str], dict[str, float]]:
     with pytest.warns(PinWarning, match="bytes of host memory are not page-locked"):
         return compare(0, LATE_US, "no pins")
+
+
+def pin_inputs(widths: Sequence[int]) -> int:
+    """Returns the bytes that are page-locked after windows of some widths."""
+    library = load_device()
+    device = torch.device("simulated", 0)
+    decoder = Decoder(SHAPE)
+    decoder.init_weights(0)
+    decoder.to(device)
+    apply_wrappers(decoder, "block", offload=ActivationOffload(Traffic()))
+    for width in widths:
+        ids = (torch.arange(width) % 61)[None].to(device)
+        decoder(ids).float().logsumexp(-1).mean().backward()
+    return int(library.simulated_pinned_bytes())
+
+
+@pytest.mark.slow
+def test_windows_of_many_widths_lock_no_more_memory_than_the_widest() -> None:
+    (widest,) = run_ranks(pin_inputs, 1, [32])
+    (mixed,) = run_ranks(pin_inputs, 1, [8, 16, 12, 32, 4, 24, 32, 20])
+    assert 0 < mixed <= widest

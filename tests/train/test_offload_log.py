@@ -3,6 +3,8 @@
 import os
 
 import pytest
+import torch
+from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.strategies import Replicated, Sharded
@@ -36,6 +38,27 @@ def test_a_fit_with_states_on_a_disk_logs_its_bytes_and_its_waits() -> None:
 
 def test_a_fit_without_offload_logs_nothing_of_it() -> None:
     assert run_ranks(log_of, 1, "replicated") == [{}]
+
+
+def states_around_a_validation(strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    trainer = build_trainer(build_strategy(strategy), int(os.environ["WORLD_SIZE"]), 2, [])
+    module = build_module(TINY)
+    trainer.fit(module, loader(2, 0, 1))
+
+    def read() -> dict[str, Tensor]:
+        states = enumerate(trainer.optimizers[0].state.values())
+        return {f"{number}.{key}": value.clone() for number, state in states for key, value in state.items()}
+
+    fitted = read()
+    trainer.validate(module, loader(1, 0, 1), verbose=False)
+    return fitted, read()
+
+
+@pytest.mark.parametrize("strategy", ["disk_alone", pytest.param("host_alone", marks=pytest.mark.slow)])
+def test_a_validation_after_a_fit_changes_no_state_that_was_moved(strategy: str) -> None:
+    ((fitted, validated),) = run_ranks(states_around_a_validation, 1, strategy)
+    assert any(value.any() for key, value in fitted.items() if key.endswith("exp_avg"))
+    assert [key for key, value in fitted.items() if not torch.equal(value, validated[key])] == []
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True])
