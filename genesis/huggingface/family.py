@@ -120,6 +120,16 @@ class Family:
         """Whether the tensor `name` of a checkpoint belongs to another model beside this one, such as one of images."""
         return name.startswith(self.dropped) if self.dropped else False
 
+    def unwrap(self, name: str) -> str:
+        """Returns the name that a parameter has in a checkpoint of this model alone.
+
+        Example:
+            >>> from genesis.huggingface.qwen3_5 import QWEN3_5
+            >>> QWEN3_5.unwrap("model.language_model.norm.weight")
+            'model.norm.weight'
+        """
+        return name if self.wrapped_type is None else name.replace("model.language_model.", "model.", 1)
+
     def our_name(self, name: str) -> str:
         """Returns the decoder's name of the family's parameter `name`.
 
@@ -130,8 +140,7 @@ class Family:
 
     def _find(self, name: str) -> tuple[str, int | None]:
         """Returns the decoder's name of the family's parameter `name`, and the number of its expert within a stack."""
-        if self.wrapped_type is not None:
-            name = name.replace("model.language_model.", "model.", 1)
+        name = self.unwrap(name)
         block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
         if block is not None:
             for ours, pattern in self.stacks.items():

@@ -256,7 +256,7 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     options = _read_options(directory / CONFIG_NAME, content)
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
+            names = list(_name_of_text_model(path, file.keys(), family))
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     suffix = f".{_SUFFIXES['lora_A']}"
@@ -272,6 +272,27 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
         extras.discard("head")  # PEFT's copy of the embedding
     given = {"include": tuple(layers), "include_experts": tuple(sorted(stacks)), "also_train": tuple(sorted(extras))}
     return AdapterConfig(**options | given)
+
+
+def _name_of_text_model(path: Path, names: Iterable[str], family: Family) -> dict[str, str]:
+    """Returns the names of a file's tensors by those that they have beside the text model alone.
+
+    Adapters trained beside a model that also reads images have longer names. Those of its vision tower are left out, as
+    an import leaves out the tower.
+
+    Raises:
+        UserError: Two tensors have the same name beside the text model.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        inner = name.removeprefix(_PREFIX)
+        if family.is_dropped(inner):
+            continue
+        own = name.removesuffix(inner) + family.unwrap(inner)
+        if own in found:
+            raise UserError(f"{path}: {name} and {found[own]} are one tensor of the text model: export them again")
+        found[own] = name
+    return found
 
 
 def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any]) -> set[str]:
@@ -294,7 +315,8 @@ def _match_experts(name: str, family: Family) -> re.Match[str] | None:
 
 
 def _find_targets(number: str, family: Family, content: Mapping[str, Any]) -> set[str]:
-    listed = content.get("target_parameters") or []
+    # In a model that also reads images, a target may begin within the name of the text model.
+    listed = [re.sub(r"^(model\.)?language_model\.", "", one) for one in content.get("target_parameters") or []]
     stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
     return {target for target, name in stacks.items() if any(f".{name}".endswith(f".{one}") for one in listed)}
 
@@ -332,7 +354,8 @@ def read_adapters(
     try:
         with safe_open(path, framework="pt") as file:
             made_for = (file.metadata() or {}).get(FINGERPRINT)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
+            names = _name_of_text_model(path, file.keys(), family)
+            tensors = {own: file.get_tensor(name) for own, name in names.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if made_for is not None and made_for != base_fingerprint:

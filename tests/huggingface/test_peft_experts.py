@@ -9,7 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from genesis.errors import UserError
 from genesis.huggingface.dots1 import DOTS1
@@ -88,7 +93,10 @@ def write_theirs(directory: Path, model_type: str, targets: list[str], **options
     """Returns PEFT's model, whose base and adapters lie in two directories."""
     torch.manual_seed(0)
     shape: Any = AutoConfig.for_model(model_type, **(SHAPE | FAMILIES[model_type]))
-    model: Any = AutoModelForCausalLM.from_config(shape).eval()
+    return adapt_theirs(directory, AutoModelForCausalLM.from_config(shape).eval(), targets, **options)
+
+
+def adapt_theirs(directory: Path, model: Any, targets: list[str], **options: Any) -> Any:
     model.save_pretrained(directory / "base")
     given = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], **options}
     config: Any = LoraConfig(task_type="CAUSAL_LM", target_parameters=targets, **given)
@@ -171,6 +179,49 @@ def _check_config(directory: Path, ours: Decoder, family: Family, config: Adapte
     assert set(content["target_parameters"]) == listed
     for key in ("r", "lora_alpha", "use_rslora"):
         assert content[key] == written[key]
+
+
+WRAPPED = "model.language_model.layers"
+
+
+def build_model_that_reads_images() -> Any:
+    text = SHAPE | FAMILIES["qwen3_5_moe_text"]
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_position_embeddings": 16,
+        "out_hidden_size": 32,
+    }  # fmt: skip
+    tokens = {"image_token_id": 85, "video_token_id": 86, "vision_start_token_id": 87, "vision_end_token_id": 88}
+    torch.manual_seed(0)
+    shape = Qwen3_5MoeConfig(text_config=text, vision_config=vision, **tokens)
+    return Qwen3_5MoeForConditionalGeneration(shape).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "targets",
+    [[GATE_UP, DOWN], [f"{WRAPPED}.1.{DOWN}"], [f"language_model.layers.0.{GATE_UP}"]],
+    ids=["both", "one stack by its whole name", "one stack by the end of its name"],
+)
+def test_adapters_of_a_model_that_reads_images_are_those_of_its_text_model(targets: list[str], tmp_path: Path) -> None:
+    layers = ["q_proj", "in_proj_qkv", "in_proj_a", "gate_proj", "qkv"]  # the last one is in the vision tower
+    theirs = adapt_theirs(tmp_path, build_model_that_reads_images(), targets, target_modules=layers)
+    written = load_file(tmp_path / "adapter" / WEIGHTS_NAME)
+    assert {name.split(".")[3] for name in written} == {"language_model", "visual"}
+    ours, _, config = load_ours(tmp_path)
+    assert len(config.include_experts) == (4 if len(targets) == 2 else 1)
+    ids = IDS % 80  # others are those of images
+    with torch.no_grad():
+        logits, expected = ours(ids), theirs(input_ids=ids).logits
+        with theirs.disable_adapter():
+            base = theirs(input_ids=ids).logits
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * largest)
+    assert float((base - expected).abs().max()) > 0.01 * largest
+    twice = next(name for name in written if ".language_model." in name)
+    plain = twice.replace(".language_model.", ".")
+    save_file(written | {plain: written[twice].clone()}, tmp_path / "adapter" / WEIGHTS_NAME)
+    with pytest.raises(UserError, match="are one tensor of the text model: export them again"):
+        load_ours(tmp_path)
 
 
 @pytest.mark.parametrize(("family", "is_refused"), [(DOTS1, True), (QWEN3_MOE, True), (QWEN3_5_MOE, False)])
