@@ -64,6 +64,13 @@ def _export_adapter(arguments: Namespace) -> int:
     proof = export_adapter(checkpoint, arguments.out, options)
     print(f"{arguments.out}: the adapters of {checkpoint.name} in {arguments.dtype}")
     print_proof(proof)
+    base = proof["base"]
+    if base["imported_as"] is not None:
+        print(
+            f"base: PEFT loads these adapters beside an export of the base (genesis export BASE DIR), of type "
+            f"{base['model_type']}; beside the {base['imported_as']} model that the base was imported from, it leaves "
+            "out some of them"
+        )
     return 0
 
 

@@ -13,7 +13,9 @@ from genesis.errors import UserError
 from genesis.export.proof import PROVE_ADAPTER_MODULE, run_proof_of, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES
-from genesis.huggingface.directory import CARD_NAME, hash_files
+from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
+from genesis.huggingface.directory import CONFIG_NAME as BASE_CONFIG_NAME
+from genesis.huggingface.family import IMPORTED_AS, Family
 from genesis.huggingface.peft import (
     CONFIG_NAME,
     FINGERPRINT,
@@ -25,7 +27,7 @@ from genesis.huggingface.peft import (
     name_tied_output,
     to_peft,
 )
-from genesis.huggingface.shape import find_family
+from genesis.huggingface.shape import find_family, is_exported_as_another
 from genesis.model.adapter import (
     EXTRA_TENSORS,
     AdapterConfig,
@@ -76,7 +78,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         options: The options.
 
     Raises:
-        UserError: The checkpoint has no adapters, no family of transformers represents the decoder, or `out` exists.
+        UserError: The checkpoint has no adapters, no family of transformers represents the decoder, `base_name` is a
+            directory of another family, or `out` exists.
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
@@ -85,6 +88,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     assert manifest.base is not None
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
     family = find_family(config)
+    _check_base_name(options.base_name, family)
     with torch.device("meta"):
         decoder = Decoder(config)
     layers, linears = select_layers(decoder, adapter), find_linears(decoder)
@@ -120,24 +124,60 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
         save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        card = _write_card(out.name, checkpoint, manifest, adapter, base)
+        imported_as = _find_other_type(base_manifest)
+        card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as)
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         request = {"directory": str(staging), "checkpoint": str(checkpoint), "base": str(base)}
         proof = run_proof_of(request, PROVE_ADAPTER_MODULE)
+        proof["base"] = {"model_type": family.model_type, "imported_as": imported_as}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
 
 
-def _write_card(name: str, checkpoint: Path, manifest: Manifest, adapter: AdapterConfig, base: Path) -> str:
+def _check_base_name(base_name: str | None, family: Family) -> None:
+    """Refuses a directory whose model has other tensors: PEFT would leave out those adapters without a warning."""
+    if base_name is None or not Path(base_name, BASE_CONFIG_NAME).is_file():
+        return
+    model_type = read_json(Path(base_name, BASE_CONFIG_NAME)).get("model_type")
+    if is_exported_as_another(model_type):
+        raise UserError(
+            f"--base_name is {base_name}, a model of type {model_type}, and the adapters fit one of type "
+            f"{family.model_type}, as which genesis exports the base: give the directory of `genesis export BASE DIR`"
+        )
+
+
+def _find_other_type(base: Manifest) -> str | None:
+    """Returns the type of the model that a base was imported from, if exports of the base have another type."""
+    imported_as = base.identity.get(IMPORTED_AS)
+    return imported_as if is_exported_as_another(imported_as) else None
+
+
+def _write_card(
+    name: str,
+    checkpoint: Path,
+    manifest: Manifest,
+    adapter: AdapterConfig,
+    base: Path,
+    family: Family,
+    imported_as: str | None,
+) -> str:
     assert manifest.base is not None
     head = yaml.safe_dump({"library_name": "peft", "tags": ["lora"]}, sort_keys=False)
+    other = (
+        ""
+        if imported_as is None
+        else f"""
+**BASE is the export of the base by genesis** (`genesis export`), and not the `{imported_as}` model that the base was
+imported from: some layers have other names there, and PEFT leaves out their adapters without a warning.
+"""
+    )
     return f"""---
 {head}---
 
 # {name}
 
-Adapters of rank {adapter.rank} in PEFT's format, trained beside a frozen base.
+Adapters of rank {adapter.rank} in PEFT's format, trained beside a frozen base of type `{family.model_type}`.
 `proof.json` lists the comparisons with the checkpoint.
 
 ```python
@@ -147,7 +187,7 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained("BASE")
 model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
 ```
-
+{other}
 - `{checkpoint.name}`, step {manifest.step:,}, manifest `{read_committed_hash(checkpoint)}`
 - base `{base.name}`, manifest `{manifest.base.manifest_hash}`
 """

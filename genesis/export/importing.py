@@ -19,6 +19,7 @@ from genesis.export.proof import run_proof, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
+from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -107,7 +108,9 @@ def import_directory(
         state = found | _widen(widened, staging / _WIDENED_NAME)
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
-        checkpoint = save_weights(state, config, tokenizer, RunDirectory(staging).checkpoints)
+        checkpoint = save_weights(
+            state, config, tokenizer, RunDirectory(staging).checkpoints, imported_as=family.model_type
+        )
         del state
         (staging / _WIDENED_NAME).unlink(missing_ok=True)
         place = None if tokenizer is None else staging
@@ -171,6 +174,7 @@ def save_weights(
     tokenizer: Tokenizer | None,
     checkpoints: Path,
     ancestor: Ancestor | None = None,
+    imported_as: str | None = None,
 ) -> Path:
     """Commits a checkpoint of step 0 with the decoder's weights alone and returns its directory.
 
@@ -180,9 +184,12 @@ def save_weights(
         tokenizer: The model's tokenizer; None if it has none.
         checkpoints: The directory of checkpoints to create.
         ancestor: The checkpoint that the weights come from; None if there is none.
+        imported_as: The `model_type` of the family that the weights are imported from; None if they are not imported.
     """
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}
+    if imported_as is not None:
+        identity[IMPORTED_AS] = imported_as
     origin = RunMetadata(identity, {"model": {"decoder": dump_decoder_config(config)}})
     parts = [
         part for name, tensor in state.items() for part in local_shards(DECODER_PREFIX + name, tensor, "parameter")

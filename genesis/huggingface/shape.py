@@ -79,6 +79,11 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     return family, _build_shape(path, content, family)
 
 
+def is_exported_as_another(model_type: Any) -> bool:
+    """Whether models of a type are exported as another family, whose tensors have other names."""
+    return any(family.model_type == model_type and not family.is_written for family in FAMILIES)
+
+
 def find_family(config: DecoderConfig) -> Family:
     """Returns the family that a decoder is exported as.
 

@@ -31,7 +31,7 @@ def test_an_untied_llama_in_bfloat16_without_tokenizer_becomes_a_checkpoint(tmp_
     decoder = manifest.recipe["model"]["decoder"]
     assert not decoder["has_tied_embeddings"]
     assert decoder["rope_theta"] == 20_000.0
-    assert manifest.identity == {}
+    assert manifest.identity == {"imported_as": "llama"}
     assert not manifest.has_optimizer
     state = read_state(tmp_path / "llama")
     assert torch.equal(state["output.weight"], model.lm_head.weight)
