@@ -21,7 +21,7 @@ from genesis.data.packing import Packing
 from genesis.data.training_data import TrainingOptions
 from genesis.device import check_available, is_available
 from genesis.errors import UserError
-from genesis.generate.teacher import find_teacher, load_teacher
+from genesis.generate.teacher import check_teacher_fits, find_teacher, load_teacher
 from genesis.objectives.distillation import check_options
 from genesis.objectives.teacher import TeacherDtype
 from genesis.objectives.teacher_cache import CacheIdentity, LogProbsType, write_cache
@@ -88,11 +88,13 @@ def distill(path: Path, given: Path, options: DistillOptions, console: Console) 
     """Makes the cache and returns lines about it.
 
     Raises:
-        UserError: Teacher and corpus do not fit together, or the cache cannot be written.
+        UserError: Teacher and corpus do not fit together, the teacher does not fit the memory, or the cache cannot be
+            written.
     """
     if options.device is not None:
         check_available(options.device)
     device = torch.device(options.device or ("cuda" if is_available("cuda") else "cpu"))
+    check_teacher_fits(given, device, options.dtype)
     found = find_teacher(given)
     size = options.batch_size
     data = CorpusData(

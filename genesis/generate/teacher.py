@@ -1,23 +1,29 @@
 """The teacher of a distillation, from a checkpoint or an export: found and identified first, and loaded later."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 
+from genesis.available_memory import available_memory
 from genesis.checkpoint_reference import LATEST, Reference, read_reference
+from genesis.device import is_host, read_free_memory
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
+from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
 from genesis.tokenizer.open import find_format, has_same_ids, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
 
 _HASH_SHOWN: Final = 16
+_WEIGHTS_SUFFIX: Final = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,48 @@ def _find_recorded(reference: Reference, recorded_hash: str | None) -> Path | No
         return None
     committed = (path for path, _ in list_committed(reference.path))
     return next((path for path in committed if read_committed_hash(path) == recorded_hash), None)
+
+
+def check_teacher_fits(given: str | Path, device: torch.device, dtype: TeacherDtype | None = None) -> None:
+    """Refuses a teacher that is larger than the memory, before its files are read. Activations are not counted.
+
+    Args:
+        given: A run, a checkpoint or an export.
+        device: Where the teacher will run, after it was loaded into the host's memory.
+        dtype: The dtype of the weights; None for that of the files.
+
+    Raises:
+        UserError: There is no such teacher, or the host or the device has less memory than its weights take.
+    """
+    num_bytes = _count_bytes(read_reference(given), None if dtype is None else getattr(torch, dtype))
+    on_device = None if is_host(device.type) else read_free_memory(device.type, device.index or 0)
+    for owner, available in (("this machine", available_memory()), (device, on_device and on_device[0])):
+        if available is not None and available < num_bytes:
+            raise UserError(
+                f"the weights of the teacher {given} take {num_bytes / 1e9:,.1f} GB, and {owner} has "
+                f"{available / 1e9:,.1f} GB free; a teacher is never divided among devices: give a machine with more "
+                "memory (--device cpu needs only the host's), a narrower --dtype, or a smaller teacher"
+            )
+
+
+def _count_bytes(reference: Reference, dtype: torch.dtype | None) -> int:
+    """Returns the bytes of a teacher's weights, by what lists them: nothing else is read."""
+    if reference.kind != "export":
+        manifest = read_manifest(reference.find_checkpoint(level="quick"))
+        records = [record for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX)]
+        return sum(math.prod(record.shape) * (dtype or record.torch_dtype).itemsize for record in records)
+    files = sorted(reference.path.glob(f"*{_WEIGHTS_SUFFIX}"))
+    if dtype is None:
+        return sum(path.stat().st_size for path in files)
+    num_elements = 0
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                num_elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    return num_elements * dtype.itemsize
 
 
 def load_teacher(

@@ -49,10 +49,13 @@ def make_decoder(seed: int = 0, std: float = 0.3) -> Decoder:
     return decoder
 
 
-def make_adapted(base: Decoder, seed: int = 1, *, dora: bool = False, dropout: float = 0.0) -> Decoder:
+def make_adapted(
+    base: Decoder, seed: int = 1, *, dora: bool = False, dropout: float = 0.0, include_experts: tuple[str, ...] = ()
+) -> Decoder:
     """Returns the base with adapters whose update is not zero."""
     decoder = copy.deepcopy(base)
-    attach_adapters(decoder, AdapterConfig(rank=3, alpha=6.0, dora=dora, dropout=dropout))
+    config = AdapterConfig(rank=3, alpha=6.0, dora=dora, dropout=dropout, include_experts=include_experts)
+    attach_adapters(decoder, config)
     init_adapters(decoder, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

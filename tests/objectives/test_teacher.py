@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from genesis.errors import UserError
-from genesis.generate.teacher import find_teacher, load_teacher
+from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.generate.teacher import check_teacher_fits, find_teacher, load_teacher
+from genesis.model.decoder import Decoder
 from genesis.objectives.teacher import Teacher
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
@@ -54,3 +57,31 @@ def test_a_teacher_with_another_id_or_without_its_files_is_refused(tmp_path: Pat
     with pytest.raises(UserError, match="give a teacher with the student's tokenizer") as refused:
         find_teacher(run).check_tokenizer(open_tokenizer(files).hash, "the corpus", files)
     assert ("cannot be compared" in str(refused.value)) is (name == "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["run", pytest.param("export", marks=pytest.mark.slow)])
+def test_a_teacher_larger_than_the_memory_is_refused_before_it_is_read(
+    kind: str, tmp_path: Path, tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = make_teacher(tmp_path / "run", tiny_corpus)
+    num_elements = sum(parameter.numel() for parameter in Decoder(TEACHER).parameters())
+    if kind == "export":
+        options = ExportOptions(tokenizer=tiny_corpus)
+        export_checkpoints([teacher / "checkpoints/step-00000000"], tmp_path / "export", options)
+        teacher = tmp_path / "export"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    available, on_device = [4 * num_elements - 1, 4 * num_elements - 1]
+    monkeypatch.setattr("genesis.generate.teacher.available_memory", lambda: available)
+    monkeypatch.setattr("genesis.generate.teacher.read_free_memory", lambda *_: (on_device, 2 * on_device))
+    with pytest.raises(
+        UserError, match=r"the weights of the teacher .* take .* GB, and this machine has .*--device cpu"
+    ):
+        check_teacher_fits(teacher, cpu)
+    check_teacher_fits(teacher, cpu, "bfloat16")
+    available += 10**6  # the headers of an export's files
+    check_teacher_fits(teacher, cpu)
+    with pytest.raises(UserError, match="and cuda has"):
+        check_teacher_fits(teacher, cuda)
+    check_teacher_fits(teacher, cuda, "bfloat16")
+    on_device += 10**6
+    check_teacher_fits(teacher, cuda)
