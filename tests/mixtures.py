@@ -10,6 +10,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
+from tests.tiny_runs import decides_decays
 
 _LINEAR: Final = GatedDeltaConfig(2, 4, 8, 8, attention_every=2)
 
@@ -39,6 +40,8 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
 }
 """Fields of a decoder: like Mixtral, like DeepSeek-V3, like Qwen3-Next, and like the dense Qwen3.5."""
 
+LINEAR: Final = [name for name, fields in MIXTURES.items() if "linear_attention" in fields]
+
 
 def mix(dense: DecoderConfig, name: str) -> DecoderConfig:
     """Returns a dense decoder's shape with the parts of one of `MIXTURES`."""
@@ -57,7 +60,7 @@ def build_sharp(config: DecoderConfig, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            if "norm" not in name and "decay" not in name:
+            if "norm" not in name and not decides_decays(name):
                 parameter.mul_(4.0)
             if name.endswith("balance_bias"):
                 parameter.normal_(0.0, 0.2, generator=generator)

@@ -11,6 +11,7 @@ from genesis.evaluate.plan import MIN_HEAD_TOKENS
 from genesis.generate.sample import SamplingOptions
 from genesis.model.delta import GatedDeltaConfig
 from genesis.tokenizer.open import open_tokenizer
+from tests.linear_faults import CACHE_FAULTS, ROW_FAULTS
 from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.tiny_runs import SHAPE, build_decoder
 
@@ -45,7 +46,9 @@ def test_prompts_with_a_long_common_beginning_are_a_group_if_there_are_enough_of
 def test_texts_are_those_of_each_prompt_alone(
     tokenizer_file: Path, linear: GatedDeltaConfig | None, temperature: float, cache_tokens: int
 ) -> None:
-    decoder, tokenizer = build_decoder(1, linear_attention=linear), open_tokenizer(tokenizer_file)
+    # With tied embeddings such a model repeats its last token, whatever its linear layers do.
+    decoder = build_decoder(1, linear_attention=linear, has_tied_embeddings=linear is None)
+    tokenizer = open_tokenizer(tokenizer_file)
     prompts = make_prompts()
     options = CompleteOptions(12, ("a",), SamplingOptions(temperature), 3, 60, cache_tokens)
     texts = complete(decoder, tokenizer, prompts, options)
@@ -66,6 +69,20 @@ def test_texts_of_mixtures_are_those_of_each_prompt_alone(tokenizer_file: Path, 
     texts = complete(decoder, tokenizer, prompts, options)
     assert texts == [complete(decoder, tokenizer, [prompt], options)[0] for prompt in prompts]
     assert sum(len(set(text)) > 3 for text in texts) > len(texts) / 2, texts
+
+
+@pytest.mark.parametrize("fault", [*CACHE_FAULTS, "a row begins with the state of the text before"])
+def test_texts_depend_on_the_states_of_linear_layers(
+    tokenizer_file: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = mix(build_decoder(1, has_tied_embeddings=False).config, "linear")
+    decoder, tokenizer = build_sharp(config), open_tokenizer(tokenizer_file)
+    prompts = make_prompts()[:12]
+    options = CompleteOptions(12, ("a",), SamplingOptions(temperature=0.0), 3, 60, 400)
+    wanted = complete(decoder, tokenizer, prompts, options)
+    (CACHE_FAULTS | ROW_FAULTS)[fault](monkeypatch)
+    texts = complete(decoder, tokenizer, prompts, options)
+    assert sum(text != right for text, right in zip(texts, wanted, strict=True)) >= len(texts) / 3
 
 
 def test_the_cache_takes_at_most_two_gib() -> None:

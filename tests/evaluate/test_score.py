@@ -13,7 +13,8 @@ from genesis.evaluate import score
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
-from tests.mixtures import MIXTURES, build_sharp, mix
+from tests.linear_faults import FORWARD_FAULTS
+from tests.mixtures import LINEAR, MIXTURES, build_sharp, mix
 from tests.tiny_runs import SHAPE, build_decoder
 
 VOCAB_SIZE = 40
@@ -98,6 +99,22 @@ def test_mixtures_and_linear_layers_are_scored_like_one_forward_for_each_request
     other = build_sharp(mix(decoder.config, name))
     requests = make_requests(other)[::2]
     check(Scorer(other, 200).score(requests), [score_slowly(other, request) for request in requests])
+
+
+@pytest.mark.parametrize("fault", FORWARD_FAULTS)
+@pytest.mark.parametrize("name", LINEAR)
+def test_scores_depend_on_the_states_of_linear_layers(
+    name: str, fault: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build_sharp(mix(decoder.config, name))
+    requests = make_requests(other)[3::8]
+    wanted = [score_slowly(other, request) for request in requests]
+    FORWARD_FAULTS[fault](monkeypatch)
+    errors = [
+        abs(score.log_likelihood - right.log_likelihood)
+        for score, right in zip(Scorer(other, 200).score(requests), wanted, strict=True)
+    ]
+    assert sorted(errors)[len(errors) // 2] > 0.1  # 1000 times the tolerance of `check`
 
 
 def test_the_whole_context_of_the_model_can_be_used(decoder: Decoder) -> None:

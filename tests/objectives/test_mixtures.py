@@ -17,7 +17,8 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.objectives.teacher import Teacher
 from genesis.strategies.micro_batches import train_in_turn
-from tests.mixtures import MIXTURES, build_sharp, mix
+from tests.linear_faults import DOCUMENT_FAULTS
+from tests.mixtures import LINEAR, MIXTURES, build_sharp, mix
 from tests.objectives.support import FORMAT, make_adapted, make_pairs, window_of
 from tests.objectives.test_preference import slow_loss, table_of
 from tests.train.support import TINY
@@ -68,6 +69,22 @@ def check_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
 @pytest.mark.parametrize(("micro_batch_size", "is_padded"), [(4, False), (2, True)], ids=["joined", "padded"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_preferences_equal_the_slow_reference(name: str, micro_batch_size: int, is_padded: bool) -> None:
+    check_preferences(name, micro_batch_size, is_padded=is_padded)
+
+
+@pytest.mark.parametrize("fault", DOCUMENT_FAULTS)
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_layer_that_mixes_documents_would_be_seen(
+    name: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DOCUMENT_FAULTS[fault](monkeypatch)
+    with pytest.raises(AssertionError, match="the loss differs"):
+        check_preferences(name, micro_batch_size=4, is_padded=False)
+    with pytest.raises(AssertionError, match="the loss differs"):
+        check_distillation(name)
+
+
+def check_preferences(name: str, micro_batch_size: int, *, is_padded: bool) -> None:
     policy, reference = (build_sharp(mix(TINY, name), seed) for seed in (0, 1))
     pairs = make_pairs(4)
     window = window_of(pairs, micro_batch_size, is_padded=is_padded)
@@ -77,7 +94,7 @@ def test_preferences_equal_the_slow_reference(name: str, micro_batch_size: int, 
     policy.zero_grad()
     wanted = slow_loss(policy, reference, pairs, OPTIONS)
     (wanted + auxiliary_loss(policy, window)).backward()
-    assert sum(terms.values()) == pytest.approx(wanted.item(), rel=1e-5)
+    assert sum(terms.values()) == pytest.approx(wanted.item(), rel=1e-5), "the loss differs"
     check_gradients(found, gradients_of(policy))
     assert not any(name.endswith("balance_bias") for name in found)
 
@@ -98,6 +115,10 @@ def test_the_reference_of_adapters_is_the_base_with_its_experts(name: str) -> No
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_distillation_from_a_mixture_equals_the_slow_reference(name: str) -> None:
+    check_distillation(name)
+
+
+def check_distillation(name: str) -> None:
     student, teacher = build_sharp(mix(TINY, name)), build_sharp(mix(TINY, name), 1)
     generator = torch.Generator().manual_seed(4)
     rows = torch.randint(1, TINY.vocab_size, (4, FORMAT.seq_len + 1), generator=generator).numpy()
@@ -125,5 +146,5 @@ def test_distillation_from_a_mixture_equals_the_slow_reference(name: str) -> Non
     assert len(losses) == window.num_valid_tokens
     wanted = torch.stack(losses).mean()
     (wanted + auxiliary_loss(student, window)).backward()
-    assert terms["tokens"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert terms["tokens"] == pytest.approx(wanted.item(), rel=1e-5), "the loss differs"
     check_gradients(found, gradients_of(student))

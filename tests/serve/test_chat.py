@@ -29,6 +29,7 @@ from genesis.serve.pool import Limits
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
 from genesis.serve.worker import Facts
+from tests.linear_faults import CACHE_FAULTS
 from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.serve.support import Running, elsewhere
 from tests.tiny_runs import SHAPE, build_decoder, save
@@ -126,7 +127,19 @@ def _slow_text_after(loaded: Loaded, prompt: list[int], num_tokens: int) -> str:
 def test_chats_with_a_mixture_at_the_same_time_are_answered_and_streamed_as_each_alone(
     name: str, tmp_path: Path
 ) -> None:
-    directory = _save_mixture(name, tmp_path / "run")
+    _check_chats_at_the_same_time(_save_mixture(name, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS)
+def test_a_fault_in_the_states_of_chats_would_be_seen(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CACHE_FAULTS[fault](monkeypatch)
+    with pytest.raises(AssertionError, match="of other chats"):
+        _check_chats_at_the_same_time(_save_mixture("linear", tmp_path / "run"))
+
+
+def _check_chats_at_the_same_time(directory: Path) -> None:
     chats = [[{"role": "user", "content": "All human beings? " * number}] for number in (1, 5, 2, 4)]
     answers: list[tuple[str, str]] = []
 
@@ -147,7 +160,7 @@ def test_chats_with_a_mixture_at_the_same_time_are_answered_and_streamed_as_each
     loaded = load_decoder(directory)
     renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False)
     wanted = [_slow_text_after(loaded, renderer.render_prompt(chat), 9) for chat in chats]
-    assert answers == [(text, text) for text in wanted]
+    assert answers == [(text, text) for text in wanted], "answers of other chats"
     assert all(len(set(text)) > 3 for text in wanted), wanted
 
 
@@ -155,7 +168,21 @@ def test_chats_with_a_mixture_at_the_same_time_are_answered_and_streamed_as_each
 def test_a_chat_with_a_mixture_in_the_terminal_remembers_the_turns_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = load_decoder(_save_mixture(name, tmp_path / "run"))
+    _check_chat_in_the_terminal(load_decoder(_save_mixture(name, tmp_path / "run")), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS)
+def test_a_fault_in_the_states_of_a_chat_in_the_terminal_would_be_seen(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CACHE_FAULTS[fault](monkeypatch)
+    with pytest.raises(AssertionError, match="of another chat"):
+        _check_chat_in_the_terminal(load_decoder(_save_mixture("linear", tmp_path / "run")), monkeypatch, capsys)
+
+
+def _check_chat_in_the_terminal(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     turns = ("All human?", "And beings?", "All?")
     options = GenerateOptions(6, SamplingOptions(temperature=0.0))
     arguments = Namespace(chat_template=None, system=None, prompt=None)
@@ -169,7 +196,7 @@ def test_a_chat_with_a_mixture_in_the_terminal_remembers_the_turns_before(
         content = _slow_text_after(loaded, renderer.render_prompt(messages), 6)
         messages.append({"role": "assistant", "content": content})
         shown += f"> {text}\n{content}\n"
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == shown, "answers of another chat"
 
 
 def test_openais_client_streams_the_same_text_with_its_usage(chat_run: Path) -> None:
@@ -274,7 +301,7 @@ def test_a_chat_in_the_terminal_remembers_the_turns_before(
         content = _text_after(loaded, renderer.render_prompt(messages), 6)
         messages.append({"role": "assistant", "content": content})
         shown += f"> {text}\n{content}\n"
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == shown, "answers of another chat"
 
 
 def test_a_chat_that_is_longer_than_the_context_is_refused_and_forgets_nothing(loaded: Loaded) -> None:
