@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
         tokenizer=arguments.tokenizer,
         may_be_unproved=arguments.allow_unproved_tokenizer,
         is_merged=arguments.merge,
+        compares_models=arguments.proof == "full",
     )
     if arguments.average < 1:
         raise UserError(f"--average is {arguments.average}: it must be at least 1")
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> int:
     proof = export_checkpoints(checkpoints, arguments.out, options)
     print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {arguments.dtype}")
     print_proof(proof)
+    if arguments.proof != "full":
+        print("logits and greedy text: not compared")
     return 0
 
 
@@ -60,10 +63,14 @@ def _export_adapter(arguments: Namespace) -> int:
     if find_spec("peft") is None:
         raise UserError("`genesis export --adapter` needs peft; pip install 'genesis-lm[export]'")
     checkpoint = _find(arguments.checkpoint[0], is_best=arguments.best)
-    options = AdapterExportOptions(dtype=arguments.dtype, base_name=arguments.base_name)
+    options = AdapterExportOptions(
+        dtype=arguments.dtype, base_name=arguments.base_name, compares_models=arguments.proof == "full"
+    )
     proof = export_adapter(checkpoint, arguments.out, options)
     print(f"{arguments.out}: the adapters of {checkpoint.name} in {arguments.dtype}")
     print_proof(proof)
+    if arguments.proof != "full":
+        print("logits: not compared")
     base = proof["base"]
     if base["imported_as"] is not None:
         print(
@@ -145,6 +152,14 @@ def _build_parser() -> Parser:
         type=int,
         default=ExportOptions.max_file_bytes,
         help=f"size above which the weights are split into several files; default {ExportOptions.max_file_bytes}",
+    )
+    add(
+        "--proof",
+        choices=("full", "weights"),
+        default="full",
+        help="what is compared with the checkpoint: full compares weights, tokens, logits and greedy text, and takes 4 "
+        "bytes of memory per parameter, 8 with --merge or --adapter; weights compares weights and tokens (default "
+        "%(default)s)",
     )
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add(

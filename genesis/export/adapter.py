@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 
 from genesis.errors import UserError
-from genesis.export.proof import PROVE_ADAPTER_MODULE, run_proof_of, write_proof
+from genesis.export.proof import PROVE_ADAPTER_MODULE, check_proof_memory, run_proof_of, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES
 from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
@@ -51,10 +51,12 @@ class AdapterExportOptions:
     Args:
         dtype: The type of the adapters in the file: a name in `DTYPES`.
         base_name: Name or path under which PEFT finds the base; None for no name.
+        compares_models: Whether the proof compares logits, for which it loads the base twice, as float32.
     """
 
     dtype: str = "float32"
     base_name: str | None = None
+    compares_models: bool = True
 
 
 def read_adapter(manifest: Manifest, path: Path) -> AdapterConfig:
@@ -79,7 +81,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
 
     Raises:
         UserError: The checkpoint has no adapters, no family of transformers represents the decoder, `base_name` is a
-            directory of another family, or `out` exists.
+            directory of another family, the memory is too small, or `out` exists.
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
@@ -119,6 +121,9 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         is_tied=config.has_tied_embeddings,
         base_name=options.base_name,
     )
+    if options.compares_models:
+        num_elements = sum(parameter.numel() for parameter in decoder.parameters())
+        check_proof_memory(2 * num_elements * torch.float32.itemsize)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     with staged(out, num_bytes + _OTHER_BYTES) as staging:
         metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
@@ -127,7 +132,12 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         imported_as = _find_other_type(base_manifest)
         card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as)
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
-        request = {"directory": str(staging), "checkpoint": str(checkpoint), "base": str(base)}
+        request = {
+            "directory": str(staging),
+            "checkpoint": str(checkpoint),
+            "base": str(base),
+            "compares_models": options.compares_models,
+        }
         proof = run_proof_of(request, PROVE_ADAPTER_MODULE)
         proof["base"] = {"model_type": family.model_type, "imported_as": imported_as}
         proof["files"] = hash_files(staging)

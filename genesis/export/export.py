@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from genesis.errors import UserError
 from genesis.export.adapter import read_adapter
 from genesis.export.card import write_card
-from genesis.export.proof import Layout, TokenizerForm, TokenizerOrigin, run_proof, write_proof
+from genesis.export.proof import (
+    Layout,
+    TokenizerForm,
+    TokenizerOrigin,
+    check_proof_memory,
+    run_proof,
+    write_proof,
+)
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
 from genesis.export.tokenizer import compare_fast_tokenizer
@@ -41,6 +50,7 @@ class ExportOptions:
         tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
         may_be_unproved: Whether to accept a `tokenizer` whose hash differs from the run's; proof and card report this.
         is_merged: Whether the checkpoint's adapters are merged into the weights of their base.
+        compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
     """
 
     layout: Layout = "huggingface"
@@ -49,6 +59,7 @@ class ExportOptions:
     tokenizer: Path | None = None
     may_be_unproved: bool = False
     is_merged: bool = False
+    compares_models: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -70,8 +81,8 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         options: The options.
 
     Raises:
-        UserError: A checkpoint does not verify, the checkpoints are of different models, the disk has too little space,
-            `out` exists, or the tokenizer is not the run's or has no exact fast form. No partial export is left.
+        UserError: A checkpoint does not verify, the checkpoints are of different models, the disk or the memory is too
+            small, `out` exists, or the tokenizer is not the run's or has no exact fast form. No partial export is left.
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
@@ -84,6 +95,9 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
+    if options.compares_models and family is not None:
+        # Of a merged model, the proof also holds the base beside its adapters.
+        check_proof_memory(count_bytes(names, manifest, torch.float32) * (2 if options.is_merged else 1))
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         form = _write_tokenizer(tokenizer, config, options.layout, staging)
         if family is not None:
@@ -96,7 +110,9 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
         paths = [source.path for source in sources]
-        proof = run_proof(staging, paths, place, options.layout, is_merged=options.is_merged)
+        proof = run_proof(
+            staging, paths, place, options.layout, compares_models=options.compares_models, is_merged=options.is_merged
+        )
         proof |= {"tokenizer_origin": origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)

@@ -12,10 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from genesis.available_memory import available_memory
 from genesis.errors import UserError
 from genesis.export.hub import Download, describe_source
-from genesis.export.proof import run_proof, write_proof
+from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
@@ -103,7 +102,7 @@ def import_directory(
     widened = {name: tensor for name, tensor in found.items() if dtype == torch.float32 or name in kept}
     num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
     if compares_models:
-        _check_memory(num_bytes)
+        check_proof_memory(num_bytes)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
         state = found | _widen(widened, staging / _WIDENED_NAME)
         if tokenizer is not None:
@@ -152,20 +151,6 @@ def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         widened[name] = place.copy_(tensor)
         start += tensor.numel()
     return widened
-
-
-def _check_memory(num_bytes: int) -> None:
-    """Checks that the machine has enough memory to compare logits, before the system would kill the process.
-
-    Raises:
-        UserError: The machine has too little free memory.
-    """
-    available = available_memory()
-    if available is not None and available < num_bytes:
-        raise UserError(
-            f"the proof of the logits takes {num_bytes / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are "
-            "available: prove weights and tokenizer alone by --proof weights"
-        )
 
 
 def save_weights(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from genesis.errors import RunEndedError
+from genesis.available_memory import available_memory
+from genesis.errors import RunEndedError, UserError
 from genesis.huggingface.directory import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
@@ -56,6 +57,23 @@ def run_proof(
         "is_merged": is_merged,
     }
     return run_proof_of(request, PROVE_MODULE)
+
+
+def check_proof_memory(num_bytes: int) -> None:
+    """Checks that the machine has enough memory to compare logits, before the system would kill the process.
+
+    Args:
+        num_bytes: The bytes of the weights, as float32, that the proof holds at once.
+
+    Raises:
+        UserError: The machine has too little free memory.
+    """
+    available = available_memory()
+    if available is not None and available < num_bytes:
+        raise UserError(
+            f"the proof of the logits takes {num_bytes / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are "
+            "available: leave the logits out of the proof by --proof weights"
+        )
 
 
 def run_proof_of(request: dict[str, Any], module: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
     if request["compares_models"]:
         result |= _compare_models(directory, names, config, family, ours)
-    if request["is_merged"]:
+    if request["compares_models"] and request["is_merged"]:
         result["adapters"] = _compare_adapters(checkpoints[0], ours)
     return result
 

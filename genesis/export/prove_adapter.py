@@ -34,8 +34,8 @@ from genesis.huggingface.peft import (
 from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.recipe import DECODER_PREFIX
-from genesis_callbacks.checkpoint import read_tensors
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis_callbacks.checkpoint import read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
@@ -48,31 +48,40 @@ def main(argv: Sequence[str]) -> int:
     """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
     request = json.loads(argv[0])
     try:
-        result = _prove(Path(request["directory"]), Path(request["checkpoint"]), Path(request["base"]))
+        result = _prove(
+            Path(request["directory"]),
+            Path(request["checkpoint"]),
+            Path(request["base"]),
+            compares_models=request["compares_models"],
+        )
     except UserError as error:
         result = {"problem": str(error)}
     print(json.dumps(result))
     return 0
 
 
-def _prove(directory: Path, checkpoint: Path, base: Path) -> dict[str, Any]:
-    decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
-    family = find_family(decoder.config)
+def _prove(directory: Path, checkpoint: Path, base: Path, *, compares_models: bool) -> dict[str, Any]:
+    recipe = read_manifest(checkpoint).recipe
+    family = find_family(build_decoder_config(recipe["model"]["decoder"], where=f"the recipe in {checkpoint}"))
     held, dtype = _compare_weights(directory, checkpoint, family)
+    result: dict[str, Any] = {
+        "weights": held,
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+    }
+    if not compares_models:
+        return result
+    decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
     for parameter in decoder.parameters():
         if parameter.requires_grad:  # rounded to the dtype of the file
             parameter.data = parameter.data.to(dtype).float()
-    return {
-        "weights": held,
-        "logits": _compare_logits(directory, base, decoder, family),
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
-    }
+    return result | {"logits": _compare_logits(directory, base, decoder, family)}
 
 
 def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple[dict[str, Any], torch.dtype]:
     theirs = load_file(directory / WEIGHTS_NAME)
     tied = name_tied_output(family)
-    held = read_tensors(checkpoint, prefix=DECODER_PREFIX)
+    own = [name for name in read_manifest(checkpoint).own_tensors if name.startswith(DECODER_PREFIX)]
+    held = read_tensors(checkpoint, own)
     named = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in held.items()}
     names = name_adapter_tensors_of_peft(named.keys(), family)
     ours = {names[name]: to_peft(name, tensor) for name, tensor in named.items()}

@@ -102,6 +102,37 @@ def test_adapters_are_exported_by_a_word_and_whole_models_without(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_proof_of_logits_beyond_the_memory_is_refused_before_anything_is_written(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = adapt(tmp_path, base, **LORA), tmp_path / "out"
+    num_bytes = 4 * sum(parameter.numel() for parameter in build_decoder(1).parameters())
+    available = 2 * num_bytes - 1
+    monkeypatch.setattr("genesis.export.proof.available_memory", lambda: available)
+    refused = pytest.raises(UserError, match=r"the proof of the logits takes .* --proof weights")
+    with refused:
+        export_checkpoints([checkpoint], out, ExportOptions(is_merged=True))
+    with refused:
+        export_adapter(checkpoint, out, AdapterExportOptions())
+    available = num_bytes - 1
+    with refused:
+        export_checkpoints([base], out, ExportOptions())
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_weights_alone_are_proved_on_request_in_any_memory(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = adapt(tmp_path, base, **LORA)
+    monkeypatch.setattr("genesis.export.proof.available_memory", lambda: 0)
+    merged = export_checkpoints([checkpoint], tmp_path / "out", ExportOptions(is_merged=True, compares_models=False))
+    adapter = export_adapter(checkpoint, tmp_path / "adapter", AdapterExportOptions(compares_models=False))
+    for proof in (merged, adapter):
+        assert proof["weights"]["num_values"] > 0
+        assert not proof.keys() & {"logits", "generation", "adapters"}
+
+
 def start_from(directory: Path, base: AdapterBase, **adapter: Any) -> dict[str, torch.Tensor]:
     config = AdapterConfig(**{**LORA, **adapter, "start": str(directory)})
     return read_start(config, build_decoder(1).config, base)

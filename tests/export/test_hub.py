@@ -146,7 +146,7 @@ def test_a_proof_that_needs_more_memory_than_there_is_is_refused_before_the_impo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llama(tmp_path / "llama")
-    monkeypatch.setattr("genesis.export.importing.available_memory", lambda: 1000)
+    monkeypatch.setattr("genesis.export.proof.available_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"takes .* GB of memory, and 0.0 GB are available: .*--proof weights"):
         import_main([str(tmp_path / "llama"), str(tmp_path / "run"), "--no_tokenizer"])
     assert not (tmp_path / "run").exists()
