@@ -126,14 +126,15 @@ def prepare_device(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if (read_capability(device) or (0, 0)) >= FLASH_CAPABILITY:
-        _prove_attention(device.type)
+    _prove_attention(device.type, has_flash=(read_capability(device) or (0, 0)) >= FLASH_CAPABILITY)
 
 
 @cache  # once per process
-def _prove_attention(device_type: str) -> None:
+def _prove_attention(device_type: str, *, has_flash: bool) -> None:
     device = torch.device(device_type)
-    for proof in (ATTENTION_PROOF, CACHED_ATTENTION_PROOF, *linear_attention_proofs()):
+    # Attention by documents or lengths is for devices with flash kernels; linear layers use theirs on any CUDA device.
+    flash = (ATTENTION_PROOF, CACHED_ATTENTION_PROOF) if has_flash else ()
+    for proof in (*flash, *linear_attention_proofs()):
         try:
             proof.prove(device)
         except Exception as error:  # a missing or wrong kernel is no error, because torch has other kernels

@@ -100,7 +100,9 @@ def build_delta_metadata(
         return DeltaMetadata(is_padding=torch.arange(x.shape[1], device=x.device) >= cached.num_new.unsqueeze(1))
     if document_ids is None:
         return DeltaMetadata()
-    if not suits_kernel(x.device):
+    # The dtype of the products, which the rule gets, is that of autocast or the one of `x`.
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    if not suits_kernel(x.device, torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype):
         offsets = None
     elif offsets is None:
         offsets = document_offsets(document_ids)
@@ -272,8 +274,10 @@ def _keep_last(padded: Tensor, metadata: DeltaMetadata, tail: Float[Tensor, "B W
 def _apply_rule(inputs: DeltaInputs, metadata: DeltaMetadata, state: Tensor | None) -> Float[Tensor, "B S H F"]:
     device = inputs.value.device
     is_start = None if metadata.positions is None else metadata.positions == 0
+    # The kernels know documents by their offsets alone, and would otherwise carry states from one to the next.
+    has_borders = metadata.positions is None or metadata.offsets is not None
     with torch.autocast(device.type, enabled=False):
-        if suits_kernel(device):
+        if has_borders and suits_kernel(device, inputs.value.dtype):
             read, after = run_kernel(inputs, metadata.offsets, state)
         elif state is not None and inputs.value.shape[1] == 1:
             read, after = step(inputs, state)

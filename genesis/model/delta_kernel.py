@@ -16,6 +16,7 @@ from genesis.model.delta_rule import DeltaInputs
 
 PACKAGE: Final = "flash-linear-attention"
 _MODULE: Final = "fla.ops.gated_delta_rule"
+_DTYPES: Final = (torch.bfloat16, torch.float16)
 _distrusted_devices: set[str] = set()
 
 
@@ -28,9 +29,15 @@ def find_version() -> str | None:
         return None
 
 
-def suits_kernel(device: torch.device) -> bool:
-    """Whether the package is installed and its kernels for this device have given correct results."""
-    return device.type == "cuda" and device.type not in _distrusted_devices and find_version() is not None
+def suits_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the package is installed, and its kernels take this dtype and have given correct results on this device.
+
+    Args:
+        device: The device of the inputs.
+        dtype: The dtype of queries, keys and values; the kernels refuse float32.
+    """
+    is_trusted = device.type == "cuda" and device.type not in _distrusted_devices
+    return is_trusted and dtype in _DTYPES and find_version() is not None
 
 
 def distrust_kernel(device: torch.device) -> None:

@@ -38,7 +38,7 @@ def _build_decoder(dtype: str, **fields: Any) -> Decoder:
         decoder = Decoder(DecoderConfig(**{**vars(SHAPE), **fields}))
     decoder = decoder.to(getattr(torch, dtype)).eval()
     prepare: Any = load
-    prepare._prove_attention = lambda device_type: None  # the fake device computes no number
+    prepare._prove_attention = lambda device_type, **options: None  # the fake device computes no number
     load.prepare_device(decoder.output_weight.device)
     return decoder
 

@@ -152,6 +152,27 @@ def test_a_kernel_that_fails_its_proof_is_named_and_not_used(
     )
     monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", DeviceProof("b", "fast", "slow", fail, distrusted.append))
     with caplog.at_level(logging.WARNING):
-        load._prove_attention.__wrapped__("cpu")
+        load._prove_attention.__wrapped__("cpu", has_flash=True)
     assert distrusted == [torch.device("cpu")]
     assert caplog.messages == ["cpu: slow instead of fast for attention: wrong on cpu"]
+
+
+@pytest.mark.parametrize(("capability", "proved"), [((7, 5), ["linear"]), ((9, 0), ["flash", "cached", "linear"])])
+def test_kernels_of_linear_layers_are_proved_on_cards_of_any_age(
+    capability: tuple[int, int], proved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def build_proof(name: str) -> DeviceProof:
+        return DeviceProof(name, "fast", "slow", lambda device: found.append(name))
+
+    monkeypatch.setattr(load, "ATTENTION_PROOF", build_proof("flash"))
+    monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", build_proof("cached"))
+    monkeypatch.setattr(load, "linear_attention_proofs", lambda: (build_proof("linear"),))
+    monkeypatch.setattr(load, "read_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+    load._prove_attention.cache_clear()
+    load.prepare_device(torch.device("cuda"))
+    load.prepare_device(torch.device("cuda"))
+    load._prove_attention.cache_clear()
+    assert found == proved

@@ -10,9 +10,10 @@ from torch import Tensor
 from genesis.model import attend, delta_kernel
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
-from genesis.model.delta import GatedDeltaConfig
+from genesis.model.delta import GatedDeltaConfig, build_delta_metadata
 from genesis.model.delta_rule import DeltaInputs, chunked
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
+from tests.tiny_runs import decides_decays
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,7 @@ class Kernels:
 
     def chunk_gated_delta_rule(self, **given: Any) -> tuple[Tensor, Tensor | None]:
         self.names.append("chunk")
+        assert given["q"].dtype != torch.float32
         return self._run(**given)
 
     def fused_recurrent_gated_delta_rule(self, **given: Any) -> tuple[Tensor, Tensor | None]:
@@ -70,6 +72,7 @@ class Kernels:
         cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         assert use_qk_l2norm_in_kernel
+        assert q.dtype == k.dtype == v.dtype
         inputs = DeltaInputs(q, k, v, g, beta)
         if cu_seqlens is None:
             read, state = chunked(inputs, None, initial_state)
@@ -99,9 +102,7 @@ def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed:
         proof.prove(CPU)
 
 
-def test_a_model_with_kernels_has_the_logits_of_one_without(
-    installed: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def build_linear(dtype: torch.dtype) -> Decoder:
     linear = GatedDeltaConfig(1, 2, 8, 8, attention_every=2)
     decoder = Decoder(
         DecoderConfig(
@@ -116,25 +117,80 @@ def test_a_model_with_kernels_has_the_logits_of_one_without(
         )
     )
     decoder.init_weights(0)
-    ids = torch.arange(80).view(2, 40) % 31
-    document_ids = (torch.arange(40) // 17).to(torch.int32).repeat(2, 1)
     with torch.no_grad():
-        wanted = [decoder(ids), decoder(ids, document_ids=document_ids)]
-        monkeypatch.setattr("genesis.model.delta.suits_kernel", lambda device: True)
-        found = [decoder(ids), decoder(ids, document_ids=document_ids)]
-        cache = KVCache(decoder.config, 2, 40, "cpu", torch.float32)
-        parts = []
-        for start, end in ((0, 30), *((place, place + 1) for place in range(30, 40))):
-            parts.append(decoder(ids[:, start:end], cache=cache))
-            cache.advance(end - start)
-    assert installed.names.count("recurrent") == 10
+        for name, parameter in decoder.named_parameters():
+            if not decides_decays(name):
+                parameter.mul_(4.0)
+    return decoder.to(dtype)
+
+
+IDS = torch.arange(80).view(2, 40) % 31
+BFLOAT16_ERROR = 0.15
+"""Of logits up to 5: kernels return bfloat16, the computation in chunks float32."""
+DOCUMENT_IDS = (torch.arange(40) // 17).to(torch.int32).repeat(2, 1)
+
+
+@torch.no_grad()
+def compute_logits(decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the logits of rows, of documents in rows, and of rows by a cache with a token at a time."""
+    cache = KVCache(decoder.config, 2, 40, "cpu", dtype)
+    parts = []
+    for start, end in ((0, 30), *((place, place + 1) for place in range(30, 40))):
+        parts.append(decoder(IDS[:, start:end], cache=cache))
+        cache.advance(end - start)
+    return decoder(IDS), decoder(IDS, document_ids=DOCUMENT_IDS), torch.cat(parts, dim=1)
+
+
+@pytest.fixture
+def suited(installed: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The kernels, which the CPU uses as CUDA does."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(
+        "genesis.model.delta.suits_kernel", lambda device, dtype: delta_kernel.suits_kernel(cuda, dtype)
+    )
+    return installed
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_model_with_kernels_has_the_logits_of_one_without(
+    suited: Kernels, is_autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16
+    decoder = build_linear(torch.float32 if is_autocast else dtype)
+    with torch.autocast("cpu", dtype, enabled=is_autocast):
+        found = compute_logits(decoder, dtype)
+        assert (suited.names.count("chunk"), suited.names.count("recurrent")) == (3, 10)
+        monkeypatch.setattr(delta_kernel, "_distrusted_devices", {"cuda"})
+        wanted = compute_logits(decoder, dtype)
+    assert len(suited.names) == 13
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(torch.cat(parts, dim=1), wanted[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=0, atol=BFLOAT16_ERROR)
+    # Logits of documents and those of whole rows differ far more, so that a lost border would be seen.
+    assert float((wanted[0] - wanted[1]).abs().max()) > 10 * BFLOAT16_ERROR
+
+
+def test_a_model_in_float32_computes_without_kernels_which_refuse_it(suited: Kernels) -> None:
+    decoder = build_linear(torch.float32)
+    rows, documents, by_cache = compute_logits(decoder, torch.float32)
+    assert suited.names == []
+    torch.testing.assert_close(by_cache, rows, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(documents[:, 17:34], decoder(IDS[:, 17:34]), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_documents_without_offsets_are_left_to_the_computation_in_chunks(suited: Kernels) -> None:
+    layer = build_linear(torch.bfloat16).blocks[0].linear_attention
+    x = torch.ones(2, 40, 16, dtype=torch.bfloat16)
+    metadata = build_delta_metadata(x, DOCUMENT_IDS, None, None)
+    layer(x, metadata)
+    assert suited.names == ["chunk"]
+    layer(x, metadata._replace(offsets=None))
+    assert suited.names == ["chunk"]
 
 
 def test_without_the_package_there_is_no_proof_and_no_kernel() -> None:
     if delta_kernel.find_version() is not None:
         pytest.skip("flash-linear-attention is installed")
     assert linear_attention_proofs() == ()
-    assert not delta_kernel.suits_kernel(torch.device("cuda"))
+    assert not delta_kernel.suits_kernel(torch.device("cuda"), torch.bfloat16)
