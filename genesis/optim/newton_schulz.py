@@ -11,6 +11,8 @@ from jaxtyping import BFloat16, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from genesis.errors import UserError
+
 # The coefficients of torch's own Muon: a quintic whose slope at zero is as steep as convergence allows.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -195,15 +197,16 @@ def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
     """Checks that stacks of matrices are sharded along their first dimension alone, which cuts no matrix.
 
     Raises:
-        ValueError: A stack is sharded along another dimension.
+        UserError: A stack is sharded along another dimension.
     """
     for stack in stacks:
-        is_whole = (placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in stack.placements)
-        if not all(is_whole):
-            raise ValueError(
-                f"Muon needs whole matrices of each expert, but a stack of them has {stack.placements}: shard it along "
-                "its first dimension or give it to AdamW"
-            )
+        for axis, placement in enumerate(stack.placements):
+            if not placement.is_replicate() and getattr(placement, "dim", None) != 0:
+                raise UserError(
+                    f"optimizer.name is 'muon', which needs whole matrices, and {stack.device_mesh.size(axis)} ranks "
+                    f"share each of the {len(stack)} matrices of {stack.shape[1]} by {stack.shape[2]} of the experts: "
+                    "choose expert_parallel so that the ranks that hold the same experts divide their number, or adamw"
+                )
 
 
 def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, str]:

@@ -84,6 +84,7 @@ class GroupedOptimizer(Optimizer):
 
     Raises:
         ValueError: A group's algorithm is unknown, or it sets an option that only torch's own optimizers have.
+        UserError: Muon gets a stack of matrices that ranks cut.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
@@ -101,6 +102,10 @@ class GroupedOptimizer(Optimizer):
                     )
             groups.append(known | group)
         super().__init__(groups, {})
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                sharded = {i: one for i, one in enumerate(group["params"]) if isinstance(one, DTensor)}
+                require_whole_matrices(list(_find_stacks(sharded).values()))
         self._replicas: dist.ProcessGroup | None = None
         self._offload: StateOffload | None = None
         self.found_inf: Tensor | None = None
@@ -274,7 +279,6 @@ class GroupedOptimizer(Optimizer):
         )
         # A rank holds whole matrices of a stack that is sharded along its first dimension.
         stacks = _find_stacks(sharded)
-        require_whole_matrices(list(stacks.values()))
         for matrices in _list_by_device(stacks):
             apply_batches(matrices, None)
         rows = [_Matrix(i) for i in sharded if i not in stacks]

@@ -87,8 +87,12 @@ class Layout:
         blocks: set[int | None] = {index for index in range(num_blocks) if units[index // self.blocks_per_unit]}
         return blocks | {None} if self.cpu_offload >= 1.0 else blocks
 
-    def check_experts(self, decoder: DecoderConfig) -> None:
+    def check_experts(self, decoder: DecoderConfig, optimizer: str) -> None:
         """Checks that ranks can share the experts.
+
+        Args:
+            decoder: The model.
+            optimizer: The name of the optimizer: Muon needs whole matrices.
 
         Raises:
             UserError: The model has no experts, or numbers do not divide each other.
@@ -111,6 +115,13 @@ class Layout:
             raise UserError(
                 f"expert_parallel {ranks} does not divide num_experts {mixture.num_experts}: every rank holds as many "
                 "experts"
+            )
+        held = mixture.num_experts // ranks
+        if optimizer == "muon" and held % self.ranks_per_expert:
+            raise UserError(
+                f"optimizer.name is 'muon', which needs whole matrices, and {self.ranks_per_expert} ranks share the "
+                f"{held} experts that each of them holds with expert_parallel {ranks}: choose expert_parallel so that "
+                "the ranks that hold the same experts divide their number, or adamw"
             )
 
 

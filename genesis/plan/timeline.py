@@ -92,7 +92,7 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     Raises:
         UserError: Micro-batches do not divide the global batch.
     """
-    layout.check_experts(workload.decoder)
+    layout.check_experts(workload.decoder, workload.optimizer)
     model = build_model(workload)
     setting = build_setting(workload, layout)
     sections = build_sections(model.decoder, workload, setting)

@@ -51,6 +51,9 @@ class Flight:
     ) -> None:
         self._rows, self._counts, self._splits, self._group = rows, counts, splits, group
 
+    # What it computes has another size in every forward, for which torch.compile would compile again. Outside of the
+    # graph, the shared expert's graph does not see the rows either: a graph waits for all that it gets at its start.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Float[Tensor, "N D"]:
         """Returns the outputs of the experts for the rows that were sent, in their order.
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: the backward computes again what a block, or a group of blocks, has not kept.
 
-A single block is recomputed inside of its forward, so that its wrappers (torch.compile, FSDP2's hooks) surround both
-forwards. A group is recomputed around the forwards of its blocks, with their hooks: only the input of its first block
+A single block is recomputed inside of its forward: FSDP2's hooks surround both forwards, and a compiled block computes
+both. A group is recomputed around the forwards of its blocks, with their hooks: only the input of its first block
 is kept, and in the backward the activations and gathered parameters of all its blocks exist at once.
 """
 

@@ -1,8 +1,12 @@
 """The wrappers of a decoder, applied in the one order in which they work together.
 
-    1. activation checkpointing   innermost: recomputes what a block kept, with that block's gathered parameters
-    2. compile                    sees block and checkpoint as one graph, and nothing of the communication
+    1. compile                    innermost: sees the computation of one block, and nothing of the communication
+    2. activation checkpointing   recomputes what a block kept, with that block's gathered parameters
     3. shard                      outermost: its hooks gather parameters before the forward, and free them after it
+
+A checkpoint within the compiled function would be no better, and a trap: where anything breaks the graph inside of it,
+such as the hooks of a mixture's router or a kernel for documents, torch.compile runs the whole block eagerly and does
+not warn.
 
 Groups of blocks that are recomputed together (`genesis.strategies.recompute`) lie outside of all three: the second
 forward of a group runs the compiled blocks and FSDP2's hooks, which gather what is not gathered in this backward.
@@ -91,10 +95,10 @@ def apply_wrappers(
             shard.blocks_per_unit,
             has_offload=offload is not None,
         )
-    apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation, offload)
     if has_compiled_blocks:
         for block in decoder.blocks:
             block.forward = partial(_run_compiled, torch.compile(block.forward))
+    apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation, offload)
     if shard is not None:
         is_group = blocks_per_recomputation > 1 or offload is not None
         _apply_shard(decoder, shard, blocks_per_recomputation // shard.blocks_per_unit if is_group else None)

@@ -262,9 +262,10 @@ def _write_row(trainer: pl.Trainer) -> None:
 def _describe_parts(window: WindowFigures, experts: Mapping[str, LayerBalance]) -> dict[str, float]:
     losses = [value for name, value in window.part_figures.items() if name.endswith(f".{LOSS_SUM}")]
     values = {"train/auxiliary_loss": sum(losses) / max(window.num_valid_tokens, 1)} if losses else {}
-    if experts:
-        values["train/expert_imbalance"] = max(balance.imbalance for balance in experts.values())
-    for name, balance in experts.items():
+    measured = {name: balance for name, balance in experts.items() if any(balance.loads)}
+    if measured:  # a window without valid tokens has neither
+        values["train/expert_imbalance"] = max(balance.imbalance for balance in measured.values())
+    for name, balance in measured.items():
         values[f"parts/{name}.imbalance"] = balance.imbalance
         values[f"parts/{name}.router_entropy"] = balance.entropy_nats
     unlisted = {f"{name}.{ENTROPY}" for name in experts}

@@ -174,7 +174,7 @@ def measure_peak(workload: Workload, layout: Layout) -> int:
 
 def measure_allocated_peak(step: Callable[[], None]) -> int:
     """Returns the most bytes that torch's CPU allocator gives out at once in a step that can be repeated."""
-    # The allocator remembers what it gave out under earlier profiles, and garbage of those would count as released here.
+    # The allocator knows what it gave out under earlier profiles: garbage of those would count as released here.
     gc.collect()
     for _ in range(_MAX_PROFILES):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

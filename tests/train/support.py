@@ -114,6 +114,8 @@ def build_strategy(name: str) -> Any:
         "experts_4": lambda: Sharded(expert_parallel=4),
         "experts_hybrid": lambda: Sharded(expert_parallel=2, shard="hybrid", ranks_per_shard_group=2),
         "experts_each": lambda: Sharded(expert_parallel=2, gradient_reduction="micro_batch", cpu_offload=True),
+        "experts_2_compiled": lambda: Sharded(expert_parallel=2, compile_blocks=True),
+        "experts_4_compiled": lambda: Sharded(expert_parallel=4, compile_blocks=True),
         "experts_compiled": lambda: Sharded(
             expert_parallel=2, compile_blocks=True, activation_checkpointing="block", shard="grad_op"
         ),
@@ -124,6 +126,23 @@ def whole(tensor: Tensor) -> Tensor:
     """Returns a detached copy of the whole of a tensor that may be sharded. Communicates under sharding."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
+
+
+class RequireCompiled(pl.Callback):
+    """Fails if blocks that shall be compiled ran eagerly, which torch.compile does without an error.
+
+    Each kind of block must have a graph, and none may be compiled again and again.
+    """
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GenesisModule)
+        kinds = {tuple(type(part) for part in block.modules()) for block in pl_module.decoder.blocks}
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(kinds)
 
 
 def build_trainer(strategy: Any, world_size: int, max_steps: int, callbacks: list[Any], **options: Any) -> pl.Trainer:
@@ -139,7 +158,7 @@ def build_trainer(strategy: Any, world_size: int, max_steps: int, callbacks: lis
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         inference_mode=False,
-        callbacks=callbacks,
+        callbacks=[*callbacks, *([RequireCompiled()] if getattr(strategy, "compile_blocks", False) else [])],
         **{"logger": False, "log_every_n_steps": 1, **options},
     )
 
