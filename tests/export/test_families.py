@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory, save_weights
@@ -118,6 +119,15 @@ FAMILIES |= {
 WRITTEN_AS = {"qwen3_next": "qwen3_5_moe_text"}
 SLOW = set(FAMILIES) - {"mistral"}
 NUM_STEPS = 3
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
 
 
 def train(forward: Any, parameters: list[Tensor], ids: Tensor) -> list[float]:
@@ -145,11 +155,18 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
             if parameter.ndim == 1:  # neither zeros nor ones, which would hide a mistake
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             assert parameter.isfinite().all(), key
+        for key, buffer in theirs.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # zeros in a new model
+                buffer.normal_(0.0, 0.3)
     theirs.save_pretrained(tmp_path / "theirs")
     proof = import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
     beyond = 64 if name == "llama 3.1" else changes.get("sliding_window") or 0
     assert proof["logits"]["longest_context"] == 128 + beyond
     ours = load_decoder(tmp_path / "run").decoder.train()
+    biases = [parameter for key, parameter in ours.named_parameters() if key.endswith("balance_bias")]
+    assert bool(biases) == (model_type == "dots1")
+    assert len(biases) == sum(key.endswith("e_score_correction_bias") for key, _ in theirs.named_buffers())
+    assert all(float(bias.abs().min()) > 0.0 for bias in biases)
     ids = torch.randint(90, (2, 300))
 
     def our_loss(inputs: Tensor, labels: Tensor) -> Tensor:
@@ -178,3 +195,25 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
         found = again(input_ids=ids).logits
         wanted = ours.eval()(ids) if has_linear else theirs.eval()(input_ids=ids).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "changes"), [("qwen3_5", LINEAR), ("qwen3_5_moe", LINEAR | SHARED)])
+def test_a_model_with_a_vision_tower_is_imported_as_its_text_model(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    shape: Any = AutoConfig.for_model(model_type, text_config=SHAPE | changes, vision_config=VISION)
+    theirs = AutoModelForImageTextToText.from_config(shape).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with safe_open(tmp_path / "theirs/model.safetensors", "pt") as file:
+        assert any("visual" in key for key in file.keys())  # noqa: SIM118  # no mapping
+    import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    ours = load_decoder(tmp_path / "run").decoder
+    ids = torch.randint(90, (2, 100))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
