@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
 from genesis.optim import OptimizerOptions
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -22,6 +24,13 @@ from tests.train.support import build_strategy, build_trainer, counters_of, whol
 
 DECODER = DecoderConfig(
     vocab_size=320, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16, dropout=0.1
+)
+MIXTURE = replace(
+    DECODER,
+    ffn_dim=None,
+    feed_forward=MixtureConfig(
+        num_experts=4, top_k=2, ffn_dim=16, shared_ffn_dim=16, has_balance_bias=True, balance_bias_rate=0.1
+    ),
 )
 STEPS = 9
 KILLED_BEFORE = 6
@@ -55,7 +64,8 @@ class CutStates(pl.Callback):
 
 def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.Callback) -> dict[str, Any]:
     """Fits from the latest checkpoint in `directory` and returns what that came to."""
-    module = GenesisModule(DECODER, OptimizerOptions(name="adamw", lr=3e-3))
+    decoder = MIXTURE if "experts" in strategy else DECODER
+    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3))
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=1, keep_last=KEPT, mode=mode)  # type: ignore[arg-type]
     trainer = build_trainer(
@@ -98,6 +108,10 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         ("host_shards", 2),
         ("disk_alone", 1),
         ("disk_shards", 2),
+        ("experts_2", 2),
+        ("host_experts", 2),
+        ("disk_experts", 2),
+        ("experts_2", 4),
     ],
 )
 def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:
