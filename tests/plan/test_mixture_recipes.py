@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import Decoder
 from genesis.model.describe import describe
+from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.plan.recipe import read_content, read_recipe
@@ -20,6 +21,7 @@ from genesis.plan.state import build_model, count_state
 from tests.plan.measure import build_on_meta, fake_group
 
 CONFIGS: Final = Path(__file__).parents[2] / "configs"
+GOLDEN: Final = Path(__file__).parents[1] / "golden" / "plan" / "finetune"
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -70,6 +72,35 @@ def test_the_weights_of_the_397b_mixture_are_92_gib_a_rank() -> None:
     assert sum(one.num_elements for one in parameters if not one.is_trained) == pytest.approx(396.3e9, rel=1e-3)
     state = count_state(build_model(recipe.workload), recipe.workload, recipe.layout)
     assert state.frozen / 2**30 == pytest.approx(92.3, abs=0.1)
+
+
+def test_the_page_has_the_published_figures_beside_those_that_the_plan_prints() -> None:
+    page = (CONFIGS.parent / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
+    printed = (GOLDEN / "qwen3.5-397b-lora.txt").read_text(encoding="utf-8").splitlines()
+    shown = page[page.index("configs/finetune/qwen3.5-397b-lora.yaml: ") :]
+    shown, rest = shown.split("```", 1)
+    assert len(shown.splitlines()) > 10
+    assert [line for line in shown.splitlines() if line not in printed] == []
+    figures = {line.split("  ")[1].strip(): line.split() for line in printed if line.startswith("  ") and line.strip()}
+    frozen_bytes, adapters, tensors = (
+        figures[name][index] for name, index in (("frozen parameters", 2), ("parameters", 1), ("tensors", 3))
+    )
+    frozen_gib = float(frozen_bytes) * 1e9 / 2**30
+    for row in (
+        f"| weights in bfloat16 | about 50 GiB | {frozen_gib:.1f} GiB |",
+        f"| adapters | 3.8 GB | {float(adapters):.1f} GB |",
+        f"| all | 132.9 of 141.1 | {float(tensors):.1f} GB, {float(figures['with workspaces and margin'][6]):.1f} with",
+    ):
+        assert row in rest
+
+
+def test_a_token_sees_17_billion_weights_of_the_397b_mixture_with_ten_experts_and_11_with_two() -> None:
+    config = read_decoder_config(CONFIGS / "model" / "qwen3.5-397b-a17b.yaml")
+    assert isinstance(config.feed_forward, MixtureConfig)
+    two = replace(config, feed_forward=replace(config.feed_forward, top_k=2))
+    assert config.feed_forward.top_k == 10
+    assert describe(config).num_active_parameters == pytest.approx(17.3e9, rel=5e-3)
+    assert describe(two).num_active_parameters == pytest.approx(11.3e9, rel=5e-3)
 
 
 def test_the_adapters_of_the_397b_mixture_are_those_of_peft_for_stacked_experts() -> None:
