@@ -14,6 +14,7 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.norm import NormConfig
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import (
+    COMPILE_SECONDS,
     TINY,
     KeepGradients,
     build_module,
@@ -75,7 +76,7 @@ def first_gradients(config: DecoderConfig, strategy: str) -> dict[str, Tensor]:
 def test_gradients_are_those_of_one_process(name: str, strategy: str) -> None:
     wanted, _ = reference_gradients(CONFIGS[name], 0)
     largest: Any = max(gradient.abs().max() for gradient in wanted.values())
-    for found in run_ranks(first_gradients, 2, CONFIGS[name], strategy):
+    for found in run_ranks(first_gradients, 2, CONFIGS[name], strategy, timeout_seconds=COMPILE_SECONDS):
         assert {*found} == wanted.keys()
         for key, gradient in found.items():
             difference = (gradient.double() - wanted[key]).abs().max()

@@ -128,6 +128,10 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().clone()
 
 
+COMPILE_SECONDS = 280.0
+"""A limit for ranks that compile, on a machine that does other work, too."""
+
+
 class RequireCompiled(pl.Callback):
     """Fails if blocks that shall be compiled ran eagerly, which torch.compile does without an error.
 

@@ -24,7 +24,15 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import find_latest, read_committed_hash, verify
 from genesis_callbacks.testing import run_ranks
-from tests.train.support import KeepGradients, build_strategy, build_trainer, loader, rows_of_step, whole
+from tests.train.support import (
+    COMPILE_SECONDS,
+    KeepGradients,
+    build_strategy,
+    build_trainer,
+    loader,
+    rows_of_step,
+    whole,
+)
 from tests.train.test_mixture_training import MIXED, slow
 from tests.train.test_part_statistics import Kill
 
@@ -108,7 +116,7 @@ def test_gradients_of_adapters_are_those_of_one_big_batch(strategy: str, world_s
     gradients = reference()
     assert sum("experts" in name for name in gradients) == 4  # a layer with experts, two targets
     assert all(is_adapter_tensor(name) for name in gradients)
-    for found in run_ranks(one_step, world_size, strategy, torch.float32, "32-true"):
+    for found in run_ranks(one_step, world_size, strategy, torch.float32, "32-true", timeout_seconds=COMPILE_SECONDS):
         assert found["changed"] == []
         assert found["gradients"].keys() == gradients.keys()
         for name, gradient in gradients.items():

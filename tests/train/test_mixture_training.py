@@ -29,6 +29,7 @@ from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import (
+    COMPILE_SECONDS,
     TINY,
     KeepGradients,
     build_module,
@@ -50,8 +51,6 @@ PART = "blocks.1.feed_forward"
 BIAS = f"decoder.{PART}.router.balance_bias"
 STEPS = 6
 EMPTY, POISONED = 2, 3
-LIMIT_SECONDS = 300.0
-"""The time of ranks that compile, on a machine that does other work, too."""
 
 
 def slow(*values: Any) -> Any:
@@ -117,7 +116,7 @@ def one_step(strategy: str, precision: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_gradients_log_and_bias_are_those_of_one_big_batch(strategy: str, world_size: int) -> None:
     gradients, logged, load = reference(0)
-    for found in run_ranks(one_step, world_size, strategy, "32-true", timeout_seconds=LIMIT_SECONDS):
+    for found in run_ranks(one_step, world_size, strategy, "32-true", timeout_seconds=COMPILE_SECONDS):
         assert found["gradients"].keys() == gradients.keys()
         for name, gradient in found["gradients"].items():
             assert (gradient.double() - gradients[name]).abs().max() < 1e-6, name
@@ -129,10 +128,10 @@ def test_gradients_log_and_bias_are_those_of_one_big_batch(strategy: str, world_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["replicated", "full", "compiled_shards", "experts_2", "experts_2_compiled"])
+@pytest.mark.parametrize("strategy", ["replicated", "full", "compiled_shards", "experts_2"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_router_is_trained_in_float32_under_any_precision(strategy: str, precision: str) -> None:
-    first, second = run_ranks(one_step, 2, strategy, precision, timeout_seconds=LIMIT_SECONDS)
+    first, second = run_ranks(one_step, 2, strategy, precision, timeout_seconds=COMPILE_SECONDS)
     router = f"decoder.{PART}.router.weight"
     assert first["gradients"][router].dtype == first["tensors"][router].dtype == torch.float32
     is_rounded = first["gradients"][router] == first["gradients"][router].bfloat16()

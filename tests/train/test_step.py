@@ -19,6 +19,7 @@ from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis_callbacks import TokenCounters
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import (
+    COMPILE_SECONDS,
     SEQ_LEN,
     TINY,
     KeepGradients,
@@ -59,7 +60,8 @@ def test_uneven_micro_batches_give_the_gradient_of_one_big_batch(world_size: int
     expected, norm = reference_gradients(TINY, 0)
     num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
     names = strategies.split()
-    for found in run_ranks(run_in_turn, world_size, one_step, [(name,) for name in names]):
+    fits = [(name,) for name in names]
+    for found in run_ranks(run_in_turn, world_size, one_step, fits, timeout_seconds=COMPILE_SECONDS):
         for strategy, (gradients, rank_norm, tokens) in zip(names, found, strict=True):
             assert gradients.keys() == expected.keys(), strategy
             for name, gradient in gradients.items():
