@@ -138,7 +138,8 @@ def test_a_disk_that_waits_for_no_copy_would_show(tmp_path: Path) -> None:
     "fault", ["no wait of the device", pytest.param("copies wait for nothing", marks=pytest.mark.slow)]
 )
 def test_a_missing_wait_would_show(fault: str) -> None:
-    first_us, other_us = (0, LATE_US) if fault == "no wait of the device" else (LATE_US, 0)
+    # Late enough that a busy machine is not later still.
+    first_us, other_us = (0, 5 * LATE_US) if fault == "no wait of the device" else (5 * LATE_US, 0)
     wrong, _ = late(first_us, other_us, fault)
     assert wrong
 
