@@ -44,18 +44,25 @@ test test-rest test-long demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
 test test-rest test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup
+# Runs the tests that $(1) selects in $(2), in a directory of their own, which stays where a test fails. pytest's own choice is
+# a directory beside those of earlier sessions, of which each session deletes some when it ends: two that end together
+# meet in one directory, and pytest fails.
+define run_tests
+	@directory=$$(mktemp -d) && cd $(2) && $(CURDIR)/$(BIN)/python $(PYTEST) --basetemp=$$directory/t -m "$(1)" || \
+		{ echo "the tests' files: $$directory" >&2; exit 1; }; rm -rf "$$directory"
+endef
 
 # What proves the product, in minutes.
 QUICK := not slow and not bench and not long and not cuda
 test: $(STAMP)
-	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(QUICK)"
-	@$(BIN)/python $(PYTEST) -m "$(QUICK) and not demo"
+	$(call run_tests,$(QUICK),callbacks)
+	$(call run_tests,$(QUICK) and not demo,.)
 
 # Every test that `make test` leaves out, with the short demo.
 REST := (slow or bench or demo) and not long and not cuda
 test-rest: $(STAMP)
-	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(REST)"
-	@$(BIN)/python $(PYTEST) -m "$(REST)"
+	$(call run_tests,$(REST),callbacks)
+	$(call run_tests,$(REST),.)
 
 # The README's first command with fewer steps, its kill, its resume and its picture.
 demo-short: $(STAMP)

@@ -86,4 +86,5 @@ def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict
         shutil.copy(REPOSITORY / ".ci" / plugin, tmp_path / "tests")
     shutil.copy(REPOSITORY / "callbacks" / "pyproject.toml", tmp_path)
     tests = [Path("tests") / name for name in QUICK_TESTS]
-    check(run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path))
+    options = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'files'}")
+    check(run(python, "-m", "pytest", *options, *tests, cwd=tmp_path))
