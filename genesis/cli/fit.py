@@ -38,7 +38,7 @@ from genesis.cli.quiet import quiet_lightning
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
-from genesis.errors import RunEndedError, UserError, check_is_named, naming
+from genesis.errors import QuietExit, RunEndedError, UserError, check_is_named, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -46,6 +46,7 @@ from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
+from genesis.strategies.layout import layout_strategy
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
@@ -371,13 +372,14 @@ class GenesisCLI(LightningCLI):
             committed = list_committed(self.checkpoint.directory)  # only rank 0 may know of the last save yet
             last = f"the newest checkpoint is {committed[-1][0]}" if committed else "no checkpoint is saved yet"
             raise RunEndedError(
-                f"{lost} is gone, and the other ranks cannot continue; {last}: restart the run with --ckpt_path latest"
+                f"{lost}, and the other ranks cannot continue; {last}: restart the run with --ckpt_path latest"
             ) from error
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         wanted = arguments.get("ckpt_path")
         if subcommand == "fit":
+            self._check_strategy()
             check_not_in_use(self.checkpoint.directory)
         if wanted is not None:
             arguments["ckpt_path"] = self._find(wanted)
@@ -390,6 +392,16 @@ class GenesisCLI(LightningCLI):
         if subcommand == "validate" and self._adapter_base is not None:
             check_has_adapters(arguments["ckpt_path"], self._adapter_base)
         return arguments
+
+    def _check_strategy(self) -> None:
+        """Refuses options of the strategy that do not fit, before it starts ranks, each of which would refuse them."""
+        strategy = layout_strategy(self.trainer.strategy)
+        try:
+            strategy.check_fit(self.model.decoder_config, self.model.optimizer_options.name)
+        except UserError:
+            if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them
+                raise
+            raise QuietExit(UserError.exit_status) from None
 
     def _find(self, wanted: str) -> Path | None:
         """Returns the checkpoint for `wanted`; None for `latest` if this run has no checkpoint yet.

@@ -1,7 +1,9 @@
 """Where moments lie between steps, and how a step gets them piece by piece: in the host's memory, or in files."""
 
 import contextlib
+import errno
 import mmap
+import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,6 +132,27 @@ class DiskRates:
         return num_bytes / min(self.read, self.write)
 
 
+def explain_directory(directory: Path, number: int | None, num_bytes: int | None = None) -> str:
+    """Returns why a directory takes no optimizer states, and the remedy. Pure.
+
+    Args:
+        directory: The value of `optimizer_offload_directory`.
+        number: The error's number, as `errno` names them.
+        num_bytes: Bytes of this rank's states, where known.
+    """
+    option = f"optimizer_offload_directory {directory}"
+    if number == errno.ENOENT:
+        return f"{option} does not exist: create it, or give another directory"
+    if number == errno.ENOTDIR:
+        return f"{option} is not a directory: give one, on a local disk"
+    size = "" if num_bytes is None else f" of {NUM_COPIES} x {num_bytes:,} bytes"
+    reason = "unknown error" if number is None else os.strerror(number)
+    remedy = "give a directory in which you may create files"
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "give a directory on a disk with room, or lower optimizer_offload"
+    return f"{option} takes no files{size} for the optimizer states of a rank ({reason}): {remedy}"
+
+
 class DiskPieces:
     """Moments in files, which are read and written in every step by threads of their own.
 
@@ -157,11 +180,7 @@ class DiskPieces:
         try:
             self._memory = FileMemory(directory, num_bytes)
         except FileRoomError as error:
-            raise UserError(
-                f"optimizer_offload_directory {directory} takes no {NUM_COPIES} x {num_bytes:,} bytes for the "
-                f"optimizer states of this rank: {error.strerror}: choose a directory on a disk with room, or lower "
-                "optimizer_offload"
-            ) from error
+            raise UserError(explain_directory(directory, error.errno, num_bytes)) from error
         most = max((1, *sizes.values()))
         self._slot_bytes = min(piece_bytes, _align(most))
         self._slot_memory = HostMemory(NUM_SLOTS * MOST_MOMENTS * self._slot_bytes, device, self._slot_bytes)

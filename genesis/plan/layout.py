@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from genesis.errors import UserError
+from genesis.expert_share import check_expert_share
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
-from genesis.model.mixture import MixtureConfig
 from genesis.offload_share import spread_units
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
@@ -105,24 +105,7 @@ class Layout:
                 f"expert_parallel {ranks} does not divide the {self.ranks_per_shard_group} ranks that shard the model: "
                 "choose a divisor"
             )
-        mixture = decoder.parts.feed_forward
-        if not isinstance(mixture, MixtureConfig):
-            raise UserError(
-                f"expert_parallel is {ranks}, but the model has no experts: leave it at 1, or give "
-                "model.decoder.feed_forward a MixtureConfig"
-            )
-        if mixture.num_experts % ranks:
-            raise UserError(
-                f"expert_parallel {ranks} does not divide num_experts {mixture.num_experts}: every rank holds as many "
-                "experts"
-            )
-        held = mixture.num_experts // ranks
-        if optimizer == "muon" and held % self.ranks_per_expert:
-            raise UserError(
-                f"optimizer.name is 'muon', which needs whole matrices, and {self.ranks_per_expert} ranks share the "
-                f"{held} experts that each of them holds with expert_parallel {ranks}: choose expert_parallel so that "
-                "the ranks that hold the same experts divide their number, or adamw"
-            )
+        check_expert_share(decoder.parts.feed_forward, ranks, self.ranks_per_shard_group, optimizer)
 
 
 @dataclass(frozen=True)

@@ -136,23 +136,9 @@ def share_experts(
         reshard_after_forward: As for `fully_shard`.
         precision: As for `fully_shard`.
         policies: Where each module keeps its parameters between uses.
-
-    Raises:
-        UserError: The decoder has no experts, or the ranks do not divide their number.
     """
-    mixtures = [module for module in decoder.modules() if isinstance(module, Mixture)]
-    if not mixtures:
-        raise UserError(
-            f"expert_parallel is {ranks.size()}, but the model has no experts: leave it at 1, or give "
-            "model.decoder.feed_forward a MixtureConfig"
-        )
-    for mixture in mixtures:
+    for mixture in (module for module in decoder.modules() if isinstance(module, Mixture)):
         experts = mixture.experts
-        if experts.num_experts % ranks.size():
-            raise UserError(
-                f"expert_parallel {ranks.size()} does not divide num_experts {experts.num_experts}: every rank holds "
-                "as many experts"
-            )
         for part in experts.modules():  # the experts themselves, and their adapters
             for name, parameter in list(part.named_parameters(recurse=False)):
                 held = distribute_tensor(parameter.data, ranks, [Shard(0)], src_data_rank=None)

@@ -1,6 +1,8 @@
 """What a strategy keeps on the host beside FSDP2's own offload: inputs of blocks, and optimizer states."""
 
+import errno
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,10 +10,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from genesis.available_memory import available_memory
+from genesis.errors import UserError
 from genesis.offload_share import read_directory, read_share
 from genesis.optim import GroupedOptimizer
-from genesis.optim.piece_memory import DiskRates
+from genesis.optim.piece_memory import DiskRates, explain_directory
 from genesis.strategies.activation_offload import ActivationOffload
+from genesis.strategies.agree import attempt_on_all
 from genesis.transfers import Traffic
 
 
@@ -43,6 +47,16 @@ class HostOffload:
         """Whether anything is moved."""
         return self._has_activations or self._share > 0.0
 
+    def check_directory(self) -> None:
+        """Checks that the directory of the optimizer's states exists on this host.
+
+        Raises:
+            UserError: It does not, or it is no directory.
+        """
+        if self._directory is not None and not self._directory.is_dir():
+            number = errno.ENOTDIR if self._directory.exists() else errno.ENOENT
+            raise UserError(explain_directory(self._directory, number))
+
     def build_activations(self) -> ActivationOffload | None:
         """Returns the offload of activations; None if they stay."""
         return ActivationOffload(self.traffic) if self._has_activations else None
@@ -63,12 +77,15 @@ class HostOffload:
         available = available_memory()
         for optimizer in optimizers:
             assert isinstance(optimizer, GroupedOptimizer)
-            optimizer.offload_states(
-                self._share,
-                device,
-                self.traffic,
-                available_bytes=None if available is None else available // max(1, ranks_of_host),
-                directory=self._directory,
+            attempt_on_all(
+                partial(
+                    optimizer.offload_states,
+                    self._share,
+                    device,
+                    self.traffic,
+                    available_bytes=None if available is None else available // max(1, ranks_of_host),
+                    directory=self._directory,
+                )
             )
             if self._directory is not None:
                 rank_zero_info(describe_disk(self._directory, optimizer.offloaded_bytes, optimizer.disk_rates))

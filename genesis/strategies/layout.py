@@ -16,7 +16,7 @@ from torch import Tensor
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
@@ -81,6 +81,19 @@ class LayoutStrategy(Protocol):
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
+    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+        """Refuses options that fit neither each other nor the model. It needs no process group.
+
+        The command line calls it before it starts ranks, and the module before it builds the model.
+
+        Args:
+            decoder: The model.
+            optimizer: The name of the optimizer.
+
+        Raises:
+            UserError: Ranks cannot share the experts, or an option of an offload does not hold on this host.
+        """
+
     def apply_to(self, decoder: Decoder) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
 
@@ -124,6 +137,9 @@ class LightningStrategy:
             sampler = strategy.distributed_sampler_kwargs
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
+
+    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+        """Returns without a check: Lightning's strategies have no such options."""
 
     def apply_to(self, decoder: Decoder) -> None:
         """Returns without changing the decoder.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
@@ -119,6 +119,10 @@ class Replicated(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
+
+    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+        """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
+        self.offload.check_directory()
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

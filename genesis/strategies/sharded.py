@@ -14,8 +14,9 @@ from torchmetrics import Metric
 
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
+from genesis.expert_share import check_expert_share
 from genesis.loss import sum_cross_entropy
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.offload_share import read_cpu_offload
 from genesis.strategies.degrees import Degrees, list_divisors
@@ -168,6 +169,15 @@ class Sharded(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
+
+    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+        """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
+        degrees = self._plan_degrees()
+        degrees.check_available()
+        axes = degrees.sparse_axes()
+        ranks_of_group = axes["efsdp"] * axes["ep"]
+        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, optimizer)
+        self.offload.check_directory()
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from genesis.errors import RunEndedError
+from genesis.errors import QuietExit, RunEndedError
 from genesis.parent import (
     LAUNCHER_NAME,
     NONCE_NAME,
@@ -146,7 +146,7 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
     Raises:
         RunEndedError: On rank 0 and the first rank that differs from it: that rank is of another start, or has
             another recipe.
-        SystemExit: On the other ranks, so that the reason is printed once.
+        QuietExit: On the other ranks, so that the reason is printed once.
     """
     try:
         ranks = Ranks(timeout_seconds=_ANSWER_SECONDS)
@@ -174,7 +174,7 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
         difference = _describe_difference(recipes[0], recipes[stray])
         message = f"rank {stray} has another recipe than rank 0 ({difference}): start all ranks with the same recipe"
     if ranks.rank not in (0, stray):
-        raise SystemExit(RunEndedError.exit_status)
+        raise QuietExit(RunEndedError.exit_status)
     raise RunEndedError(message)
 
 

@@ -296,7 +296,7 @@ CONSEQUENCES: Final = (
         "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
     ),
     Signature(
-        r"is gone, and the other ranks cannot continue|is gone; this rank ends as well|is gone: no rank can continue",
+        r"(is|are) gone(, and the other ranks cannot continue|; this rank ends as well|: no rank can continue)",
         "genesis/cli/fit.py, genesis_callbacks/_rank_watch.py",
         "genesis: error: rank 1 (process 42) is gone, and the other ranks cannot continue",
     ),

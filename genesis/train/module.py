@@ -31,6 +31,7 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
@@ -129,6 +130,7 @@ class GenesisModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the decoder supports corpus, precision and options, before it is built."""
+        self._strategy.check_fit(self.decoder_config, self.optimizer_options.name)
         prepare_precision(self.trainer.strategy)
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)
@@ -148,7 +150,7 @@ class GenesisModule(pl.LightningModule):
             decoder = Decoder(self.decoder_config)
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
-        self._strategy.apply_to(decoder)
+        attempt_on_all(lambda: self._strategy.apply_to(decoder))
         self._strategy.allocate(decoder)
         self._has_unset_weights = self.is_restored
         if self.is_restored:

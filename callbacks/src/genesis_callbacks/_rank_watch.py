@@ -28,6 +28,11 @@ _ENDED = "ended"
 _FAILED = "failed with"
 
 
+def say_gone(lost: str) -> str:
+    """Returns that ranks are gone, given what `RankWatch.describe_lost` returned."""
+    return f"{lost} {'are' if ', rank ' in lost else 'is'} gone"
+
+
 class RankWatch:
     """Watches the other ranks of a run, from construction to `stop`.
 
@@ -154,9 +159,9 @@ class RankWatch:
             (self._directory / _VERDICT_NAME).write_text(verdict, encoding="utf-8")
         if self._stopped.wait(self._grace_seconds):
             return
-        self._events.append("failed", text=f"{verdict} is gone; this rank ends as well")
+        self._events.append("failed", text=f"{say_gone(verdict)}; this rank ends as well")
         sys.stderr.write(
-            f"genesis-callbacks: error: [rank {self._rank}] {verdict} is gone; this rank ends as well "
+            f"genesis-callbacks: error: [rank {self._rank}] {say_gone(verdict)}; this rank ends as well "
             f"{self._grace_seconds:g} s later. The last checkpoint is good: start the run again\n"
         )
         sys.stderr.flush()

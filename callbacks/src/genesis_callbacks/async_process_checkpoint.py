@@ -43,6 +43,7 @@ from ._compat import (
 from ._data_position import OnLostDataPosition
 from ._fit_saves import SaveHistory
 from ._fit_session import FitSession
+from ._rank_watch import say_gone
 from ._refused_strategies import refuse_to_save
 from ._restore_route import LATEST, RestoreRoute
 from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
@@ -147,7 +148,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         device_proofs: What the application wants to know of an accelerator, beside what saves need. They are proved at
             each start, and may be set until then.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
-        lost_ranks: Which ranks had ended when the last fit ended by an exception, as text, or None.
+        lost_ranks: Which ranks had ended when the last fit ended by an exception, as "rank 1 (process 42) is gone", or
+            None. None, too, where all ranks agreed to end.
         restore_report: The parts that the last restore kept, rebuilt and reset; None before a restore.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         recent_saves: The last few checkpoints that this callback has saved, oldest first.
@@ -452,9 +454,9 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def _leave(self, trainer: Trainer, exception: BaseException) -> None:
         lost = None if self._session is None else self._session.leave(trainer, exception)
-        if lost is not None:
-            self.lost_ranks = lost
-            warnings.warn(f"{lost} is gone: no rank can continue without it", LostRankWarning, stacklevel=2)
+        if lost is not None and not getattr(exception, "ends_all_ranks", False):
+            self.lost_ranks = say_gone(lost)
+            warnings.warn(f"{self.lost_ranks}: no rank can continue", LostRankWarning, stacklevel=2)
         if self._history.target is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
 

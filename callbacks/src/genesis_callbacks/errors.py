@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["RunEndedError", "UserError", "naming", "printable", "printable_lines"]
+__all__ = ["QuietExit", "RunEndedError", "UserError", "naming", "printable", "printable_lines"]
 
 
 def printable(text: str) -> str:
@@ -39,12 +39,20 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+class QuietExit(SystemExit):
+    """Ends a rank without a word, because rank 0 prints why all ranks end."""
+
+    ends_all_ranks = True
+
+
 class UserError(ValueError):
     """A user's mistake, or a decision that only the user can make: one line with the value and the remedy."""
 
     exit_status = 2
     is_one_line = True
     """False for a class that writes line breaks of its own; the rest of such a text must be printable."""
+    ends_all_ranks = False
+    """Set to True on an error that all ranks have agreed on, so that none misses the others."""
 
 
 class RunEndedError(RuntimeError):

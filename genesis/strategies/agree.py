@@ -1,0 +1,58 @@
+"""What one rank refuses ends all ranks, with one line."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from genesis.errors import QuietExit, UserError
+from genesis_callbacks.checkpoint import Ranks
+
+T = TypeVar("T")
+
+
+def attempt_on_all(function: Callable[[], T]) -> T:
+    """Returns the result of `function()` on this rank, or ends all ranks if any of them refuses its input.
+
+    Communicates, over a group of its own. Every rank calls it at the same point, and the function itself waits for no
+    other rank.
+
+    Raises:
+        UserError: On rank 0, with the reasons of all ranks that refused.
+        QuietExit: On the other ranks, so that the reason is printed once.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    refusal: UserError | None = None
+    try:
+        value = function()
+    except UserError as error:
+        refusal = error
+    ranks = Ranks()
+    refusals = ranks.gather(None if refusal is None else str(refusal))
+    if not any(refusals):
+        return value
+    if not ranks.is_first:
+        raise QuietExit(UserError.exit_status) from refusal
+    common = UserError(describe_refusals(refusals))
+    common.ends_all_ranks = True
+    raise common from refusal
+
+
+def describe_refusals(refusals: Sequence[str | None]) -> str:
+    """Returns the reasons of ranks in one line: the same reason once, with its ranks unless all of them have it. Pure.
+
+    Args:
+        refusals: By rank; None for a rank that refused nothing.
+    """
+    by_reason: dict[str, list[int]] = {}
+    for rank, reason in enumerate(refusals):
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(rank)
+    (first, ranks), *others = by_reason.items()
+    if not others and len(ranks) == len(refusals):
+        return first
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    rest = sum(len(ranks) for _, ranks in others)
+    more = f" (and {rest} other {'rank' if rest == 1 else 'ranks'} refused)" if rest else ""
+    return f"{where}: {first}{more}"
