@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, rest = find_command(arguments)
         if command.name in _RANKS:
             end_with_parent()
+            _silence_c10d()
         with _ended_at_once_by_sigint():
             command.check_arguments(rest)
             function = command.load(rest)
@@ -88,6 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns the interrupt into exit status 1
             return _INTERRUPTED
         raise
+
+
+def _silence_c10d() -> None:
+    """Keeps torch's C++ from printing warnings, unless the user asks for them. Before torch is imported.
+
+    When a rank is gone, c10d prints a stack of C++ above the line that names the rank. Its errors are still printed.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextlib.contextmanager
