@@ -29,7 +29,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions
-from genesis.strategies import Replicated, Sharded, mesh, replicated, sharded
+from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
 from genesis.strategies.start import Start
 from genesis.train.module import GenesisModule
 from genesis.train.telemetry import TelemetryOptions, build_telemetry
@@ -171,6 +171,8 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     pending.wait = outside(Pending.wait)
     counters: Any = TokenCounters
     counters.on_train_batch_start = outside(TokenCounters.on_train_batch_start)
+    agreeing: Any = agree
+    agreeing.Ranks = _FirstRank
     start: Any = Start
     start.begin = lambda self: None
     start.check = lambda self, node: None
@@ -225,6 +227,15 @@ def _reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced
+
+
+class _FirstRank:
+    """The first of ranks that agree with it."""
+
+    is_first = True
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class _NoWatchdog:

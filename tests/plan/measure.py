@@ -130,7 +130,7 @@ class EvenExchange(Exchange):
     def send(self, rows: torch.Tensor, counts: torch.Tensor) -> Flight:
         even = torch.full_like(counts.view(self._num_ranks, -1), len(rows) // len(counts))
         even[:, 0] += len(rows) // self._num_ranks - even.sum(1)
-        splits = even.sum(1).tolist()
+        splits = [len(rows) // self._num_ranks] * self._num_ranks
         received = all_to_all_single_autograd(rows.contiguous(), splits, splits, self._group)
         return Flight(received, even, expert_parallel._Splits(splits, splits), self._group)
 
@@ -164,7 +164,7 @@ def measure_peak(workload: Workload, layout: Layout) -> int:
     with fake_group(layout.num_ranks) if layout.num_ranks > 1 or layout.is_sharded else nullcontext():
         decoder, optimizer, wrapped = build(workload, layout)
         window = build_window(workload, count)
-        step = partial(_train, workload, layout, decoder, optimizer, wrapped, window)
+        step = partial(train, workload, layout, decoder, optimizer, wrapped, window)
         step()
         if wrapped is decoder:  # the record of allocations would not see that they are freed
             decoder.zero_grad()
@@ -185,7 +185,7 @@ def measure_allocated_peak(step: Callable[[], None]) -> int:
     raise AssertionError(f"torch's profiler recorded no allocation in {_MAX_PROFILES} steps")
 
 
-def _train(
+def train(
     workload: Workload,
     layout: Layout,
     decoder: Decoder,

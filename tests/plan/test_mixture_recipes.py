@@ -13,12 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import Decoder
 from genesis.model.describe import describe
+from genesis.model.experts import Experts
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.plan.recipe import read_content, read_recipe
 from genesis.plan.state import build_model, count_state
-from tests.plan.measure import build_on_meta, fake_group
+from genesis.plan.timeline import play_step
+from tests.fakecuda.memory import LiveBytes
+from tests.fakecuda.watch import Watch
+from tests.plan.measure import build_on_meta, build_window, fake_group, train
 
 CONFIGS: Final = Path(__file__).parents[2] / "configs"
 GOLDEN: Final = Path(__file__).parents[1] / "golden" / "plan" / "finetune"
@@ -62,6 +66,49 @@ def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
     layout = replace(recipe.layout, optimizer_offload=0.0)  # the optimizer's states, wherever they lie
     state = count_state(build_model(recipe.workload), recipe.workload, layout, rounded_to=1)
     assert [state.weights, state.frozen, state.optimizer] == held
+
+
+@pytest.mark.parametrize(
+    "num_layers",
+    [pytest.param(8, marks=[pytest.mark.slow, pytest.mark.early]), pytest.param(60, marks=pytest.mark.long)],
+)
+def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
+    num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, recomputation, backward and update, on fake tensors; other ranks send as many rows as this one."""
+    path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
+    recipe = read_recipe(read_content([path]), str(path))
+    workload = replace(
+        recipe.workload, decoder=replace(recipe.workload.decoder, num_layers=num_layers), has_documents=False
+    )
+    layout = replace(recipe.layout, optimizer_offload=0.0)  # fake tensors have no other memory
+    assert layout.blocks_per_recomputation == 3
+    with fake_group(8), monkeypatch.context() as patched:
+        decoder = build_on_meta(workload, layout)
+        for module in decoder.modules():
+            if isinstance(module, Experts):
+                module.products = (
+                    "grouped"  # as on CUDA; a loop over experts would read their rows, which have no values
+                )
+        patched.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # undoes `watch_resizes`
+        with FakeTensorMode():
+            window = [replace(one, document_ids=None) for one in build_window(workload, 1)]
+            watch = Watch()
+            watch.live = LiveBytes("cpu", rounded_to=1)
+            watch.live.watch_resizes()
+            with watch:
+                fake_parameters(decoder)
+                optimizer = build_optimizer(decoder, OptimizerOptions())
+                for one in decoder.parameters():
+                    one.grad = torch.zeros_like(one) if one.requires_grad else None
+                optimizer.step()  # makes the states
+                states = [value for state in optimizer.state.values() for value in state.values()]
+                for state in states:
+                    watch.live.note(state.to_local() if isinstance(state, DTensor) else state)
+                train(workload, layout, decoder, optimizer, decoder, window)
+    predicted = play_step(workload, layout)
+    assert predicted.peak_phase == "backward"
+    assert watch.live.peak == pytest.approx(predicted.peak_bytes, rel=0.01)
 
 
 def test_the_weights_of_the_397b_mixture_are_92_gib_a_rank() -> None:
