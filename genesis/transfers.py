@@ -118,7 +118,11 @@ class Traffic:
             return
         begin = record_timer(device)
         mark.wait()
-        self._waits.append((begin, record_timer(device)))
+        self.note_wait(begin, record_timer(device))
+
+    def note_wait(self, begin: torch.Event, end: torch.Event) -> None:
+        """Counts the time between two timers of a stream as a wait, once they have passed."""
+        self._waits.append((begin, end))
 
 
 Mark = torch.Event | None

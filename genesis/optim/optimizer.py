@@ -1,6 +1,7 @@
 """One optimizer whose groups name their algorithm: automatic optimization takes only one optimizer."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,7 @@ class GroupedOptimizer(Optimizer):
                 require_whole_matrices(list(_find_stacks(sharded).values()))
         self._replicas: dist.ProcessGroup | None = None
         self._offload: StateOffload | None = None
+        self._host_updates: Traffic | None = None
         self.found_inf: Tensor | None = None
 
     def offload_states(
@@ -141,6 +143,10 @@ class GroupedOptimizer(Optimizer):
         """How fast the disk of the states was when they were moved there; None without states on one."""
         return None if self._offload is None else self._offload.disk_rates
 
+    def count_host_updates(self, traffic: Traffic) -> None:
+        """Counts the time of updates as a wait of the device, whose parameters are in the host's memory."""
+        self._host_updates = traffic
+
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
         """Makes Muon compute each whole matrix on only one rank, which sends the result to the others.
 
@@ -166,12 +172,15 @@ class GroupedOptimizer(Optimizer):
         # by now, so neither the moments nor the weight decay of any parameter change.
         if self._offload is not None:
             self._offload.step({"adamw": self._step_slices, "muon": _apply_momentum})
+        begin = time.perf_counter()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["algorithm"] == "adamw":
                 parameters = [parameter for parameter in parameters if not self._is_offloaded(parameter)]
             if parameters:
                 (self._step_adamw if group["algorithm"] == "adamw" else self._step_muon)(group, parameters)
+        if self._host_updates is not None:
+            self._host_updates.idle_seconds += time.perf_counter() - begin
         return loss
 
     def _is_offloaded(self, parameter: Tensor) -> bool:

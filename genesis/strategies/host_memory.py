@@ -1,4 +1,4 @@
-"""What a strategy keeps on the host beside FSDP2's own offload: inputs of blocks, and optimizer states."""
+"""What a strategy keeps on the host: inputs of blocks, optimizer states, and units, which FSDP2 moves."""
 
 import errno
 from collections.abc import Sequence
@@ -7,15 +7,18 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from genesis.available_memory import available_memory
+from genesis.device import is_host
 from genesis.errors import UserError
 from genesis.offload_share import read_directory, read_share
 from genesis.optim import GroupedOptimizer
 from genesis.optim.piece_memory import DiskRates, explain_directory
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.agree import attempt_on_all
+from genesis.strategies.host_units import count_host_units
 from genesis.transfers import Traffic
 
 
@@ -25,6 +28,7 @@ class HostOffload:
     Args:
         activations: Whether the inputs of recomputed blocks are moved.
         optimizer_share: Share of the optimizer's states that is moved, from 0 to 1.
+        has_units: Whether FSDP2 keeps units of blocks on the host.
         optimizer_directory: Where these states lie in files; None for the host's memory.
 
     Attributes:
@@ -35,9 +39,17 @@ class HostOffload:
         UserError: The share is out of its range, or 0 with a directory.
     """
 
-    def __init__(self, *, activations: bool, optimizer_share: float, optimizer_directory: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        activations: bool,
+        optimizer_share: float,
+        optimizer_directory: str | None = None,
+        has_units: bool = False,
+    ) -> None:
         self.traffic = Traffic()
         self._has_activations, self._share = activations, read_share("optimizer_offload", optimizer_share)
+        self._has_units = has_units
         directory = read_directory(optimizer_directory, self._share)
         self._directory = None if directory is None else Path(directory)
         self.has_disk = self._directory is not None
@@ -45,7 +57,22 @@ class HostOffload:
     @property
     def is_active(self) -> bool:
         """Whether anything is moved."""
-        return self._has_activations or self._share > 0.0
+        return self._has_activations or self._share > 0.0 or self._has_units
+
+    def count_units(self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        """Counts what FSDP2's own offload of units moves from now on, and the time of the updates on the host.
+
+        Args:
+            model: The sharded model.
+            optimizers: The optimizers.
+            device: The device of training; on the CPU nothing moves.
+        """
+        if not self._has_units or is_host(device.type):
+            return
+        count_host_units(model, device, self.traffic)
+        for optimizer in optimizers:
+            assert isinstance(optimizer, GroupedOptimizer)
+            optimizer.count_host_updates(self.traffic)
 
     def check_directory(self) -> None:
         """Checks that the directory of the optimizer's states exists on this host.

@@ -129,6 +129,7 @@ class Sharded(ModelParallelStrategy):
             activations=activation_offload,
             optimizer_share=optimizer_offload,
             optimizer_directory=optimizer_offload_directory,
+            has_units=self.cpu_offload > 0.0,
         )
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
@@ -303,6 +304,8 @@ class Sharded(ModelParallelStrategy):
             # After the base, which moves the states of optimizers to the device. In a validation after a fit, the
             # optimizers are still those of the fit, whose states are moved already.
             self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
+            assert self.model is not None
+            self.offload.count_units(self.model, self.optimizers, self.root_device)
         if self.world_size > 1:
             assert self.lightning_module is not None
             self._watchdog = DesyncWatchdog(self.lightning_module, self.desync_seconds, self.layout.stage_ranks)

@@ -8,9 +8,9 @@
     offload/disk_written_bytes   bytes that were written to the disk, likewise
     offload/disk_wait_ms         time of a step in which training waited for the disk
 
-With `optimizer_offload` or `activation_offload` alone, and those of the disk with `optimizer_offload_directory`;
-FSDP2's own `cpu_offload` counts nothing. Figures are those of rank 0. Does it communicate? No. It reads events that are
-over, and waits for none.
+With an offload alone, and those of the disk with `optimizer_offload_directory`. With `cpu_offload`, `idle_ms` also has
+the gathers behind the copies of parameters, and the time of the updates on the host; on the CPU nothing moves. Figures
+are those of rank 0. Does it communicate? No. It reads events that are over, and waits for none.
 """
 
 from typing import Any

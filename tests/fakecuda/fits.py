@@ -30,6 +30,7 @@ from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
+from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.start import Start
 from genesis.train.module import GenesisModule
 from genesis.train.telemetry import TelemetryOptions, build_telemetry
@@ -111,12 +112,20 @@ class KeepStep(pl.Callback):
     def __init__(self, watch: Watch) -> None:
         self.watch, self.syncs, self.kernels, self.casts = watch, {}, {}, {}
         self.memory: dict[str, int] = {}
+        self.moved: dict[str, int] = {}
         self.peak_bytes = self.num_steps = 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.num_steps = trainer.global_step
+        offload: HostOffload = trainer.strategy.offload  # type: ignore[attr-defined]
+        moved = offload.traffic.take()
+        self.moved = {
+            "to device": moved.to_device_bytes,
+            "to host": moved.to_host_bytes,
+            "idle ns": round(1e9 * moved.idle_seconds),
+        }
         self.memory = count_bytes(pl_module, trainer.optimizers[0])
         watch = self.watch
         self.peak_bytes = watch.live.peak
@@ -330,6 +339,7 @@ def run_fit(
         "kernels": keep.kernels,
         "casts": keep.casts,
         "memory": keep.memory,
+        "moved": keep.moved,
         "peak_bytes": keep.peak_bytes,
         "lines": watch.lines,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -73,6 +73,20 @@ def test_states_on_a_disk_pass_through_the_device_and_add_no_wait(
     assert on_disk["syncs"] == held["syncs"], on_disk["lines"]  # threads wait for events, and the host for threads
 
 
+@pytest.mark.parametrize("shard", ["full", "grad_op"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_units_on_the_host_move_is_counted(fake_device: FakeDevice, shard: str, share: float) -> None:
+    combination = Combination(shard, num_ranks=2)
+    result = run(fake_device, combination, strategy_options={"cpu_offload": share})
+    moved, parameters = result["moved"], result["memory"]["parameters on cpu"]
+    assert moved["to host"] == result["memory"]["gradients on cpu"]  # reduced once in a step
+    # A micro-batch gathers each unit twice, or once where it stays gathered for the backward, as the root always does.
+    root = 4 * (1024 * 256 + 256) // 2 if share == 1.0 else 0
+    once = parameters if shard == "grad_op" else root
+    assert moved["to device"] == NUM_MICRO_BATCHES * (once + 2 * (parameters - once))
+    assert moved["idle ns"] > 0  # the host's update
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_blocks_in_the_hosts_memory_are_updated_there_and_the_others_on_the_device(
     fake_device: FakeDevice, optimizer: str
