@@ -1,5 +1,7 @@
 """On a real GPU: digests, copies, attention and products are those of the CPU; runs resume bit for bit."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from genesis.model.attention import (
     document_mask,
     document_offsets,
 )
+from genesis.model.experts import Experts, suits_grouped
 from genesis_callbacks.checkpoint import prove_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
@@ -64,6 +67,29 @@ def test_attention_by_documents_is_attention_under_a_mask(kind: str, head_dim: i
     by_document = run(AttentionMetadata(*tables, offsets=document_offsets(document_ids), window=window))
     masked = run(AttentionMetadata(*tables, mask=document_mask(document_ids, window)))
     for one, other in zip(by_document, masked, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
+
+
+def test_experts_in_one_kernel_are_those_of_a_loop_also_without_rows(kind: str) -> None:
+    """The first, a middle and the last expert get no row, and rows behind the last expert belong to none."""
+    generator = torch.Generator().manual_seed(0)
+    experts = Experts(num_experts=6, num_active=1, dim=128, ffn_dim=64).to(kind, torch.bfloat16)
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) / 8)
+    counts = torch.tensor([0, 40, 0, 1, 87, 0], device=kind)
+    rows = torch.randn(160, 128, generator=generator).to(kind, torch.bfloat16)
+    upstream = torch.randn(160, 128, generator=generator).to(kind, torch.bfloat16)
+    if not suits_grouped(rows, torch.bfloat16, experts.gate):
+        pytest.skip("the device has no fast kernel for all experts")
+
+    def run(products: Literal["grouped", "loop"]) -> list[Tensor]:
+        experts.products = products
+        torch.full((1 << 24,), torch.nan, device=kind)  # what a kernel leaves unwritten is no zero
+        own = rows.clone().requires_grad_()
+        out = experts(own, counts)
+        return [out, *torch.autograd.grad(out, [own, *experts.parameters()], upstream)]
+
+    for one, other in zip(run("grouped"), run("loop"), strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
 
 
