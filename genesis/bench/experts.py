@@ -89,7 +89,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(_SHAPES), default="34m", help="the shape (default %(default)s)")
     parser.add_argument("--experts", type=int, default=8, help="number of experts (default %(default)s)")
     parser.add_argument("--top_k", type=int, default=2, help="experts of a token (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of each contender, under DDP (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each contender (default %(default)s)")
     parser.add_argument(
         "--mixtral", default="", help="transformers' Mixtral with these implementations: grouped_mm,eager"
     )
@@ -109,6 +109,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     rows = _SHAPES[options.model]["rows"]
     if rows % options.ranks:
         raise UserError(f"--ranks is {options.ranks}, which does not divide the {rows} rows of a step")
+    if options.ranks > 1 and options.experts % options.ranks:
+        raise UserError(f"--ranks is {options.ranks}, which does not divide the {options.experts} experts")
     return options
 
 
@@ -151,6 +153,9 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
         (Contender("even", "our mixture with even loads", _LOOP, arguments=(ranks, "even")), plan(mixed)),
         (Contender("dense", "our dense model of the same active FLOPs", _LOOP, arguments=(ranks,)), plan(dense)),
     ]
+    if options.ranks > 1:
+        shared = Contender("shared", "our mixture, whose experts the ranks share", _LOOP, arguments=(ranks, "shared"))
+        chosen.append((shared, plan(mixed)))
     for name in filter(None, options.mixtral.split(",")):
         summary = f"transformers' Mixtral of the same shape, experts by {name}"
         chosen.append((Contender(f"mixtral-{name}", summary, find_peer(_PEER), arguments=(ranks, name)), plan(mixed)))

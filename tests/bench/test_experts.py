@@ -22,7 +22,8 @@ def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
     arguments = ["--model", "tiny", "--ranks", ranks, "--pairs", "2", "--burst-steps", "2", "--warmup-steps", "1"]
     assert main([*arguments, "--threads", "2", "--mixtral", ",".join(peers), "--out", str(out)]) == 0
     contenders = json.loads(out.read_text(encoding="utf-8"))["contenders"]
-    assert list(contenders) == ["mixture", "even", "dense", *(f"mixtral-{peer}" for peer in peers)]
+    shared = ["shared"] if ranks == "2" else []
+    assert list(contenders) == ["mixture", "even", "dense", *shared, *(f"mixtral-{peer}" for peer in peers)]
     assert all(contender["loss"] == pytest.approx(4.852, abs=0.2) for contender in contenders.values())
     assert contenders["mixture"]["imbalance"] > 1.0
     assert contenders["even"]["imbalance"] == 1.0

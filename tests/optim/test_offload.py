@@ -3,6 +3,7 @@
 import copy
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from genesis.errors import UserError
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
-from genesis.optim.offload import check_room, choose
+from genesis.optim.offload import NUM_BUFFERS, Piece, StateOffload, check_room, choose
+from genesis.optim.piece_memory import Passage
 from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.optim.test_optimizer import ADAMW, MUON, _decoder, _train, _whole
@@ -187,3 +189,57 @@ def test_other_options_give_the_same(options: OptimizerOptions) -> None:
     _train(plain, [optimizer], range(2))
     _train(moved, [offloaded], range(2))
     assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+
+
+class Asked(NamedTuple):
+    """What a step asked for, in the place of its mark."""
+
+    what: str
+    number: int
+
+    def synchronize(self) -> None:
+        """Returns at once: on the CPU a copy has ended."""
+
+
+def test_a_piece_comes_while_the_one_before_it_is_updated_and_goes_while_the_next_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the order in which a step asks for copies and updates, and by the marks that each of them waits for."""
+    asked: list[Asked] = []
+    waits: list[Asked | None] = []
+    behind: list[Asked | None] = []
+    fetch, store, update = StateOffload._fetch, StateOffload._store, StateOffload._update
+
+    def ask(what: str, number: int) -> Asked:
+        asked.append(Asked(what, number))
+        return asked[-1]
+
+    def ask_fetch(self: StateOffload, passage: Passage, number: int, buffer: Any, after: Any) -> Any:
+        behind.append(after)
+        return *fetch(self, passage, number, buffer, None)[:2], ask("fetch", number)
+
+    def ask_store(self: StateOffload, piece: Piece, buffer: Any, on_host: list[Tensor], after: Any) -> Any:
+        store(self, piece, buffer, on_host, None)
+        return ask("store", self._pieces.index(piece))
+
+    def ask_update(self: StateOffload, piece: Piece, *rest: Any) -> None:
+        ask("update", self._pieces.index(piece))
+        update(self, piece, *rest)
+
+    monkeypatch.setattr(StateOffload, "_fetch", ask_fetch)
+    monkeypatch.setattr(StateOffload, "_store", ask_store)
+    monkeypatch.setattr(StateOffload, "_update", ask_update)
+    monkeypatch.setattr(Traffic, "wait_for", lambda self, mark, device: waits.append(mark))
+    model = _decoder()
+    optimizer, _ = build(model, 1.0)
+    _train(model, [optimizer], range(1))
+    count = len(behind)
+    assert count > NUM_BUFFERS + 1
+    expected = [("fetch", 0)]
+    for number in range(count):
+        expected += [("fetch", number + 1)] * (number + 1 < count) + [("update", number), ("store", number)]
+    assert asked == expected
+    assert waits == [*(("fetch", number) for number in range(count)), ("store", count - 1)]
+    # A copy waits for the last piece in its buffer alone, which is not the one that is updated meanwhile.
+    stored = [("store", number) for number in range(count - NUM_BUFFERS)]
+    assert behind == [None] * NUM_BUFFERS + stored

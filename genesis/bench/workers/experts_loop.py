@@ -1,7 +1,8 @@
 """A plain training loop for `genesis bench experts`, of any model, on one rank or several: the same for each contender.
 
-The arguments are the workload, the number of ranks, and whether the routers are `learned`, or `even`: then every expert
-sees the same number of tokens, which shows what imbalance costs.
+The arguments are the workload, the number of ranks, and a word: the routers are `learned`, or `even`: then every expert
+sees the same number of tokens, which shows what imbalance costs. With `shared` the ranks share the experts, and FSDP2
+shards the rest; else DDP holds the whole model on each rank.
 """
 
 import os
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from genesis.bench.workers.protocol import Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.window import IGNORE_INDEX, MicroBatch
+from genesis.device import CPU
 from genesis.loss import sum_cross_entropy
 from genesis.model.balance import update_balance_biases
 from genesis.model.decoder import Decoder
@@ -30,6 +33,10 @@ from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import LOAD, Routing, find_routers
 from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.strategies.degrees import Degrees
+from genesis.strategies.mesh import WorldMesh
+from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers
+from genesis.train.gradients import clip_on_device, measure_gradients
 
 _MAX_GRADIENT_NORM = 1.0
 
@@ -43,6 +50,7 @@ class Trained(NamedTuple):
         compute_loss: Returns the summed loss of a micro-batch by a model that may be wrapped.
         end_step: Called after each step.
         read_figures: The figures of the last step; the loop adds the median time of a burst's updates.
+        is_sharded: Whether the model sums the gradients of all ranks itself; else DDP averages them.
     """
 
     model: nn.Module
@@ -50,6 +58,7 @@ class Trained(NamedTuple):
     compute_loss: Callable[[nn.Module, MicroBatch], Tensor]
     end_step: Callable[[], None] = lambda: None
     read_figures: Callable[[], dict[str, float]] = dict
+    is_sharded: bool = False
 
 
 def run(build: Callable[[Workload, list[str]], Trained], arguments: list[str], packages: list[str]) -> None:
@@ -79,11 +88,13 @@ def _train(
     workload, num_ranks = workload_from_json(arguments[0]), int(arguments[1])
     torch.set_num_threads(max(1, workload.num_threads // num_ranks))
     windows = build_windows(workload)
-    trained = build(workload, arguments[2:])
-    model: nn.Module = trained.model
     if num_ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    trained = build(workload, arguments[2:])
+    model: nn.Module = trained.model
+    if num_ranks > 1 and not trained.is_sharded:
         model = DistributedDataParallel(model)
+    factor = 1 if trained.is_sharded else num_ranks  # DDP averages over ranks
     loss = torch.zeros(())
     update_seconds: list[float] = []
 
@@ -101,12 +112,17 @@ def _train(
         trained.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros(())
         for micro_batch in window.micro_batches[rank::num_ranks]:
-            # DDP averages over ranks, and the loss is a mean over the tokens of all ranks.
-            part = trained.compute_loss(model, micro_batch) * (num_ranks / window.num_valid_tokens)
+            part = trained.compute_loss(model, micro_batch) * (factor / window.num_valid_tokens)  # of all ranks' tokens
             part.backward()  # type: ignore[no-untyped-call]  # torch's
-            loss += part.detach()
+            loss += part.detach() * (num_ranks / factor)
         begin_seconds = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+        if trained.is_sharded:
+            norm = measure_gradients(
+                model.parameters(), torch.device(CPU), num_stage_ranks=num_ranks, world_size=num_ranks
+            )
+            clip_on_device(model.parameters(), norm, _MAX_GRADIENT_NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
         trained.optimizer.step()
         update_seconds.append(time.perf_counter() - begin_seconds)
         trained.end_step()
@@ -130,7 +146,8 @@ def _may_begin(gate: Gate | None, num_ranks: int) -> bool:
 
 def build_own(workload: Workload, arguments: list[str]) -> Trained:
     """Builds our decoder, dense or a mixture."""
-    decoder = Decoder(build_decoder_config(workload.decoder, "the workload"))
+    is_shared = arguments == ["shared"]
+    decoder = _build_shared(workload) if is_shared else Decoder(build_decoder_config(workload.decoder, "the workload"))
     decoder.init_weights(seed=0)
     routers = find_routers(decoder)
     is_even = arguments == ["even"]
@@ -173,7 +190,28 @@ def build_own(workload: Workload, arguments: list[str]) -> Trained:
         compute_loss,
         end_step,
         lambda: {"imbalance": max(imbalances)} if imbalances else {},
+        is_shared,
     )
+
+
+def _build_shared(workload: Workload) -> Decoder:
+    """Returns a decoder whose experts all ranks share, and whose other weights stay gathered within a step."""
+    num_ranks = dist.get_world_size()
+    mesh = WorldMesh(Degrees(ep=num_ranks).resolve(num_ranks), CPU)
+    with torch.device("meta"):
+        decoder = Decoder(build_decoder_config(workload.decoder, "the workload"))
+    options = ShardOptions(
+        mesh=mesh.shard,
+        reshard_after_forward=False,
+        blocks_per_unit=1,
+        max_gathers_in_flight=2,
+        precision=MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        cpu_offload=0.0,
+        experts=(mesh.experts, mesh.expert_shard),
+    )
+    apply_wrappers(decoder, shard=options)
+    allocate_sharded(decoder, torch.device(CPU), options.blocks_per_unit, options.cpu_offload)
+    return decoder
 
 
 def _route_evenly(
