@@ -95,11 +95,13 @@ class LayerBalance:
         loads: The number of tokens that each expert saw.
         entropy_nats: The mean entropy of the router's scores of a token; NaN without tokens.
         top_k: The number of experts of a token.
+        is_frozen: Whether the router is not trained, as under adapters.
     """
 
     loads: Sequence[float]
     entropy_nats: float
     top_k: int
+    is_frozen: bool = False
 
     @property
     def imbalance(self) -> float:
@@ -123,10 +125,18 @@ class LayerBalance:
 
     def describe_collapse(self, mixture: str, step: int) -> RouterCollapseWarning:
         """Returns the warning of a collapsed router."""
+        remedy = (
+            "set has_balance_bias or balance_loss, raise balance_bias_rate or balance_loss if they are set, or lower "
+            "the learning rate"
+        )
+        if self.is_frozen:
+            remedy = (
+                "it is frozen, so that only what comes before it changes its choices: lower the learning rate if "
+                "earlier steps used more, else this data uses few experts of the base"
+            )
         return RouterCollapseWarning(
             f"the router of {mixture} has collapsed at step {step}: of {len(self.loads)} experts only about "
-            f"{self.num_used:.1f} are used, with top_k {self.top_k}; set has_balance_bias or balance_loss, raise "
-            "balance_bias_rate or balance_loss if they are set, or lower the learning rate"
+            f"{self.num_used:.1f} are used, with top_k {self.top_k}; {remedy}"
         )
 
 
@@ -144,5 +154,5 @@ def measure_balance(model: nn.Module, figures: Mapping[str, float]) -> dict[str,
             load: list[float] = loads[name].tolist()
             num_tokens = sum(load) / router.config.top_k
             entropy = figures[f"{name}.{ENTROPY}"] / num_tokens if num_tokens else math.nan
-            measured[name] = LayerBalance(load, entropy, router.config.top_k)
+            measured[name] = LayerBalance(load, entropy, router.config.top_k, not router.weight.requires_grad)
     return measured

@@ -417,6 +417,15 @@ def test_imbalance_is_the_largest_load_over_the_mean() -> None:
     assert LayerBalance([30.0, 10.0, 10.0, 10.0], 0.0, 1).imbalance == 2.0
 
 
+@pytest.mark.parametrize(
+    ("is_frozen", "remedy"), [(False, "set has_balance_bias"), (True, "it is frozen, so that only")]
+)
+def test_a_collapse_names_the_layer_and_a_remedy_that_can_be_used(is_frozen: bool, remedy: str) -> None:
+    text = str(LayerBalance([900.0, 0.0, 0.0, 0.0], 0.0, 1, is_frozen).describe_collapse("blocks.3.feed_forward", 7))
+    assert text.startswith("the router of blocks.3.feed_forward has collapsed at step 7: of 4 experts only about 1.0")
+    assert f"with top_k 1; {remedy}" in text
+
+
 def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
     order = sort_by_expert(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
     assert order.choice_of_row.tolist() == [1, 2, 3, 5, 0, 4]
