@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -68,8 +68,11 @@ class Flight:
         inverse[order] = torch.arange(len(order), device=order.device)
         made = run(_permute(self._rows, order, inverse), self._counts.sum(0))
         made = _permute(made, inverse, order)
-        back: Tensor = all_to_all_single_autograd(made, self._splits.sent, self._splits.received, self._group)
-        return back
+        back = all_to_all_single_autograd(made, self._splits.sent, self._splits.received, self._group)
+        # Here and not in the graph that comes next: while torch.compile compiles one, a wait holds Python's lock, which
+        # gloo's thread needs where blocks are recomputed, so that neither would go on.
+        waited: Tensor = wait_tensor(back)
+        return waited
 
 
 class Exchange:

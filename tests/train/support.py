@@ -96,6 +96,14 @@ def build_strategy(name: str) -> Any:
         "host_shards": lambda: Sharded(
             activation_checkpointing="block", blocks_per_recomputation=2, activation_offload=True, optimizer_offload=1.0
         ),
+        "host_compiled": lambda: Sharded(
+            expert_parallel=2,
+            compile_blocks=True,
+            activation_checkpointing="block",
+            blocks_per_recomputation=2,
+            activation_offload=True,
+            optimizer_offload=1.0,
+        ),
         "host_experts": lambda: Sharded(
             expert_parallel=2, activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
         ),

@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture, MixtureConfig
 from genesis.model.router import find_routers
 from genesis.optim import OptimizerOptions
+from genesis.strategies import expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
@@ -110,7 +112,7 @@ def one_step(strategy: str, precision: str) -> dict[str, Any]:
         slow("half_experts", 2),
         slow("zero1", 2), slow("checkpointing", 2), slow("compiled", 2), slow("compiled_shards", 2),
         slow("experts_2", 2), slow("experts_2", 4), slow("experts_4", 4), slow("experts_hybrid", 4),
-        slow("experts_each", 2), slow("experts_compiled", 2), slow("experts_2_compiled", 2),
+        slow("experts_each", 2), slow("experts_compiled", 2), slow("experts_2_compiled", 2), slow("host_compiled", 2),
         slow("experts_4_compiled", 4),
     ],
 )  # fmt: skip
@@ -392,6 +394,25 @@ def drift(run_dir: str) -> str:
     with pytest.raises((SaveFailedError, CheckpointError)) as caught:
         trainer.fit(build_module(MIXED), loader(1, rank, world_size))
     return str(caught.value)
+
+
+def one_step_of_a_late_rank(strategy: str) -> None:
+    """Runs a step in which the rows of one rank come late, while the other rank compiles what takes them."""
+    exchange = expert_parallel.all_to_all_single_autograd
+    if os.environ["RANK"] == "1":
+
+        def come_late(*arguments: Any) -> Any:
+            time.sleep(1.0)
+            return exchange(*arguments)
+
+        expert_parallel.all_to_all_single_autograd = come_late
+    one_step(strategy, "32-true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["experts_compiled", "experts_2"])
+def test_ranks_that_compile_wait_for_a_late_one_and_go_on(strategy: str) -> None:
+    run_ranks(one_step_of_a_late_rank, 2, strategy, timeout_seconds=COMPILE_SECONDS)
 
 
 @pytest.mark.slow
