@@ -71,7 +71,7 @@ class Flight:
         back = all_to_all_single_autograd(made, self._splits.sent, self._splits.received, self._group)
         # Here and not in the graph that comes next: while torch.compile compiles one, a wait holds Python's lock, which
         # gloo's thread needs where blocks are recomputed, so that neither would go on.
-        waited: Tensor = wait_tensor(back)
+        waited: Tensor = wait_tensor(back)  # type: ignore[no-untyped-call]  # torch's
         return waited
 
 
