@@ -397,13 +397,16 @@ def drift(run_dir: str) -> str:
 
 
 def one_step_of_a_late_rank(strategy: str) -> None:
-    """Runs a step in which the rows of one rank come late, while the other rank compiles what takes them."""
+    """Runs a step in which rows and gradients of one rank come late, while the other rank compiles what takes them."""
     exchange = expert_parallel.all_to_all_single_autograd
     if os.environ["RANK"] == "1":
 
         def come_late(*arguments: Any) -> Any:
             time.sleep(1.0)
-            return exchange(*arguments)
+            rows = exchange(*arguments)
+            if rows.requires_grad:
+                rows.register_hook(lambda _: time.sleep(1.0))  # their gradients as well
+            return rows
 
         expert_parallel.all_to_all_single_autograd = come_late
     one_step(strategy, "32-true")
