@@ -24,6 +24,7 @@ from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.checkpoint import CheckpointError, find_best, find_latest, read_manifest, read_tensors, verify
 from genesis_callbacks.checkpoint.best import Measured, MonitorMode, read_best
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
+from genesis_callbacks.run_directory import RunDirectory
 from genesis_callbacks.testing import run_ranks
 
 METRIC = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 2.5, 6: 2.5, 7: 9.0, 8: float("nan")}
@@ -526,3 +527,25 @@ def test_ranks_whose_locks_cannot_be_seen_are_not_taken_for_lost(tmp_path, monke
     assert not one.has_lost_process()
     one.stop()
     other.stop()
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (["process 5", "failed with RuntimeError"], "rank 1 (process 5)"),
+        (["failed with DistBackendError", "failed with ValueError"], "rank 2 (failed with ValueError)"),
+        (
+            ["failed with RuntimeError", "failed with RuntimeError"],
+            "rank 1 (failed with RuntimeError), rank 2 (failed with RuntimeError)",
+        ),
+    ],
+)
+def test_ranks_that_fail_because_of_a_lost_one_are_not_named_beside_it(tmp_path, said, found):
+    watch = RankWatch(tmp_path, 0, 3, grace_seconds=1.0)
+    try:
+        for rank, text in enumerate(said, 1):
+            (RunDirectory(tmp_path).ranks / str(rank)).write_text(text)  # without a lock: its process has ended
+        assert watch.describe_lost() == found
+        assert watch.has_lost_process() is said[0].startswith("process")
+    finally:
+        watch.stop()

@@ -47,6 +47,7 @@ from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy
+from genesis.strategies.start import EXIT_STATUS
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
@@ -138,6 +139,12 @@ def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
         elif action.dest:
             keys.add(action.dest)
     return keys
+
+
+class LostRankError(RunEndedError):
+    """A rank that ends because another one is gone; a job script may start the run again."""
+
+    exit_status = EXIT_STATUS
 
 
 class SaveRecipe(Callback):
@@ -371,7 +378,7 @@ class GenesisCLI(LightningCLI):
                 raise
             committed = list_committed(self.checkpoint.directory)  # only rank 0 may know of the last save yet
             last = f"the newest checkpoint is {committed[-1][0]}" if committed else "no checkpoint is saved yet"
-            raise RunEndedError(
+            raise LostRankError(
                 f"{lost}, and the other ranks cannot continue; {last}: restart the run with --ckpt_path latest"
             ) from error
 

@@ -87,10 +87,10 @@ class MixtureConfig(FeedForwardConfig):
             raise UserError("has_shared_gate is true, but there is no shared expert: give shared_ffn_dim")
         for name in ("routed_scale", "balance_bias_rate"):
             if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
-                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0")
+                raise UserError(f"{name} is {getattr(self, name)}: it must be a finite number above 0")
         for name in ("balance_loss", "z_loss"):
             if not (getattr(self, name) >= 0.0 and math.isfinite(getattr(self, name))):
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
+                raise UserError(f"{name} is {getattr(self, name)}: it must be a finite number of at least 0")
         self._check_groups()
 
     def _check_groups(self) -> None:

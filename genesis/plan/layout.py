@@ -100,10 +100,11 @@ class Layout:
         ranks = self.expert_parallel
         if ranks == 1:
             return
-        if self.ranks_per_shard_group % ranks:
+        group = self.ranks_per_shard_group
+        if group % ranks:
             raise UserError(
-                f"expert_parallel {ranks} does not divide the {self.ranks_per_shard_group} ranks that shard the model: "
-                "choose a divisor"
+                f"expert_parallel {ranks} does not divide the {group} ranks that shard the model: "
+                f"one of {[number for number in range(1, group + 1) if group % number == 0]} does"
             )
         check_expert_share(decoder.parts.feed_forward, ranks, self.ranks_per_shard_group, optimizer)
 

@@ -126,13 +126,15 @@ def describe_disk(directory: Path, num_bytes: int, rates: DiskRates | None) -> s
         num_bytes: Bytes of this rank's states.
         rates: How fast the disk is while all ranks use it; None if that is not known.
     """
-    size = f"{num_bytes / 2**30:,.2f} GiB"
+    size = f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.2f} MiB"
     text = (
         f"Optimizer states: each rank has {size} in {directory}, and as much for saves; a step reads and writes {size}"
     )
     if rates is None:
         return f"{text} through the page cache, which this file system cannot avoid."
+    seconds = rates.least_seconds(num_bytes)
+    least = f"{seconds:,.1f}" if seconds >= 1.0 else f"{seconds:.2g}"
     return (
-        f"{text}: at least {rates.least_seconds(num_bytes):,.1f} s at {rates.read / 1e9:,.2f} GB/s read and "
+        f"{text}: at least {least} s at {rates.read / 1e9:,.2f} GB/s read and "
         f"{rates.write / 1e9:,.2f} GB/s written, as measured now."
     )

@@ -122,6 +122,8 @@ class Sharded(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.gradient_reduction = gradient_reduction
         self.keep_gathered = keep_gathered
+        if expert_parallel < 1:
+            raise UserError(f"expert_parallel is {expert_parallel}; it is a number of ranks, at least 1")
         self.expert_parallel = expert_parallel
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation

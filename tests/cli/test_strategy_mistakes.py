@@ -52,6 +52,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"trainer.devices": 4},
         "expert_parallel is 3, which does not divide the 4 ranks of a shard group; one of [1, 2, 4] does",
     ),
+    "no rank": (
+        {"expert_parallel": 0},
+        {},
+        "expert_parallel is 0; it is a number of ranks, at least 1",
+    ),
     "no experts": (
         {"expert_parallel": 2},
         {"model.decoder.ffn_dim": 48},

@@ -212,6 +212,8 @@ def test_the_line_at_the_start_has_the_least_time_of_a_step() -> None:
     assert "each rank has 10.00 GiB in /nvme, and as much for saves" in line
     assert "at least 5.4 s at 5.00 GB/s read and 2.00 GB/s written" in line  # 10.74 GB by the slower direction
     assert "page cache" in describe_disk(Path("/nvme"), 1, None)
+    small = describe_disk(Path("/nvme"), 1 << 20, DiskRates(read=5e9, write=2e9))
+    assert "a step reads and writes 1.00 MiB: at least 0.00052 s at" in small
 
 
 def test_the_disk_is_measured_without_a_change(tmp_path: Path) -> None:

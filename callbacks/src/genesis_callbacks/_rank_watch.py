@@ -26,6 +26,8 @@ _INTERVAL_SECONDS = 0.5
 _VERDICT_NAME = "lost"
 _ENDED = "ended"
 _FAILED = "failed with"
+_CONSEQUENCES = tuple(f"{_FAILED} {name}" for name in ("RuntimeError", "DistBackendError", "DistNetworkError"))
+"""What ranks fail with whose process group has lost a rank; gloo's errors have no class of their own."""
 
 
 def say_gone(lost: str) -> str:
@@ -95,7 +97,9 @@ class RankWatch:
 
     def _find_all_lost(self) -> dict[int, str]:
         lost = {rank: self._find_lost(rank) for rank in range(self._world_size) if rank != self._rank}
-        return {rank: said for rank, said in lost.items() if said is not None}
+        found = {rank: said for rank, said in lost.items() if said is not None}
+        causes = {rank: said for rank, said in found.items() if said not in _CONSEQUENCES}
+        return causes or found
 
     def stop(self, failure: BaseException | None = None) -> None:
         """Stops watching. Waits for no other rank.
