@@ -10,6 +10,9 @@ from genesis_callbacks.checkpoint import Ranks
 
 T = TypeVar("T")
 
+_ANSWER_SECONDS = 1500.0
+"""Some ranks may have much more memory to page-lock than others."""
+
 
 def attempt_on_all(function: Callable[[], T]) -> T:
     """Returns the result of `function()` on this rank, or ends all ranks if any of them refuses its input.
@@ -28,7 +31,7 @@ def attempt_on_all(function: Callable[[], T]) -> T:
         value = function()
     except UserError as error:
         refusal = error
-    ranks = Ranks()
+    ranks = Ranks(timeout_seconds=_ANSWER_SECONDS)
     refusals = ranks.gather(None if refusal is None else str(refusal))
     if not any(refusals):
         return value

@@ -139,10 +139,7 @@ class LightningStrategy:
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
     def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
-        """Returns without a check: Lightning's strategies have no such options."""
-
-    def apply_to(self, decoder: Decoder) -> None:
-        """Returns without changing the decoder.
+        """Checks the kind of the strategy.
 
         Raises:
             UserError: The strategy has several ranks and is not DDP, so that its reduction of gradients may not be the
@@ -153,6 +150,9 @@ class LightningStrategy:
                 f"trainer.strategy is a {type(self._strategy).__name__}, whose gradients the training step does not "
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
+
+    def apply_to(self, decoder: Decoder) -> None:
+        """Returns without changing the decoder."""
 
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder, without values."""

@@ -284,7 +284,7 @@ def test_a_run_goes_on_under_other_numbers_of_ranks_that_share_the_experts(
         (TINY, "expert_parallel is 2, but the model has no experts: leave it at 1"),
         (
             replace(MIXED, feed_forward=replace(MIXTURE, num_experts=9)),
-            "expert_parallel 2 does not divide num_experts 9: every rank holds as many experts",
+            "expert_parallel 2 does not divide num_experts 9, and every rank holds as many experts: choose",
         ),
     ],
 )
