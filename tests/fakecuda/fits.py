@@ -243,6 +243,8 @@ class _FirstRank:
 
     is_first = True
 
+    def __init__(self, timeout_seconds: float) -> None: ...
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
