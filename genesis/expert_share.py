@@ -6,14 +6,14 @@ from genesis.errors import UserError
 from genesis.model.mixture import MixtureConfig
 
 
-def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, optimizer: str) -> None:
+def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, optimizer: str | None) -> None:
     """Checks that ranks can share the experts of a model.
 
     Args:
         feed_forward: The config of the model's feed-forward part.
-        ranks: `expert_parallel`, a divisor of `ranks_of_group`.
+        ranks: `expert_parallel`.
         ranks_of_group: The ranks that share one copy of the model.
-        optimizer: The name of the optimizer: Muon needs whole matrices.
+        optimizer: The name of the optimizer: Muon needs whole matrices. None without training.
 
     Raises:
         UserError: The model has no experts, or the numbers do not divide each other.
@@ -27,6 +27,10 @@ def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, op
         )
     num_experts, needs_whole = feed_forward.num_experts, optimizer == "muon"
     remedy = f"choose {_join(_list_fitting(num_experts, ranks_of_group, needs_whole))}"
+    if ranks_of_group % ranks:
+        raise UserError(
+            f"expert_parallel {ranks} does not divide the {ranks_of_group} ranks that shard the model: {remedy}"
+        )
     if num_experts % ranks:
         raise UserError(
             f"expert_parallel {ranks} does not divide num_experts {num_experts}, and every rank holds as many experts: "

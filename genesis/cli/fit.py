@@ -404,7 +404,7 @@ class GenesisCLI(LightningCLI):
         """Refuses options of the strategy that do not fit, before it starts ranks, each of which would refuse them."""
         strategy = layout_strategy(self.trainer.strategy)
         try:
-            strategy.check_fit(self.model.decoder_config, self.model.optimizer_options.name)
+            strategy.check_options(self.model.decoder_config, self.model.optimizer_options.name)
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them
                 raise

@@ -204,8 +204,8 @@ def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
             if not placement.is_replicate() and getattr(placement, "dim", None) != 0:
                 raise UserError(
                     f"optimizer.name is 'muon', which needs whole matrices, and {stack.device_mesh.size(axis)} ranks "
-                    f"share each of the {len(stack)} matrices of {stack.shape[1]} by {stack.shape[2]} of the experts: "
-                    "choose expert_parallel so that the ranks that hold the same experts divide their number, or adamw"
+                    f"cut the matrices of {stack.shape[1]} by {stack.shape[2]} of the experts: give these parameters "
+                    "to adamw, or shard their stacks by experts"
                 )
 
 

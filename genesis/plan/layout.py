@@ -97,16 +97,7 @@ class Layout:
         Raises:
             UserError: The model has no experts, or numbers do not divide each other.
         """
-        ranks = self.expert_parallel
-        if ranks == 1:
-            return
-        group = self.ranks_per_shard_group
-        if group % ranks:
-            raise UserError(
-                f"expert_parallel {ranks} does not divide the {group} ranks that shard the model: "
-                f"one of {[number for number in range(1, group + 1) if group % number == 0]} does"
-            )
-        check_expert_share(decoder.parts.feed_forward, ranks, self.ranks_per_shard_group, optimizer)
+        check_expert_share(decoder.parts.feed_forward, self.expert_parallel, self.ranks_per_shard_group, optimizer)
 
 
 @dataclass(frozen=True)

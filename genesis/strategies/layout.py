@@ -81,14 +81,14 @@ class LayoutStrategy(Protocol):
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
-    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
         """Refuses options that fit neither each other nor the model. It needs no process group.
 
         The command line calls it before it starts ranks, and the module before it builds the model.
 
         Args:
             decoder: The model.
-            optimizer: The name of the optimizer.
+            optimizer: The name of the optimizer; None without training, which needs nothing that only training needs.
 
         Raises:
             UserError: Ranks cannot share the experts, or an option of an offload does not hold on this host.
@@ -138,7 +138,7 @@ class LightningStrategy:
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
-    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
         """Checks the kind of the strategy.
 
         Raises:

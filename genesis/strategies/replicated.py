@@ -120,9 +120,10 @@ class Replicated(DDPStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
-        self.offload.check_directory()
+        if optimizer is not None:
+            self.offload.check_directory()
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

@@ -173,14 +173,15 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_fit(self, decoder: DecoderConfig, optimizer: str) -> None:
+    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
         degrees.check_available()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
         check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, optimizer)
-        self.offload.check_directory()
+        if optimizer is not None:
+            self.offload.check_directory()
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

@@ -130,7 +130,7 @@ class GenesisModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the decoder supports corpus, precision and options, before it is built."""
-        self._strategy.check_fit(self.decoder_config, self.optimizer_options.name)
+        self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)

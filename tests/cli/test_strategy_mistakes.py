@@ -172,3 +172,19 @@ def _read_last(run: Path) -> dict[str, bytes]:
     checkpoint, _ = list_committed(run)[-1]
     tensors = [load_file(path) for path in sorted(checkpoint.glob("**/*.safetensors"))]
     return {name: tensor.numpy().tobytes() for part in tensors for name, tensor in part.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_validation_needs_no_directory_for_the_states_of_an_optimizer(tiny_corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    offload = {"optimizer_offload": 1.0, "optimizer_offload_directory": str(tmp_path / "states")}
+    recipe = build(tiny_corpus, tmp_path / "recipe.yaml", tmp_path / "run", offload, {"trainer.devices": 1})
+    done = run_genesis("fit", "--config", recipe, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "states").rmdir()
+    validated = run_genesis("validate", "--config", recipe, "--ckpt_path", "latest", cwd=tmp_path)
+    assert validated.returncode == 0, validated.stderr
+    refused = run_genesis("fit", "--config", recipe, "--ckpt_path", "latest", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "does not exist: create it" in refused.stderr

@@ -119,7 +119,8 @@ class KeepStep(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.num_steps = trainer.global_step
-        offload: HostOffload = trainer.strategy.offload  # type: ignore[attr-defined]
+        offload = vars(trainer.strategy)["offload"]
+        assert isinstance(offload, HostOffload)
         moved = offload.traffic.take()
         self.moved = {
             "to device": moved.to_device_bytes,

@@ -87,9 +87,7 @@ def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
         decoder = build_on_meta(workload, layout)
         for module in decoder.modules():
             if isinstance(module, Experts):
-                module.products = (
-                    "grouped"  # as on CUDA; a loop over experts would read their rows, which have no values
-                )
+                module.products = "grouped"  # as on CUDA: a loop would read the numbers of rows, which have no values
         patched.setattr(torch.UntypedStorage, "resize_", torch.UntypedStorage.resize_)  # undoes `watch_resizes`
         with FakeTensorMode():
             window = [replace(one, document_ids=None) for one in build_window(workload, 1)]
