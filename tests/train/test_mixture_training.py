@@ -22,7 +22,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture, MixtureConfig
 from genesis.model.router import find_routers
 from genesis.optim import OptimizerOptions
-from genesis.strategies import expert_parallel
+from genesis.strategies import Sharded, expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
@@ -351,8 +351,21 @@ def test_muon_refuses_matrices_of_experts_that_ranks_cut_before_the_first_step()
     decoder = replace(MIXED, feed_forward=replace(MIXTURE, num_experts=6))
     for message in run_ranks(refuse, 4, decoder, "muon"):
         assert message.startswith(
-            "optimizer.name is 'muon', which needs whole matrices, and 2 ranks share each of the 6 matrices of 16 by 32"
+            "optimizer.name is 'muon', which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the "
+            "same 3 experts"
         )
+    for message in run_ranks(refuse_in_the_optimizer, 4, decoder):
+        assert message.startswith(
+            "optimizer.name is 'muon', which needs whole matrices, and 2 ranks cut the matrices of 16 by 32 of the "
+            "experts"
+        )
+
+
+def refuse_in_the_optimizer(decoder: DecoderConfig) -> str:
+    """Returns what the optimizer says to those who shard experts without a strategy's check."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sharded, "check_options", lambda *_: None)
+        return refuse(decoder, "muon")
 
 
 @pytest.mark.slow
