@@ -511,6 +511,15 @@ def test_a_rank_that_is_gone_ends_the_others_by_name(tmp_path, kind, said, is_st
     assert len(resumed["losses"]) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_one_rank_of_a_node_says_that_another_one_is_gone(tmp_path, is_stuck):
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(fit_with_a_log, 4, tmp_path, "kill", is_stuck)
+    logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 2, 3)]
+    assert sum("is gone" in log for log in logs) == 1, logs
+
+
 def test_ranks_that_end_well_miss_nobody(tmp_path):
     for _ in range(2):
         runs = fit_on(2, tmp_path, "ddp", 2, lost_rank_seconds=0.1)

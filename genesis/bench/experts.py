@@ -91,6 +91,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=2, help="experts of a token (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each contender (default %(default)s)")
     parser.add_argument(
+        "--accumulate", type=int, default=1, help="micro-batches of a rank in each step (default %(default)s)"
+    )
+    parser.add_argument(
         "--mixtral", default="", help="transformers' Mixtral with these implementations: grouped_mm,eager"
     )
     parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
@@ -103,7 +106,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--out", type=Path, help="file for the record, such as benchmarks/records/experts.json; also writes an .md page"
     )
     options = parser.parse_args(argv)
-    for name in ("ranks", "pairs", "burst_steps", "warmup_steps", "threads"):
+    for name in ("ranks", "accumulate", "pairs", "burst_steps", "warmup_steps", "threads"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
     rows = _SHAPES[options.model]["rows"]
@@ -135,9 +138,8 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
             decoder=dump_decoder_config(decoder),
             optimizer={name: getattr(optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")},
             seq_len=seq_len,
-            # One micro-batch for each rank.
             micro_batch_size=rows // options.ranks,
-            num_micro_batches=options.ranks,
+            num_micro_batches=options.ranks * options.accumulate,
             documents="one_per_row",
             flops_per_token=count_flops_per_token(decoder, seq_len),
             device=CPU,
@@ -235,8 +237,8 @@ def _title(options: argparse.Namespace) -> str:
     shape = _SHAPES[options.model]
     return (
         f"vocabulary {shape['vocab_size']:,}, dim {shape['dim']}, {shape['num_layers']} layers, {options.experts} "
-        f"experts of {shape['ffn_dim']}, top {options.top_k}; {shape['rows']} x {shape['seq_len']} tokens, float32, "
-        f"AdamW, ranks: {options.ranks}"
+        f"experts of {shape['ffn_dim']}, top {options.top_k}; {shape['rows'] * options.accumulate} x "
+        f"{shape['seq_len']} tokens, float32, AdamW, ranks: {options.ranks}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Two ranks of `genesis fit`, of which one is killed in mid-run: what the other prints."""
+"""Ranks of `genesis fit`, of which one is killed in mid-run: what the others print."""
 
 import os
 import socket
@@ -21,13 +21,13 @@ def free_port() -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_the_other_rank_names_a_killed_one_in_its_last_line_and_prints_no_traceback(
-    lost: int, tiny_corpus: Path, tmp_path: Path
+@pytest.mark.parametrize(("num_ranks", "lost"), [pytest.param(4, 0, marks=pytest.mark.slow), (2, 1)])
+def test_one_other_rank_names_a_killed_one_in_its_last_line_and_none_prints_a_traceback(
+    num_ranks: int, lost: int, tiny_corpus: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     endless = {
-        "trainer.devices": 2,
+        "trainer.devices": num_ranks,
         "trainer.max_steps": 1_000_000,
         "trainer.val_check_interval": 1_000_000,
         "trainer.enable_progress_bar": False,
@@ -35,7 +35,7 @@ def test_the_other_rank_names_a_killed_one_in_its_last_line_and_prints_no_traceb
     }
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, run_dir), endless)
     place = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0"}
-    outputs = [tmp_path / f"rank-{rank}" for rank in (0, 1)]
+    outputs = [tmp_path / f"rank-{rank}" for rank in range(num_ranks)]
     ranks = []
     for rank, path in enumerate(outputs):
         with path.open("w") as output:
@@ -48,15 +48,18 @@ def test_the_other_rank_names_a_killed_one_in_its_last_line_and_prints_no_traceb
             assert time.monotonic() < deadline, "training did not begin"
             time.sleep(POLL_SECONDS)
         ranks[lost].kill()
-        status = ranks[1 - lost].wait(DEADLINE_SECONDS)
+        statuses = {rank: ranks[rank].wait(DEADLINE_SECONDS) for rank in range(num_ranks) if rank != lost}
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    words = outputs[1 - lost].read_text()
-    assert status == 70, words
-    assert "Traceback" not in words
-    *others, last = words.splitlines()
+        for process in ranks:
+            process.kill()
+            process.wait()
+    words = {rank: outputs[rank].read_text() for rank in statuses}
+    assert set(statuses.values()) == {70}, words
+    assert not any("Traceback" in of_one for of_one in words.values()), words
+    told = [of_one for of_one in words.values() if "error: " in of_one]
+    assert len(told) == 1, words
+    *others, last = told[0].splitlines()
     assert last.startswith("genesis: error: ") or last.startswith("genesis-callbacks: error: "), words
     assert f"rank {lost} (process {ranks[lost].pid}) is gone" in last
     assert len(others) <= 4, words
+    assert all(len(of_one.splitlines()) <= 2 for of_one in words.values() if of_one not in told), words

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import sys
 import threading
 import warnings
@@ -24,6 +25,7 @@ EXIT_STATUS = 70
 
 _INTERVAL_SECONDS = 0.5
 _VERDICT_NAME = "lost"
+_TOLD_PREFIX = "told-"
 _ENDED = "ended"
 _FAILED = "failed with"
 _CONSEQUENCES = tuple(f"{_FAILED} {name}" for name in ("RuntimeError", "DistBackendError", "DistNetworkError"))
@@ -90,6 +92,16 @@ class RankWatch:
         with contextlib.suppress(OSError):
             return (self._directory / _VERDICT_NAME).read_text(encoding="utf-8")
         return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
+
+    def claims_to_tell(self) -> bool:
+        """Returns whether this rank tells the user which ranks are gone: one rank of each node does, the first to ask."""
+        try:
+            os.close(os.open(self._directory / f"{_TOLD_PREFIX}{socket.gethostname()}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        except OSError:  # no room, or no directory: rather twice than not at all
+            return True
+        return True
 
     def has_lost_process(self) -> bool:
         """Returns whether a rank ended without recording a failure, so that it cannot take part in a save."""
@@ -164,10 +176,11 @@ class RankWatch:
         if self._stopped.wait(self._grace_seconds):
             return
         self._events.append("failed", text=f"{say_gone(verdict)}; this rank ends as well")
-        sys.stderr.write(
-            f"genesis-callbacks: error: [rank {self._rank}] {say_gone(verdict)}; this rank ends as well "
-            f"{self._grace_seconds:g} s later. The last checkpoint is good: start the run again\n"
-        )
-        sys.stderr.flush()
+        if self.claims_to_tell():
+            sys.stderr.write(
+                f"genesis-callbacks: error: [rank {self._rank}] {say_gone(verdict)}; this rank ends as well "
+                f"{self._grace_seconds:g} s later. The last checkpoint is good: start the run again\n"
+            )
+            sys.stderr.flush()
         # Not sys.exit, which ends this thread only: the main thread waits in a collective and cannot be interrupted.
         os._exit(EXIT_STATUS)

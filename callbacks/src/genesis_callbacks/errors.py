@@ -40,7 +40,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class QuietExit(SystemExit):
-    """Ends a rank without a word, because rank 0 prints why all ranks end."""
+    """Ends a rank without a word, because another rank prints why all ranks end."""
 
     ends_all_ranks = True
 

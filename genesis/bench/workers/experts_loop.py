@@ -35,7 +35,7 @@ from genesis.model.router import LOAD, Routing, find_routers
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers
+from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_gradient_sync
 from genesis.train.gradients import clip_on_device, measure_gradients
 
 _MAX_GRADIENT_NORM = 1.0
@@ -111,7 +111,12 @@ def _train(
         window = windows[step % len(windows)]
         trained.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros(())
-        for micro_batch in window.micro_batches[rank::num_ranks]:
+        own = window.micro_batches[rank::num_ranks]
+        for index, micro_batch in enumerate(own, start=1):
+            # Only the last backward of a step sums gradients over the ranks.
+            set_gradient_sync(model, is_reduced=index == len(own))
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = index == len(own)
             part = trained.compute_loss(model, micro_batch) * (factor / window.num_valid_tokens)  # of all ranks' tokens
             part.backward()  # type: ignore[no-untyped-call]  # torch's
             loss += part.detach() * (num_ranks / factor)
