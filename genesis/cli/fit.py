@@ -376,7 +376,7 @@ class GenesisCLI(LightningCLI):
             lost = self.checkpoint.lost_ranks
             if lost is None or not _is_lost_connection(error):
                 raise
-            if not self.checkpoint.tells_lost_ranks:
+            if not self.checkpoint.reports_lost_ranks:
                 raise QuietExit(LostRankError.exit_status) from error
             committed = list_committed(self.checkpoint.directory)  # only rank 0 may know of the last save yet
             last = f"the newest checkpoint is {committed[-1][0]}" if committed else "no checkpoint is saved yet"

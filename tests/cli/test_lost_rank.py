@@ -56,10 +56,10 @@ def test_one_other_rank_names_a_killed_one_in_its_last_line_and_none_prints_a_tr
     words = {rank: outputs[rank].read_text() for rank in statuses}
     assert set(statuses.values()) == {70}, words
     assert not any("Traceback" in of_one for of_one in words.values()), words
-    told = [of_one for of_one in words.values() if "error: " in of_one]
-    assert len(told) == 1, words
-    *others, last = told[0].splitlines()
+    reports = [of_one for of_one in words.values() if "error: " in of_one]
+    assert len(reports) == 1, words
+    *others, last = reports[0].splitlines()
     assert last.startswith("genesis: error: ") or last.startswith("genesis-callbacks: error: "), words
     assert f"rank {lost} (process {ranks[lost].pid}) is gone" in last
     assert len(others) <= 4, words
-    assert all(len(of_one.splitlines()) <= 2 for of_one in words.values() if of_one not in told), words
+    assert all(len(of_one.splitlines()) <= 2 for of_one in words.values() if of_one not in reports), words

@@ -326,9 +326,9 @@ class FitSession:
             self._writer = None
         return outcome
 
-    def claims_to_tell_lost(self) -> bool:
-        """Returns whether this rank tells the user which ranks are gone; one rank of each node does."""
-        return self._rank_watch is not None and self._rank_watch.claims_to_tell()
+    def claims_to_report_lost(self) -> bool:
+        """Returns whether this rank reports which ranks are gone; one rank of each node does."""
+        return self._rank_watch is not None and self._rank_watch.claims_to_report()
 
     def leave(self, trainer: Trainer, exception: BaseException) -> str | None:
         """Saves, if asked to, when training ends by an exception; returns which ranks are gone. No communication."""

@@ -25,7 +25,7 @@ EXIT_STATUS = 70
 
 _INTERVAL_SECONDS = 0.5
 _VERDICT_NAME = "lost"
-_TOLD_PREFIX = "told-"
+_REPORTED_PREFIX = "reported-"
 _ENDED = "ended"
 _FAILED = "failed with"
 _CONSEQUENCES = tuple(f"{_FAILED} {name}" for name in ("RuntimeError", "DistBackendError", "DistNetworkError"))
@@ -93,10 +93,10 @@ class RankWatch:
             return (self._directory / _VERDICT_NAME).read_text(encoding="utf-8")
         return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
 
-    def claims_to_tell(self) -> bool:
-        """Returns whether this rank tells the user which ranks are gone: one rank of each node does, the first to ask."""
+    def claims_to_report(self) -> bool:
+        """Returns whether this rank reports which ranks are gone: one rank of each node does, the first to ask."""
         try:
-            os.close(os.open(self._directory / f"{_TOLD_PREFIX}{socket.gethostname()}", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._directory / f"{_REPORTED_PREFIX}{socket.gethostname()}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         except OSError:  # no room, or no directory: rather twice than not at all
@@ -176,7 +176,7 @@ class RankWatch:
         if self._stopped.wait(self._grace_seconds):
             return
         self._events.append("failed", text=f"{say_gone(verdict)}; this rank ends as well")
-        if self.claims_to_tell():
+        if self.claims_to_report():
             sys.stderr.write(
                 f"genesis-callbacks: error: [rank {self._rank}] {say_gone(verdict)}; this rank ends as well "
                 f"{self._grace_seconds:g} s later. The last checkpoint is good: start the run again\n"

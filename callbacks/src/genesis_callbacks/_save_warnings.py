@@ -10,7 +10,7 @@ class SaveSkippedWarning(UserWarning):
 
 
 class LostRankWarning(UserWarning):
-    """Training ended because the process of another rank is gone."""
+    """Training ended because the process of another rank is gone. One rank of each node issues it."""
 
 
 class TornSnapshotWarning(UserWarning):

@@ -150,7 +150,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
         lost_ranks: Which ranks had ended when the last fit ended by an exception, as "rank 1 (process 42) is gone", or
             None. None, too, where all ranks agreed to end.
-        tells_lost_ranks: Whether this rank has warned of them, which one rank of each node does; a caller may add more.
+        reports_lost_ranks: Whether this rank warned of `lost_ranks`; one rank of each node does.
         restore_report: The parts that the last restore kept, rebuilt and reset; None before a restore.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         recent_saves: The last few checkpoints that this callback has saved, oldest first.
@@ -227,7 +227,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.device_proofs: Sequence[DeviceProof] = ()
         self.stopped_by_signal: int | None = None
         self.lost_ranks: str | None = None
-        self.tells_lost_ranks = False
+        self.reports_lost_ranks = False
         self.restore_report: RestoreReport | None = None
         self._world = WorldRanks()
         self._route = RestoreRoute(self._options, self._world)
@@ -300,7 +300,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         if stage == TrainerFn.FITTING:
             refuse_to_save(trainer.strategy)
             self.stopped_by_signal, self.lost_ranks, self.restore_report = None, None, None
-            self.tells_lost_ranks = False
+            self.reports_lost_ranks = False
             self.statistics.begin_fit()
             self._release()
             self._session = FitSession(
@@ -460,8 +460,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         lost = None if session is None else session.leave(trainer, exception)
         if session is not None and lost is not None and not getattr(exception, "ends_all_ranks", False):
             self.lost_ranks = say_gone(lost)
-            self.tells_lost_ranks = session.claims_to_tell_lost()
-            if self.tells_lost_ranks:
+            self.reports_lost_ranks = session.claims_to_report_lost()
+            if self.reports_lost_ranks:
                 warnings.warn(f"{self.lost_ranks}: no rank can continue", LostRankWarning, stacklevel=2)
         if self._history.target is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
