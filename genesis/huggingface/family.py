@@ -81,8 +81,12 @@ class Family:
     unpack: Callable[[str, Tensor, DecoderConfig], Mapping[str, Tensor] | None] | None = None
     is_written: bool = True
 
-    def can_hold(self, config: DecoderConfig) -> bool:
-        """Whether a decoder consists of the parts of this family."""
+    def find_differences(self, config: DecoderConfig) -> list[str]:
+        """Returns what this family does not have of a decoder, as a text for each option; none if it has all of it.
+
+        Raises:
+            TypeError: The decoder's feed-forward part is not the family's.
+        """
         parts = config.parts
         attention = asdict(parts.attention)
         options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
@@ -90,16 +94,25 @@ class Family:
         if parts.attention.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
         linear, feed_forward = config.linear_attention, parts.feed_forward
-        table, layers = self.mixture, config.num_layers
-        if table is not None and isinstance(feed_forward, MixtureConfig) and not table.can_hold(feed_forward, layers):
-            return False
-        return (
-            type(feed_forward) is self.feed_forward
-            and parts.norm.placement == self.norm_placement
-            and parts.norm.has_offset == self.has_norm_offset
-            and (linear is None or (bool(self.linear_keys) and linear.norm_eps == parts.norm.eps))
-            and all(attention[name] == value for name, value in options.items() if name not in self.free)
-        )
+        if type(feed_forward) is not self.feed_forward:
+            raise TypeError(f"{self.model_type} has no {type(feed_forward).__name__}")
+        compared: dict[str, tuple[Any, Any]] = {
+            "norm.placement": (parts.norm.placement, self.norm_placement),
+            "norm.has_offset": (parts.norm.has_offset, self.has_norm_offset),
+            **{
+                f"attention.{name}": (attention[name], value)
+                for name, value in options.items()
+                if name not in self.free
+            },
+        }
+        if linear is not None and self.linear_keys:
+            compared["linear_attention.norm_eps"] = (linear.norm_eps, parts.norm.eps)
+        found = [f"{name} is {ours!r}, not {theirs!r}" for name, (ours, theirs) in compared.items() if ours != theirs]
+        if linear is not None and not self.linear_keys:
+            found.append("it has linear attention")
+        if self.mixture is not None and isinstance(feed_forward, MixtureConfig):
+            found += self.mixture.find_differences(feed_forward, config.num_layers)
+        return found
 
     def their_name(self, name: str) -> str:
         """Returns the family's name of the decoder's parameter `name`.

@@ -52,14 +52,20 @@ class MixtureTable:
     has_bias: bool = False
     default_experts: int | None = None
 
-    def can_hold(self, config: MixtureConfig, num_layers: int) -> bool:
-        """Whether these keys can describe a mixture."""
+    def find_differences(self, config: MixtureConfig, num_layers: int) -> list[str]:
+        """Returns what these keys cannot describe of a mixture, as a text for each option."""
         plain = replace(config, **{name: _DEFAULTS[name] for name in TRAINING_FIELDS})
         try:
-            found = self.read(Path("config.json"), self.write(config, num_layers) | {"num_hidden_layers": num_layers})
-        except UserError:
-            return False
-        return MixtureConfig(**found) == plain
+            content = self.write(config, num_layers) | {"num_hidden_layers": num_layers}
+            found = MixtureConfig(**self.read(Path("config.json"), content))
+        except UserError as error:
+            return [str(error)]
+        names = (one.name for one in fields(config))
+        return [
+            f"feed_forward.{name} is {getattr(plain, name)!r}, not {getattr(found, name)!r}"
+            for name in names
+            if getattr(plain, name) != getattr(found, name)
+        ]
 
     def read(self, path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of `MixtureConfig`.

@@ -1,6 +1,5 @@
 """Reads a decoder's shape from a `config.json` of any family, and writes it."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,24 +89,19 @@ def find_family(config: DecoderConfig) -> Family:
     Raises:
         UserError: No family has these parts.
     """
-    for family in FAMILIES:
-        if family.is_written and family.can_hold(config):
-            return family
-    parts = config.parts
-    if not any(type(parts.feed_forward) is family.feed_forward for family in FAMILIES):
-        what = f"the feed-forward part is {type(parts.feed_forward).__name__}"
-    else:
-        what = (
-            f"the decoder is of {_name_changed(parts.feed_forward)} and {_name_changed(parts.attention)}, with norms "
-            f"{parts.norm.placement} the parts"
+    part = type(config.parts.feed_forward)
+    candidates = [family for family in FAMILIES if family.is_written and family.feed_forward is part]
+    if not candidates:
+        raise UserError(f"no family of Hugging Face's has a {part.__name__}; export as --format safetensors")
+    closest, differences = min(
+        ((one, one.find_differences(config)) for one in candidates), key=lambda pair: len(pair[1])
+    )
+    if differences:
+        raise UserError(
+            f"no family of Hugging Face's has this decoder; the closest is {closest.model_type}, but "
+            f"{' and '.join(differences)}; export as --format safetensors"
         )
-    raise UserError(f"{what}, which no family of Hugging Face's has; export as --format safetensors")
-
-
-def _name_changed(part: Any) -> str:
-    """Returns the name of a part with the options that are not its defaults."""
-    changed = (field.name for field in fields(part) if getattr(part, field.name) != field.default)
-    return f"{type(part).__name__}({', '.join(f'{name}={getattr(part, name)}' for name in changed)})"
+    return closest
 
 
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
