@@ -137,7 +137,7 @@ def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, 
         for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
             yield "a path of this machine", found[0].rstrip(_PUNCTUATION), found.start()
     # A vocabulary holds words and paths of the training text: only this machine's own paths and credentials count.
-    if name in (FAST_NAME, *list_file_names()) or f"{WHEEL_SUFFIX}/" in name:  # code contains paths legitimately
+    if f"{WHEEL_SUFFIX}/" in name or name in (FAST_NAME, *list_file_names()):  # code contains paths legitimately
         return
     for found in machine.local_path.finditer(text):
         yield "a local path", found[0].rstrip(_PUNCTUATION), found.start()

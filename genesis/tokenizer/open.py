@@ -7,7 +7,8 @@ genesis are tried first, then those of entry points in the order of their names.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final
 
@@ -171,7 +172,7 @@ def list_file_names() -> list[str]:
 
 def _iterate_formats() -> Iterator[TokenizerFormat]:
     yield from FORMATS
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+    for point in _find_entry_points():
         found = point.load()
         if not isinstance(found, TokenizerFormat):
             raise UserError(
@@ -179,6 +180,12 @@ def _iterate_formats() -> Iterator[TokenizerFormat]:
                 "fix or remove the package that defines it"
             )
         yield found
+
+
+@cache
+def _find_entry_points() -> tuple[EntryPoint, ...]:
+    """Returns the entry points of other packages' formats. It reads a file of each installed package."""
+    return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
 
 
 def _build(found: TokenizerFormat, files: Mapping[str, bytes], path: Path) -> Tokenizer:
