@@ -18,7 +18,7 @@ STAMP := .venv/installed
 
 #   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
 #   MINUTES  its time
-.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-all test-long check check-types check-rest docs format golden clean
+.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long check check-types check-rest docs format golden clean
 
 install: $(STAMP)
 
@@ -40,9 +40,9 @@ demo-finetune: $(STAMP)
 
 # Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
 # more would only spin against the others'.
-test test-rest test-long demo-short: export OMP_NUM_THREADS := 1
+test test-rest test-repeats test-long demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
-test test-rest test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
+test test-rest test-repeats test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup
 # Runs the tests that $(1) selects in $(2), in a directory of their own, which stays where a test fails. pytest's own choice is
 # a directory beside those of earlier sessions, of which each session deletes some when it ends: two that end together
@@ -58,17 +58,21 @@ test: $(STAMP)
 	$(call run_tests,$(QUICK),callbacks)
 	$(call run_tests,$(QUICK) and not demo,.)
 
-# Every test that `make test` leaves out, with the short demo.
-REST := (slow or bench or demo) and not long and not cuda
+# What CI runs after them: slow tests, in the application one case of each, and the short demo.
+REST := (slow or demo) and not long and not cuda
 test-rest: $(STAMP)
 	$(call run_tests,$(REST),callbacks)
-	$(call run_tests,$(REST),.)
+	$(call run_tests,$(REST) and not repeat,.)
+
+# The other cases of slow tests, and the code of the benchmarks.
+test-repeats: $(STAMP)
+	$(call run_tests,(repeat or bench) and not long and not cuda,.)
 
 # The README's first command with fewer steps, its kill, its resume and its picture.
 demo-short: $(STAMP)
 	@$(BIN)/python -m pytest -q -m demo
 
-test-all: test test-rest
+test-all: test test-rest test-repeats
 
 # What takes minutes each: by hand, before a release; the results are recorded.
 test-long: $(STAMP)

@@ -1,7 +1,7 @@
-"""A pytest plugin that reports the duration of each tier at the end of a run, and the quick tests that are too slow.
+"""A pytest plugin that finds the slow tests which repeat others, and reports the duration of each tier.
 
-The report is never a failure, because a test's duration also depends on the load of the machine. CONTRIBUTING.md
-describes how to choose a test's tier.
+The report, which also lists the quick tests that are too slow, is never a failure, because a test's duration also
+depends on the load of the machine. CONTRIBUTING.md describes how to choose a test's tier.
 """
 
 import gc
@@ -14,6 +14,24 @@ TIERS = ("long", "slow", "bench", "demo")
 LIMIT_SECONDS = 2.0
 """Limit of each phase (setup, call or teardown) of a quick test, on two idle cores."""
 MAX_LISTED = 20
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the marker `repeat` to the slow cases of a test that another case proves, before pytest selects by markers.
+
+    A test of which a case is quick is proved by that case; a test of slow cases alone by its first.
+    """
+    by_test: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        test = item.nodeid.rpartition("::")[0], getattr(item, "originalname", item.name)
+        by_test.setdefault(test, []).append(item)
+    for cases in by_test.values():
+        is_quick = any(not any(case.get_closest_marker(tier) for tier in TIERS) for case in cases)
+        slow = [case for case in cases if case.get_closest_marker("slow") and not case.get_closest_marker("long")]
+        for case in slow[0 if is_quick else 1 :]:
+            if not case.get_closest_marker("each"):
+                case.add_marker("repeat")
 
 
 class TierReport:

@@ -73,6 +73,7 @@ def quick_first(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", quick_first([*ORIGINALS, *TRAINING, *WRITTEN], FAMILIES))
 def test_texts_are_those_of_transformers_or_both_refuse(ours: Tokenizer, theirs: Any, name: str) -> None:
     template = open_template(name)

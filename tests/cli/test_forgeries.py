@@ -33,6 +33,7 @@ def test_one_forgery_of_each_kind_ends_every_call_in_a_line_of_text(run: Path, t
     check(attack(run, tmp_path, 0, count), count)
 
 
+@pytest.mark.repeat
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)

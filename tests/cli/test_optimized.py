@@ -76,6 +76,7 @@ def test_prepare_fit_resume_and_generate_work_without_asserts(texts: Path) -> No
     assert read_steps(texts / "run") == [str(step) for step in range(1, 9)]
 
 
+@pytest.mark.repeat
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_run_from_a_stream_trains_and_saves_without_asserts(texts: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_distillation_fails_by_the_first_loss_of_its_untrained_student_alone(
     assert set(failures(found)) == {"initial loss"}, failures(found)
 
 
+@pytest.mark.repeat
 def test_preferences_pass(tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     corpus = write_pair_corpus(tmp_path / "pairs")

@@ -50,6 +50,7 @@ def adapt(tmp_path: Path, base: Path, **adapter: Any) -> Path:
     return save_adapted(tmp_path / "tuned/checkpoints", base, build_decoder(1), {}, **adapter)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_peft_loads_exported_adapters_with_equal_logits(
     tmp_path: Path, base: Path, exported_base: Path, kind: str
@@ -247,6 +248,7 @@ def adapt_experts(tmp_path: Path, **adapter: Any) -> tuple[Path, Path]:
     return base, tuned
 
 
+@pytest.mark.each
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter",

@@ -20,6 +20,7 @@ def test_the_golden_texts_have_every_combination() -> None:
     assert list(golden_lines("", TUNED_GOLDEN)) == [str(combination) for combination in TUNED]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("combination", choose_pairwise(all_combinations()), ids=str)
 def test_a_combination_trains_or_is_refused_as_the_golden_text_has_it(
     fake_device: FakeDevice, combination: Combination
