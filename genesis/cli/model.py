@@ -11,6 +11,8 @@ from rich.table import Table
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.errors import UserError
+from genesis.huggingface.shape import find_family
 from genesis.model.describe import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
@@ -43,12 +45,17 @@ def describe_main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     description = describe(read_decoder_config(arguments.config))
     adapter = read_recipe_adapter(arguments.config)
+    try:
+        family, obstacle = find_family(description.config).model_type, None
+    except UserError as error:
+        family, obstacle = None, str(error)
     memory = None
     if adapter is not None:
         memory = describe_training(description.config, adapter, BASE_BYTES[arguments.base_dtype])
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters
+        shown["exported_as"] = family
         if shown.pop("num_inactive_parameters"):
             shown["num_active_parameters"] = description.num_active_parameters
         if memory is not None:
@@ -56,7 +63,11 @@ def describe_main(argv: list[str]) -> int:
         print(json.dumps(shown, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-        console.print(_table_of(description, memory, arguments.base_dtype, title=str(arguments.config)))
+        table = _table_of(description, memory, arguments.base_dtype, title=str(arguments.config))
+        table.add_row("exported as", family or "safetensors", "for transformers" if family else "not for transformers")
+        console.print(table)
+        if obstacle is not None:
+            print(obstacle)
     return 0
 
 

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         scores=arguments.scores,
         num_dense_layers=arguments.num_dense_layers,
         mixture_every=arguments.mixture_every,
-        has_balance_bias=not arguments.no_balance_bias,
+        has_balance_bias=arguments.balance_bias,
         balance_loss=arguments.balance_loss,
         z_loss=arguments.z_loss,
         noise=arguments.noise,
@@ -52,8 +52,12 @@ def _build_parser() -> Parser:
     add("--scores", choices=SCORES, default="softmax", help="the router's scores (default %(default)s)")
     add("--num_dense_layers", type=int, default=0, help="number of first layers that stay dense (default 0)")
     add("--mixture_every", type=int, default=1, help="make a mixture of every n-th of the other layers (default 1)")
-    add("--no_balance_bias", action="store_true", help="leave out the bias that balances the experts")
-    add("--balance_loss", type=float, default=0.0, help="factor of the balance loss (default 0)")
+    add(
+        "--balance_bias",
+        action="store_true",
+        help="balance the experts by a bias, too; such a mixture has no export for transformers with softmax scores",
+    )
+    add("--balance_loss", type=float, default=0.01, help="factor of the balance loss (default %(default)s)")
     add("--z_loss", type=float, default=0.0, help="factor of the z-loss (default 0)")
     add(
         "--noise",

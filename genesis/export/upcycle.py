@@ -48,7 +48,7 @@ class UpcycleOptions:
         scores: `softmax` or `sigmoid`.
         num_dense_layers: Number of first layers that stay dense.
         mixture_every: Of the other layers, those whose number is a multiple of this become mixtures.
-        has_balance_bias: Whether a bias balances the experts.
+        has_balance_bias: Whether a bias balances the experts. Mixtral, the export of a Llama's mixture, has none.
         balance_loss: The factor of the balance loss.
         z_loss: The factor of the z-loss.
         noise: The deviation of the noise on each expert's weights, as a share of each weight's deviation.
@@ -63,8 +63,8 @@ class UpcycleOptions:
     scores: str = "softmax"
     num_dense_layers: int = 0
     mixture_every: int = 1
-    has_balance_bias: bool = True
-    balance_loss: float = 0.0
+    has_balance_bias: bool = False
+    balance_loss: float = 0.01
     z_loss: float = 0.0
     noise: float = 0.0
     seed: int = 0

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from genesis.huggingface.shape import find_family
+from genesis.model.recipe import read_decoder_config
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN, read_golden
 
@@ -50,3 +52,8 @@ def test_a_config_resolves_to_its_golden_text(
 def test_every_golden_config_has_its_file() -> None:
     golden = GOLDEN / "configs"
     assert sorted(str(path.relative_to(golden)) for path in golden.rglob("*.yaml")) == NAMES
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if Path(name).parent.name in ("", "model")])
+def test_the_model_of_every_config_is_exported_for_transformers(name: str) -> None:
+    find_family(read_decoder_config(CONFIGS / name))

@@ -35,7 +35,7 @@ def dense(tmp_path: Path) -> Path:
     "options",
     [
         {"num_experts": 8, "top_k": 2},
-        {"num_experts": 4, "top_k": 3, "scores": "sigmoid", "balance_loss": 0.01, "has_balance_bias": False},
+        {"num_experts": 4, "top_k": 3, "scores": "sigmoid", "balance_loss": 0.0, "has_balance_bias": True},
         {"num_experts": 4, "top_k": 2, "num_dense_layers": 1},
         {"num_experts": 4, "top_k": 2, "mixture_every": 2},
     ],
@@ -72,7 +72,7 @@ def test_a_base_in_bfloat16_stays_in_it_and_its_routers_are_float32(tmp_path: Pa
     state = {name: tensor.bfloat16() for name, tensor in build_decoder(1).state_dict().items()}
     (tmp_path / "run").mkdir()
     base = save_weights(state, DecoderConfig(**SHAPE), None, tmp_path / "run/checkpoints")  # type: ignore[arg-type]
-    upcycle(base, tmp_path / "out", UpcycleOptions(num_experts=4, top_k=2))
+    upcycle(base, tmp_path / "out", UpcycleOptions(num_experts=4, top_k=2, has_balance_bias=True))
     tensors = read_manifest(tmp_path / "out/checkpoints/step-00000000").tensors
     kinds = {name.rpartition("feed_forward.")[2]: record.torch_dtype for name, record in tensors.items()}
     assert kinds["experts.up"] == torch.bfloat16
@@ -147,7 +147,8 @@ def test_training_goes_on_from_the_mixture_by_the_printed_recipe(tiny_corpus: Pa
     decoder = build_decoder(1, vocab_size=320)
     config = DecoderConfig(**{**SHAPE, "vocab_size": 320})  # type: ignore[arg-type]
     save_weights(decoder.state_dict(), config, None, directory / "checkpoints")
-    done = run_genesis("upcycle", directory, tmp_path / "out", "--experts", "4", "--top_k", "2", "--noise", "0.01")
+    options = ("--experts", "4", "--top_k", "2", "--noise", "0.01", "--balance_bias")
+    done = run_genesis("upcycle", directory, tmp_path / "out", *options)
     assert done.returncode == 0, done.stderr
     fitted = run_genesis(
         *("fit", "--config", tmp_path / "out/recipe.yaml", "--data.corpus", tiny_corpus, "--data.seq_len", "16"),
