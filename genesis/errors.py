@@ -1,8 +1,25 @@
 """Errors that the command line prints in one line: a user's mistake (exit status 2), or a run that ended badly (1)."""
 
-from genesis_callbacks.errors import QuietExit, RunEndedError, UserError, naming, printable, printable_lines
+from genesis_callbacks.errors import (
+    QuietExit,
+    RunEndedError,
+    UserError,
+    find_remedy,
+    naming,
+    printable,
+    printable_lines,
+)
 
-__all__ = ["QuietExit", "RunEndedError", "UserError", "check_is_named", "naming", "printable", "printable_lines"]
+__all__ = [
+    "QuietExit",
+    "RunEndedError",
+    "UserError",
+    "check_is_named",
+    "find_remedy",
+    "naming",
+    "printable",
+    "printable_lines",
+]
 
 
 def check_is_named(value: str | None, option: str) -> None:

@@ -90,9 +90,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=8, help="number of experts (default %(default)s)")
     parser.add_argument("--top_k", type=int, default=2, help="experts of a token (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each contender (default %(default)s)")
-    parser.add_argument(
-        "--accumulate", type=int, default=1, help="micro-batches of a rank in each step (default %(default)s)"
-    )
+    parser.add_argument("--rows", type=int, help="sequences of a step, over all ranks (default: those of the shape)")
     parser.add_argument(
         "--mixtral", default="", help="transformers' Mixtral with these implementations: grouped_mm,eager"
     )
@@ -106,12 +104,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--out", type=Path, help="file for the record, such as benchmarks/records/experts.json; also writes an .md page"
     )
     options = parser.parse_args(argv)
-    for name in ("ranks", "accumulate", "pairs", "burst_steps", "warmup_steps", "threads"):
+    if options.rows is None:
+        options.rows = _SHAPES[options.model]["rows"]
+    for name in ("ranks", "rows", "pairs", "burst_steps", "warmup_steps", "threads"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
-    rows = _SHAPES[options.model]["rows"]
-    if rows % options.ranks:
-        raise UserError(f"--ranks is {options.ranks}, which does not divide the {rows} rows of a step")
+    if options.rows % options.ranks:
+        raise UserError(f"--ranks is {options.ranks}, which does not divide the {options.rows} rows of a step")
     if options.ranks > 1 and options.experts % options.ranks:
         raise UserError(f"--ranks is {options.ranks}, which does not divide the {options.experts} experts")
     return options
@@ -124,7 +123,7 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
         UserError: The mixture cannot be, or there is no script for Mixtral.
     """
     shape = dict(_SHAPES[options.model])
-    ffn_dim, seq_len, rows = (shape.pop(name) for name in ("ffn_dim", "seq_len", "rows"))
+    ffn_dim, seq_len, _ = (shape.pop(name) for name in ("ffn_dim", "seq_len", "rows"))
     common: dict[str, Any] = {
         **shape, "num_kv_heads": shape["num_heads"], "max_seq_len": seq_len, "has_tied_embeddings": False,
     }  # fmt: skip
@@ -138,8 +137,9 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
             decoder=dump_decoder_config(decoder),
             optimizer={name: getattr(optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")},
             seq_len=seq_len,
-            micro_batch_size=rows // options.ranks,
-            num_micro_batches=options.ranks * options.accumulate,
+            # One micro-batch for each rank.
+            micro_batch_size=options.rows // options.ranks,
+            num_micro_batches=options.ranks,
             documents="one_per_row",
             flops_per_token=count_flops_per_token(decoder, seq_len),
             device=CPU,
@@ -237,7 +237,7 @@ def _title(options: argparse.Namespace) -> str:
     shape = _SHAPES[options.model]
     return (
         f"vocabulary {shape['vocab_size']:,}, dim {shape['dim']}, {shape['num_layers']} layers, {options.experts} "
-        f"experts of {shape['ffn_dim']}, top {options.top_k}; {shape['rows'] * options.accumulate} x "
+        f"experts of {shape['ffn_dim']}, top {options.top_k}; {options.rows} x "
         f"{shape['seq_len']} tokens, float32, AdamW, ranks: {options.ranks}"
     )
 

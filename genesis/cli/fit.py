@@ -25,12 +25,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices
+from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
@@ -39,8 +39,6 @@ from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import QuietExit, RunEndedError, UserError, check_is_named, naming
-from genesis.huggingface.shape import find_family
-from genesis.model.decoder import DecoderConfig
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -375,6 +373,8 @@ class GenesisCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:
+            if getattr(error, "ends_all_ranks", False) and self.trainer.global_rank:
+                raise QuietExit(getattr(error, "exit_status", 1)) from error  # rank 0 has the same error
             lost = self.checkpoint.lost_ranks
             if lost is None or not _is_lost_connection(error):
                 raise
@@ -398,7 +398,7 @@ class GenesisCLI(LightningCLI):
             self._check_is_new()
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "fit" and not self.model.is_restored:
-            _report_export(self.model.decoder_config)
+            report_export(self.model.decoder_config)
         if subcommand == "validate" and arguments["ckpt_path"] is None:
             place = f"{self.checkpoint.directory} has none" if wanted == LATEST else "none is given"
             raise UserError(f"validation needs a checkpoint, but {place}; give one by --ckpt_path")
@@ -464,14 +464,6 @@ def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:
 def _place_run(run_dir: str, fork: str | None) -> str:
     """Returns the directory of a run: `run_dir`, or next to it under the name of the fork."""
     return run_dir if fork is None else str(Path(run_dir).parent / fork)
-
-
-def _report_export(config: DecoderConfig) -> None:
-    """Logs before a run begins if its model will not be exported for transformers."""
-    try:
-        find_family(config)
-    except UserError as error:
-        rank_zero_info(f"the model of this run cannot be exported for transformers: {error}")
 
 
 def _is_lost_connection(error: Exception) -> bool:

@@ -1,10 +1,13 @@
-"""Mistakes in a recipe of `genesis fit` that neither the parser nor Lightning's Trainer refuses in one line."""
+"""Mistakes in a recipe of `genesis fit` that neither the parser nor Lightning's Trainer refuses in one line, and limits."""
 
 from typing import Any, Final
 
 from jsonargparse import Namespace
+from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.errors import UserError
+from genesis.huggingface.shape import find_family
+from genesis.model.decoder import DecoderConfig
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""
@@ -32,3 +35,11 @@ def explain_devices(devices: Any, error: TypeError) -> UserError:
     if "devices" not in str(error):
         raise error
     return UserError(f"trainer.devices is {devices!r}: {error}")
+
+
+def report_export(config: DecoderConfig) -> None:
+    """Logs before a run begins if its model will not be exported for transformers."""
+    try:
+        find_family(config)
+    except UserError as error:
+        rank_zero_info(f"the model of this run cannot be exported for transformers: {error}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
-from genesis.errors import RunEndedError, UserError, printable, printable_lines
+from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent
 
 MISUSE = 2
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _USERS_ERRORS:
             raise
-        return _complain(printable(f"{error.filename or 'a file'}: {error.strerror}"), MISUSE)
+        remedy = find_remedy(error)
+        problem = f"{error.filename or 'a file'}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")
+        return _complain(printable(problem), MISUSE)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as end:

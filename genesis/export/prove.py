@@ -46,6 +46,8 @@ _SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
 _NEW_TOKENS = 64
 _NUM_CACHED = 4
+_GENERAL_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers that follow `tokenizer.json`."""
 """Tensors of a checkpoint that stay in memory, because a file lists the three stacks of a layer's experts in turns."""
 _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers")
 
@@ -167,12 +169,20 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
     if (directory / FAST_NAME).exists() and framed[: len(bos) + len(plain)] != bos + plain:
         raise UserError(f"the text 'a' is {bos + plain} here, with bos, and {framed} in transformers")
     left_out = ours.altered_characters if is_of_others else ""
+    remedy = {}
+    if is_import:
+        remedy = {"remedy": "import the weights alone by --no_tokenizer"}
+    elif type(fast).__name__ not in _GENERAL_TOKENIZERS:
+        remedy = {
+            "remedy": f"transformers opens every tokenizer of this family as {type(fast).__name__}, which splits texts "
+            "in its own way: train with a tokenizer of that class, or export as --format safetensors"
+        }
     counts = compare_tokenizers(
         ours,
         lambda text: fast.encode(text, add_special_tokens=False),
         lambda ids: fast.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         left_out=left_out,
-        **({"remedy": "import the weights alone by --no_tokenizer"} if is_import else {}),
+        **remedy,
     )
     without = "".join(f", without U+{ord(character):04X}" for character in left_out)
     compared = f"ids and decoded text{without}"

@@ -16,6 +16,7 @@ from genesis.offload_share import read_cpu_offload, read_directory, read_share
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
 from genesis.recipe_yaml import load_yaml
+from genesis.recomputation import check_checkpointing, check_groups
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
@@ -354,23 +355,17 @@ def _read_devices(read: _Reader, assumptions: list[str]) -> int:
 def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Returns the fields of a layout that every strategy has."""
     checkpointing = options.get("activation_checkpointing", "none")
-    if checkpointing not in ("none", "block") and not (type(checkpointing) is int and checkpointing >= 1):
-        raise UserError(
-            f"activation_checkpointing is {checkpointing!r}; it must be 'none', 'block' or a whole number >= 1"
-        )
+    check_checkpointing(checkpointing)
     together = read.count("trainer.strategy.init_args.blocks_per_recomputation", 1)
-    if together > 1 and checkpointing != "block":
-        raise UserError(
-            f"blocks_per_recomputation is {together}, and activation_checkpointing is {checkpointing!r}: groups are "
-            "recomputed only with activation_checkpointing block"
-        )
+    has_offload = options.get("activation_offload") is True
+    check_groups(checkpointing, together, has_offload=has_offload)
     share = read_share("optimizer_offload", options.get("optimizer_offload", 0.0))
     directory = read_directory(options.get("optimizer_offload_directory"), share)
     return {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
-        "activation_offload": options.get("activation_offload") is True,
+        "activation_offload": has_offload,
         "optimizer_offload": share,
         "has_states_on_disk": directory is not None,
         "has_compiled_blocks": options.get("compile_blocks") is True,
@@ -389,7 +384,6 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
     if not isinstance(options, Mapping):
         raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
     common = _read_common(read, options, num_ranks)
-    together = common["blocks_per_recomputation"]
     if name == "replicated":
         is_zero = options.get("optimizer_states") == "sharded"
         alone = Layout("one device", **common)
@@ -404,8 +398,12 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
             raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
     gather = options.get("gather_dtype")
     per_unit = read.count("trainer.strategy.init_args.blocks_per_unit", 1)
-    if together > 1 and together % per_unit:
-        raise UserError(f"blocks_per_recomputation {together} is no multiple of blocks_per_unit {per_unit}")
+    check_groups(
+        common["activation_checkpointing"],
+        common["blocks_per_recomputation"],
+        per_unit,
+        has_offload=common["activation_offload"],
+    )
     return Layout(
         shard,
         ranks_per_shard_group=group,

@@ -6,54 +6,13 @@ is kept, and in the backward the activations and gathered parameters of all its 
 """
 
 from functools import partial
-from typing import Final, Literal
 
 from torch.utils.checkpoint import checkpoint
 
-from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.part import Part
+from genesis.recomputation import ActivationCheckpointing, check_checkpointing, check_groups
 from genesis.strategies.activation_offload import ActivationOffload
-
-ActivationCheckpointing = Literal["none", "block"] | int
-"""Which blocks recompute their activations in backward: none, each, or every n-th."""
-
-_OPTION: Final = "blocks_per_recomputation"
-
-
-def check_groups(
-    which: ActivationCheckpointing, blocks_per_group: int, blocks_per_unit: int = 1, *, has_offload: bool = False
-) -> None:
-    """Checks that groups of blocks can be recomputed together. Pure.
-
-    Args:
-        which: See `ActivationCheckpointing`.
-        blocks_per_group: Blocks that are recomputed together.
-        blocks_per_unit: Blocks that FSDP2 gathers together; 1 without FSDP2.
-        has_offload: Whether the inputs of groups are moved to the host.
-
-    Raises:
-        UserError: They cannot.
-    """
-    if type(blocks_per_group) is not int or blocks_per_group < 1:
-        raise UserError(f"{_OPTION} is {blocks_per_group!r}; it must be a whole number >= 1")
-    if has_offload and which != "block":
-        raise UserError(
-            f"activation_offload is true, and activation_checkpointing is {which!r}: what is moved to the host are the "
-            "inputs of recomputed blocks; set activation_checkpointing to block"
-        )
-    if blocks_per_group == 1 and not has_offload:
-        return
-    if which != "block":
-        raise UserError(
-            f"{_OPTION} is {blocks_per_group}, and activation_checkpointing is {which!r}: groups are recomputed only "
-            "with activation_checkpointing block"
-        )
-    if blocks_per_group % blocks_per_unit:
-        raise UserError(
-            f"{_OPTION} {blocks_per_group} is no multiple of blocks_per_unit {blocks_per_unit}: a unit that is "
-            "gathered together must be recomputed together"
-        )
 
 
 def apply_recomputation(
@@ -76,9 +35,8 @@ def apply_recomputation(
     check_groups(which, blocks_per_group, has_offload=offload is not None)
     if which == "none":
         return
+    check_checkpointing(which)
     every_n = 1 if which == "block" else which
-    if type(every_n) is not int or every_n < 1:
-        raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")
     # Saving and restoring generator states costs host time, so it is left out where no random number is drawn. With
     # dropout the recomputed forward must draw the same mask.
     is_random = [

@@ -21,11 +21,11 @@ from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim import GroupedOptimizer
+from genesis.recomputation import ActivationCheckpointing
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout, set_timeout
 from genesis.strategies.wrap import apply_wrappers

@@ -19,6 +19,7 @@ from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.offload_share import read_cpu_offload
+from genesis.recomputation import ActivationCheckpointing
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
@@ -26,7 +27,6 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding

@@ -33,9 +33,10 @@ from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
 from genesis.offload_share import spread_units
+from genesis.recomputation import ActivationCheckpointing, check_groups
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
-from genesis.strategies.recompute import ActivationCheckpointing, apply_recomputation, check_groups
+from genesis.strategies.recompute import apply_recomputation
 
 
 @dataclass(frozen=True)

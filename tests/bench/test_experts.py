@@ -15,13 +15,13 @@ from genesis.model.router import find_routers
 @pytest.mark.bench
 @pytest.mark.usefixtures("forked_contenders")
 @pytest.mark.parametrize(
-    ("ranks", "accumulate", "peers"), [("1", "1", ["grouped_mm", "eager"]), ("2", "2", [])], ids=["1", "2"]
+    ("ranks", "rows", "peers"), [("1", "2", ["grouped_mm", "eager"]), ("2", "4", [])], ids=["1", "2"]
 )
 def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
-    tmp_path: Path, ranks: str, accumulate: str, peers: list[str]
+    tmp_path: Path, ranks: str, rows: str, peers: list[str]
 ) -> None:
     out = tmp_path / "experts.json"
-    arguments = ["--model", "tiny", "--ranks", ranks, "--accumulate", accumulate, "--pairs", "2"]
+    arguments = ["--model", "tiny", "--ranks", ranks, "--rows", rows, "--pairs", "2"]
     arguments += ["--burst-steps", "2", "--warmup-steps", "1"]
     assert main([*arguments, "--threads", "2", "--mixtral", ",".join(peers), "--out", str(out)]) == 0
     contenders = json.loads(out.read_text(encoding="utf-8"))["contenders"]
@@ -38,7 +38,8 @@ def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
 
 class Options:
     model, experts, top_k, ranks, mixtral = "34m", 8, 2, 1, ""
-    accumulate = pairs = burst_steps = warmup_steps = threads = 1
+    rows = 8
+    pairs = burst_steps = warmup_steps = threads = 1
 
 
 def test_the_dense_model_has_the_active_flops_of_the_mixture_without_its_routers() -> None:

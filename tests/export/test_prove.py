@@ -1,13 +1,17 @@
 """The process that proves an export, part by part."""
 
+import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.cli.export import print_proof
+from genesis.errors import UserError
 from genesis.export import prove
+from genesis.tokenizer.open import open_tokenizer
 
 
 def test_greedy_text_of_transformers_goes_on_beyond_eos(tmp_path: Path) -> None:
@@ -23,6 +27,20 @@ def test_greedy_text_of_transformers_goes_on_beyond_eos(tmp_path: Path) -> None:
     _, text = prove._ask_transformers(tmp_path, [prompt], [len(prompt)], prompt, 8)
     assert text[0] == first
     assert len(text) == 8
+
+
+def test_a_tokenizer_that_transformers_opens_as_one_of_its_own_is_refused_by_its_class(
+    exported: Path, tmp_path: Path
+) -> None:
+    ours = open_tokenizer(exported)
+    assert prove._compare_tokenizers(exported, ours, False)["num_different"] == 0
+    copy = copytree(exported, tmp_path / "copy")
+    shape = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_5_moe_text"}))
+    with pytest.raises(
+        UserError, match=r"no exact fast form.*opens every tokenizer of this family as Qwen3_5Tokenizer"
+    ):
+        prove._compare_tokenizers(copy, ours, False)
 
 
 def test_merged_values_are_not_called_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,6 +128,13 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--trainer.strategy.init_args.shard", "some"], "shard is 'some'"),
         (["--trainer.strategy.init_args.activation_checkpointing", "0"], "activation_checkpointing is 0"),
         (["--trainer.strategy.init_args.blocks_per_unit", "0"], "blocks_per_unit is 0"),
+        (
+            [
+                *("--trainer.strategy.init_args.activation_offload", "true"),
+                *("--trainer.strategy.init_args.activation_checkpointing", "none"),
+            ],
+            "set activation_checkpointing to block",
+        ),
         (["--model.optimizer.lr", "[]"], "model.optimizer.lr is"),
         (["--memroy", "24GB"], "did you mean --memory"),
     ],

@@ -14,7 +14,7 @@ from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.timeline import play_step
-from genesis.strategies.recompute import ActivationCheckpointing
+from genesis.recomputation import ActivationCheckpointing
 from genesis.strategies.wrap import apply_wrappers
 
 TOLERANCE: Final = 0.1

@@ -20,11 +20,11 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import TOKENS
+from genesis.recomputation import check_groups
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import train_in_turn
-from genesis.strategies.recompute import check_groups
 from genesis.strategies.wrap import ShardOptions, apply_wrappers
 from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks

@@ -1,10 +1,30 @@
 """Errors that are printed in one line instead of a traceback."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["QuietExit", "RunEndedError", "UserError", "naming", "printable", "printable_lines"]
+__all__ = [
+    "QuietExit",
+    "RunEndedError",
+    "UserError",
+    "describe_error",
+    "find_remedy",
+    "naming",
+    "printable",
+    "printable_lines",
+]
+
+_FREE_SPACE = "free space on its disk"
+_MAY_NOT_WRITE = "make its directory writable, or choose another one"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EACCES: _MAY_NOT_WRITE,
+    errno.EPERM: _MAY_NOT_WRITE,
+    errno.EROFS: _MAY_NOT_WRITE,
+}
 
 
 def printable(text: str) -> str:
@@ -39,6 +59,17 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def find_remedy(error: BaseException) -> str | None:
+    """Returns what the user can do about a full disk or a missing permission; None for other errors."""
+    return _REMEDIES.get(error.errno) if isinstance(error, OSError) and error.errno is not None else None
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the class and the text of an error, and the remedy if there is one."""
+    remedy = find_remedy(error)
+    return f"{type(error).__name__}: {error}" + ("" if remedy is None else f"; {remedy}")
+
+
 class QuietExit(SystemExit):
     """Ends a rank without a word, because another rank prints why all ranks end."""
 
@@ -60,3 +91,5 @@ class RunEndedError(RuntimeError):
 
     exit_status = 1
     is_one_line = True
+    ends_all_ranks = False
+    """As `UserError.ends_all_ranks`."""

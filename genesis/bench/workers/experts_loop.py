@@ -35,8 +35,8 @@ from genesis.model.router import LOAD, Routing, find_routers
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_gradient_sync
-from genesis.train.gradients import clip_on_device, measure_gradients
+from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers
+from genesis.train.gradients import global_gradient_norm, scale_gradients
 
 _MAX_GRADIENT_NORM = 1.0
 
@@ -111,23 +111,17 @@ def _train(
         window = windows[step % len(windows)]
         trained.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros(())
-        own = window.micro_batches[rank::num_ranks]
-        for index, micro_batch in enumerate(own, start=1):
-            # Only the last backward of a step sums gradients over the ranks.
-            set_gradient_sync(model, is_reduced=index == len(own))
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = index == len(own)
+        for micro_batch in window.micro_batches[rank::num_ranks]:
             part = trained.compute_loss(model, micro_batch) * (factor / window.num_valid_tokens)  # of all ranks' tokens
             part.backward()  # type: ignore[no-untyped-call]  # torch's
             loss += part.detach() * (num_ranks / factor)
         begin_seconds = time.perf_counter()
-        if trained.is_sharded:
-            norm = measure_gradients(
-                model.parameters(), torch.device(CPU), num_stage_ranks=num_ranks, world_size=num_ranks
-            )
-            clip_on_device(model.parameters(), norm, _MAX_GRADIENT_NORM)
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+        # As a training step does it: gradients are written again only if their norm is above the limit.
+        norm = global_gradient_norm(
+            model.parameters(), torch.device(CPU), num_stage_ranks=num_ranks, world_size=num_ranks
+        )
+        if norm > _MAX_GRADIENT_NORM:
+            scale_gradients(model.parameters(), _MAX_GRADIENT_NORM / norm)
         trained.optimizer.step()
         update_seconds.append(time.perf_counter() - begin_seconds)
         trained.end_step()

@@ -23,6 +23,7 @@ from torch import Tensor
 from genesis_callbacks.events import EventLog
 from genesis_callbacks.files import sync_directory
 
+from ..errors import describe_error
 from .assemble import ManifestHeader, assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
@@ -81,9 +82,7 @@ def failed_outcome(error: BaseException) -> Outcome:
     """Returns the outcome of a save that ended by this error."""
     kinds = [kind for error_type, kind in _KIND_BY_ERROR.items() if isinstance(error, error_type)]
     kind: OutcomeKind = kinds[0] if kinds else "failed"
-    return Outcome(
-        kind, str(error) if isinstance(error, CheckpointError | SaveFailedError) else f"{type(error).__name__}: {error}"
-    )
+    return Outcome(kind, str(error) if isinstance(error, CheckpointError | SaveFailedError) else describe_error(error))
 
 
 def error_from(kind: str, text: str) -> SaveFailedError:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .._gloo import new_gloo_group
+from ..errors import describe_error
 from .errors import CheckpointError, SaveFailedError
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Ranks:
         except (CheckpointError, SaveFailedError) as error:
             failure, cause = (type(error), str(error)), error
         except Exception as error:
-            failure, cause = (None, f"{type(error).__name__}: {error}"), error
+            failure, cause = (None, describe_error(error)), error
         try:
             outcomes: list[Any] = self.gather((None if keep_local else value, failure))
         except RuntimeError as error:
@@ -119,7 +120,9 @@ class Ranks:
         ]
         kinds = {kind for kind, _ in failures.values()}
         kind = kinds.pop() if len(kinds) == 1 else None
-        raise (kind or error_type)(f"{act}: " + "; ".join(texts)) from cause
+        common = (kind or error_type)(f"{act}: " + "; ".join(texts))
+        common.ends_all_ranks = True
+        raise common from cause
 
 
 class WorldRanks:
