@@ -1,4 +1,4 @@
-"""Mistakes in a recipe of `genesis fit` that neither the parser nor Lightning's Trainer refuses in one line, and limits."""
+"""What Genesis checks and reports of a recipe of `genesis fit` beside the parser and Lightning's Trainer."""
 
 from typing import Any, Final
 
