@@ -14,7 +14,7 @@ def check_checkpointing(which: Any) -> None:
     """Checks that a value is an `ActivationCheckpointing`.
 
     Raises:
-        UserError: It is none.
+        UserError: The value is invalid.
     """
     if which not in ("none", "block") and not (type(which) is int and which >= 1):
         raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")

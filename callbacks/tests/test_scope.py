@@ -365,6 +365,15 @@ def test_a_base_with_a_flipped_byte_is_refused_at_the_start(tmp_path):
         bind(SaveScope(base, ["model.a"]), fill())
 
 
+def test_a_deep_verification_names_the_tensors_that_changed_bytes_have_damaged(tmp_path):
+    base = write_base(tmp_path)
+    flip_byte(base, read_manifest(base), "model.a")
+    with pytest.raises(
+        CorruptCheckpointError, match=r"hash that was saved: its bytes have changed; changed: model\.a$"
+    ):
+        verify(base, "deep")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

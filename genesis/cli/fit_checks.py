@@ -1,4 +1,4 @@
-"""What Genesis checks and reports of a recipe of `genesis fit` beside the parser and Lightning's Trainer."""
+"""Checks and notes for a recipe of `genesis fit` beside those of the parser and of Lightning's Trainer."""
 
 from typing import Any, Final
 

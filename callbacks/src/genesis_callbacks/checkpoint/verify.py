@@ -20,6 +20,7 @@ from .tensor_places import TensorPlaces, blaming_base, locate_bases
 VerifyLevel = Literal["quick", "full", "deep"]
 _MAX_THREADS = 8
 _BLOCK_BYTES = 16 << 20
+_MAX_NAMED = 5
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
@@ -109,6 +110,20 @@ def _check_digest(path: Path, name: str, record: TensorRecord) -> None:
         )
 
 
+def _describe_changed(path: Path, manifest: Manifest, names: Iterable[str]) -> str:
+    """Returns which tensors of a damaged checkpoint differ from the saved ones."""
+    changed = []
+    for name in names:
+        try:
+            _check_digest(path, name, manifest.tensors[name])
+        except CheckpointError:
+            changed.append(name)
+    if not changed:
+        return "every tensor is as it was saved"
+    others = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+    return f"changed: {', '.join(changed[:_MAX_NAMED])}{others}"
+
+
 def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Path] = ()) -> Manifest:
     """Returns the manifest of the checkpoint at `path` if it verifies.
 
@@ -117,7 +132,8 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
     Args:
         path: A checkpoint directory.
         level: `quick` compares counts, names and sizes; `full` also every file's hash; `deep` also every tensor's
-            digest. Of a base, only the tensors and files that the checkpoint needs are verified.
+            digest, and names the tensors that changed bytes have damaged. Of a base, only the tensors and files that
+            the checkpoint needs are verified.
         places: Paths to search for the base, in addition to the recorded ones. The returned manifest has the path at
             which the base was found.
 
@@ -148,7 +164,12 @@ def _verify_tensors(
     _check_files(path, files, lambda record: _check_size(path, record))
     check_tensors(manifest, names)
     if level in ("full", "deep"):
-        _check_files(path, files, lambda record: _check_hash(path, record, manifest))
+        try:
+            _check_files(path, files, lambda record: _check_hash(path, record, manifest))
+        except CorruptCheckpointError as error:
+            if level == "full":
+                raise
+            raise CorruptCheckpointError(f"{error}; {_describe_changed(path, manifest, names)}") from error
     if level == "deep":
         # In this thread: torch's own threads do not work in new threads of a forked process.
         for name in names:
