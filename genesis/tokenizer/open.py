@@ -5,6 +5,7 @@ group `genesis.tokenizers` whose value is a `TokenizerFormat`; every process of 
 genesis are tried first, then those of entry points in the order of their names.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -172,7 +173,7 @@ def list_file_names() -> list[str]:
 
 def _iterate_formats() -> Iterator[TokenizerFormat]:
     yield from FORMATS
-    for point in _find_entry_points():
+    for point in _find_entry_points(tuple(sys.path)):
         found = point.load()
         if not isinstance(found, TokenizerFormat):
             raise UserError(
@@ -183,8 +184,8 @@ def _iterate_formats() -> Iterator[TokenizerFormat]:
 
 
 @cache
-def _find_entry_points() -> tuple[EntryPoint, ...]:
-    """Returns the entry points of other packages' formats. It reads a file of each installed package."""
+def _find_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Returns the entry points of other packages' formats on `sys.path`. It reads a file of each installed package."""
     return tuple(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
 
 
