@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -31,6 +30,7 @@ from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
+from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
@@ -38,7 +38,7 @@ from genesis.cli.quiet import quiet_lightning
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
-from genesis.errors import QuietExit, RunEndedError, UserError, check_is_named, naming
+from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -47,7 +47,6 @@ from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy
-from genesis.strategies.start import EXIT_STATUS
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
@@ -139,12 +138,6 @@ def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
         elif action.dest:
             keys.add(action.dest)
     return keys
-
-
-class LostRankError(RunEndedError):
-    """A rank that ends because another one is gone; a job script may start the run again."""
-
-    exit_status = EXIT_STATUS
 
 
 class SaveRecipe(Callback):
@@ -373,10 +366,10 @@ class GenesisCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:
-            if getattr(error, "ends_all_ranks", False) and self.trainer.global_rank:
-                raise QuietExit(getattr(error, "exit_status", 1)) from error  # rank 0 has the same error
             lost = self.checkpoint.lost_ranks
-            if lost is None or not _is_lost_connection(error):
+            if lost is None and getattr(error, "ends_all_ranks", False) and self.trainer.global_rank:
+                raise QuietExit(getattr(error, "exit_status", 1)) from error  # rank 0 lives and has the same error
+            if lost is None or not is_lost_connection(error):
                 raise
             if not self.checkpoint.reports_lost_ranks:
                 raise QuietExit(LostRankError.exit_status) from error
@@ -464,11 +457,6 @@ def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:
 def _place_run(run_dir: str, fork: str | None) -> str:
     """Returns the directory of a run: `run_dir`, or next to it under the name of the fork."""
     return run_dir if fork is None else str(Path(run_dir).parent / fork)
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Returns whether a process group failed because a rank was lost; gloo's errors have no class of their own."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:

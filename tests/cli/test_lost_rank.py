@@ -92,6 +92,17 @@ def test_one_other_rank_names_a_killed_one_in_its_last_line_and_none_prints_a_tr
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_a_first_rank_that_is_killed_while_every_step_is_saved_is_named_by_the_other(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
+    with running(2, tiny_corpus, tmp_path, save_every=1) as fit:
+        fit.ranks[0].kill()
+        (words,) = fit.wait(70).values()
+    assert f"rank 0 (process {fit.ranks[0].pid}) is gone" in words.splitlines()[-1], words
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_save_that_fails_on_one_rank_is_reported_by_the_first_alone(tiny_corpus: Path, tmp_path: Path) -> None:
     with running(2, tiny_corpus, tmp_path, save_every=50) as fit:
         resource.prlimit(fit.ranks[1].pid, resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, SMALL_FILE_BYTES))

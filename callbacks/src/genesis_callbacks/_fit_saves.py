@@ -270,7 +270,9 @@ class FitSaves:
                 warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
             self._statistics.log(self._trainer, pipeline, outcome.write_seconds)
         elif outcome.kind == "failed":
-            self._fail(step, SaveFailedError(outcome.text))
+            failed = SaveFailedError(outcome.text)
+            failed.ends_all_ranks = True  # the outcome is the one of all ranks
+            self._fail(step, failed)
         else:
             if self._best is not None:
                 self._best.drop(step)

@@ -326,6 +326,10 @@ class FitSession:
             self._writer = None
         return outcome
 
+    def has_lost_process(self) -> bool:
+        """Returns whether the process of another rank ended without recording a failure."""
+        return self._rank_watch is not None and self._rank_watch.has_lost_process()
+
     def claims_to_report_lost(self) -> bool:
         """Returns whether this rank reports which ranks are gone; one rank of each node does."""
         return self._rank_watch is not None and self._rank_watch.claims_to_report()

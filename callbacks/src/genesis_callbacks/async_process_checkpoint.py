@@ -458,7 +458,9 @@ class AsyncProcessCheckpoint(Checkpoint):
     def _leave(self, trainer: Trainer, exception: BaseException) -> None:
         session = self._session
         lost = None if session is None else session.leave(trainer, exception)
-        if session is not None and lost is not None and not getattr(exception, "ends_all_ranks", False):
+        # Ranks that have agreed to end miss nobody, unless a process is gone.
+        is_agreed = getattr(exception, "ends_all_ranks", False)
+        if session is not None and lost is not None and (not is_agreed or session.has_lost_process()):
             self.lost_ranks = say_gone(lost)
             self.reports_lost_ranks = session.claims_to_report_lost()
             if self.reports_lost_ranks:

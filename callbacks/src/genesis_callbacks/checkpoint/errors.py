@@ -43,8 +43,6 @@ class SaveFailedError(RunEndedError):
     `ValueError`.
     """
 
-    ends_all_ranks = True
-
 
 class UnsupportedStateError(CheckpointError):
     """State that cannot be written without pickle; the message has its key."""
