@@ -2,7 +2,7 @@
 
 Each contender is a process with the same plain loop, which trains on the same random tokens. The contenders train in
 short bursts, one after another, in a rotating order (`genesis.bench.pairs`). One of them routes tokens evenly, which
-shows what imbalance costs.
+shows the cost of imbalance.
 """
 
 import argparse
@@ -150,14 +150,20 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
         )
 
     ranks = str(options.ranks)
+
+    def own(name: str, summary: str, decoder: DecoderConfig, *words: str) -> tuple[Contender, Workload]:
+        return Contender(name, summary, _LOOP, arguments=(ranks, *words)), plan(decoder)
+
     chosen = [
-        (Contender(REFERENCE, "our mixture", _LOOP, arguments=(ranks, "learned")), plan(mixed)),
-        (Contender("even", "our mixture with even loads", _LOOP, arguments=(ranks, "even")), plan(mixed)),
-        (Contender("dense", "our dense model of the same active FLOPs", _LOOP, arguments=(ranks,)), plan(dense)),
+        own(REFERENCE, "our mixture", mixed),
+        own("dense", "our dense model of the same active FLOPs", dense),
     ]
-    if options.ranks > 1:
-        shared = Contender("shared", "our mixture, whose experts the ranks share", _LOOP, arguments=(ranks, "shared"))
-        chosen.append((shared, plan(mixed)))
+    if options.ranks == 1:
+        chosen.append(own("even", "our mixture with even loads", mixed, "even"))
+    else:
+        shared = "our mixture, whose experts the ranks share"
+        chosen.append(own("shared", shared, mixed, "shared"))
+        chosen.append(own("shared-even", f"{shared}, with even loads", mixed, "shared", "even"))
     for name in filter(None, options.mixtral.split(",")):
         summary = f"transformers' Mixtral of the same shape, experts by {name}"
         chosen.append((Contender(f"mixtral-{name}", summary, find_peer(_PEER), arguments=(ranks, name)), plan(mixed)))
@@ -285,9 +291,9 @@ def format_record(record: Mapping[str, Any]) -> str:
         f"- hardware: {record['hardware']}; load average at the end {record['load_average_after']}, its own included",
         f"- work: {record['work']}; {record['threads']} threads each",
         f"- {record['pairs']} rounds of {record['burst_steps']} steps each, in rotating order; ratios are medians of "
-        "pairs within a round, above 1 where the mixture is faster. `even` has the cost of imbalance. An update clips "
-        "and changes all weights, those of experts that no token saw, too; `without updates` is the same ratio without "
-        "that time.",
+        "pairs within a round, above 1 where the mixture is faster. `even` and `shared-even` show the cost of "
+        "imbalance. An update clips and changes all weights, those of experts that no token saw, too; `without "
+        "updates` is the same ratio without that time.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),

@@ -42,6 +42,7 @@ class Family:
         only: Key to the values that the decoder can represent, in addition to null and a missing key.
         attention: Fields of `AttentionConfig` that differ from the defaults in all models of the family.
         free: Fields of `AttentionConfig` that `config.json` can set, in addition to those in `keys`.
+        switches: Key of `config.json` that is true or false, to a field of `AttentionConfig` and its value if true.
         norm_placement: Where a block has its norms.
         windows: Which layers have the window where `config.json` does not list them: all; the last ones, from
             `max_window_layers` on; or those without rotary positions. None if models of the family have no window.
@@ -50,6 +51,8 @@ class Family:
         wrapped_type: The `model_type` of checkpoints that hold such a model beside others: its settings are in
             `text_config`, and its names begin with `model.language_model`.
         dropped: Beginnings of the names of tensors that belong to those other models.
+        extra_layers: Key of `config.json` with the number of layers behind the last one, which predict further tokens
+            and are left out like the tensors in `dropped`; None if there is no such key.
         mixture: The keys of its mixtures of experts; None if its feed-forward parts are dense.
         stacks: The decoder's name of a stack of all experts' weights within its block, to the family's name of one
             expert's weight, with `{}` for the expert.
@@ -70,12 +73,14 @@ class Family:
     only: Mapping[str, tuple[Any, ...]]
     attention: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset({"head_dim", "rope_scaling"})
+    switches: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     norm_placement: str = "before"
     windows: Literal["all", "last", "without_rope"] | None = None
     has_norm_offset: bool = False
     linear_keys: Mapping[str, str] = field(default_factory=dict)
     wrapped_type: str | None = None
     dropped: tuple[str, ...] = ()
+    extra_layers: str | None = None
     mixture: MixtureTable | None = None
     stacks: Mapping[str, str] = field(default_factory=dict)
     unpack: Callable[[str, Tensor, DecoderConfig], Mapping[str, Tensor] | None] | None = None
@@ -91,6 +96,7 @@ class Family:
         attention = asdict(parts.attention)
         options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
         options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
+        options |= {name: value for name, value in self.switches.values() if attention[name] == value}
         if parts.attention.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
         linear, feed_forward = config.linear_attention, parts.feed_forward

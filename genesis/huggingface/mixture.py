@@ -54,7 +54,10 @@ class MixtureTable:
 
     def find_differences(self, config: MixtureConfig, num_layers: int) -> list[str]:
         """Returns what these keys cannot describe of a mixture, as a text for each option."""
-        plain = replace(config, **{name: _DEFAULTS[name] for name in TRAINING_FIELDS})
+        unread = [*TRAINING_FIELDS]
+        if config.num_dense_layers == 0 and config.mixture_every == 1:
+            unread.append("dense_ffn_dim")  # no layer has it
+        plain = replace(config, **{name: _DEFAULTS[name] for name in unread})
         try:
             content = self.write(config, num_layers) | {"num_hidden_layers": num_layers}
             found = MixtureConfig(**self.read(Path("config.json"), content))

@@ -1,5 +1,6 @@
 """Reads a decoder's shape from a `config.json` of any family, and writes it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -7,6 +8,7 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
+from genesis.huggingface.glm4_moe import GLM4_MOE
 from genesis.huggingface.linear import read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
@@ -40,6 +42,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_MOE,
     OLMOE,
     DOTS1,
+    GLM4_MOE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -75,7 +78,19 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     num_layers = content.get("num_hidden_layers")
     if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
         raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
-    return family, _build_shape(path, content, family)
+    return _drop_extra_layers(path, content, family), _build_shape(path, content, family)
+
+
+def _drop_extra_layers(path: Path, content: dict[str, Any], family: Family) -> Family:
+    """Returns the family that leaves out the layers which a checkpoint has behind the last one."""
+    key = family.extra_layers
+    if key is None or not content.get(key):
+        return family
+    number, first = content[key], content["num_hidden_layers"]
+    if type(number) is not int or not 0 < number <= _MAX_LAYERS:
+        raise UserError(f"{path}: {key} is {number!r}; it must be from 0 to {_MAX_LAYERS:,}")
+    extra = tuple(f"{family.block_prefix}.{layer}." for layer in range(first, first + number))
+    return replace(family, dropped=(*family.dropped, *extra))
 
 
 def is_exported_as_another(model_type: Any) -> bool:
@@ -113,10 +128,13 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
             content |= write_rope_scaling(attention)
     content |= write_windows(attention, family, config.num_layers)
+    content |= {key: getattr(attention, name) == value for key, (name, value) in family.switches.items()}
     if family.linear_keys:
         content |= write_linear(config, family)
+    if "rotary_dim" in family.free:
         share = (attention.rotary_dim or config.head_dim) / config.head_dim
         content["rope_parameters"] = {**content["rope_parameters"], "partial_rotary_factor": share}
+        content["partial_rotary_factor"] = share  # for programs that read the older key, or else take the default
     feed_forward = config.parts.feed_forward
     if family.mixture is not None and isinstance(feed_forward, MixtureConfig):
         content |= family.mixture.write(feed_forward, config.num_layers)
@@ -141,22 +159,24 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     shape = {field: content[key] for key, field in plain.items()}
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
     num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
-    has_linear = bool(family.linear_keys)
-    rope_theta, rope_scaling = read_rope_scaling(path, content, _ROPE_OF_PARTS if has_linear else frozenset())
+    is_partial = "rotary_dim" in family.free
+    rope_theta, rope_scaling = read_rope_scaling(path, content, _ROPE_OF_PARTS if is_partial else frozenset())
     attention = {
         "num_heads": num_heads,
         "num_kv_heads": content.get("num_key_value_heads") or num_heads,
         "rope_theta": rope_theta,
     }
     no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
-    linear = rotary_dim = None
-    if has_linear:
+    head_dim = content.get("head_dim") or _divide(shape["dim"], num_heads)
+    rotary_dim = read_rotary_dim(path, content, head_dim) if is_partial and isinstance(head_dim, int) else None
+    linear = None
+    if family.linear_keys:
         linear = read_linear(path, content, family)
-        rotary_dim = read_rotary_dim(path, content, content["head_dim"])
         content = {**content, "layer_types": None}
     sliding_window, window_layers = read_windows(path, content, family, no_rope_every)
     options = {
         **family.attention,
+        **_read_switches(path, content, family),
         "head_dim": _read_head_dim(content, shape["dim"], num_heads),
         "rope_scaling": rope_scaling,
         "sliding_window": sliding_window,
@@ -196,9 +216,20 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
 
 
+def _read_switches(path: Path, content: dict[str, Any], family: Family) -> dict[str, Any]:
+    for key in family.switches:
+        if type(content[key]) is not bool:
+            raise UserError(f"{path}: {key} is {content[key]!r}; it must be true or false")
+    return {name: value for key, (name, value) in family.switches.items() if content[key]}
+
+
 def _read_head_dim(content: dict[str, Any], dim: Any, num_heads: Any) -> Any:
     """Returns the width of a head if it differs from the model's width divided by the number of heads."""
     head_dim = content.get("head_dim")
-    if isinstance(dim, int) and isinstance(num_heads, int) and num_heads > 0 and head_dim == dim // num_heads:
-        return None
-    return head_dim
+    return None if head_dim == _divide(dim, num_heads) else head_dim
+
+
+def _divide(dim: Any, num_heads: Any) -> int | None:
+    if isinstance(dim, int) and isinstance(num_heads, int) and num_heads > 0:
+        return dim // num_heads
+    return None

@@ -25,14 +25,15 @@ def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
     arguments += ["--burst-steps", "2", "--warmup-steps", "1"]
     assert main([*arguments, "--threads", "2", "--mixtral", ",".join(peers), "--out", str(out)]) == 0
     contenders = json.loads(out.read_text(encoding="utf-8"))["contenders"]
-    shared = ["shared"] if ranks == "2" else []
-    assert list(contenders) == ["mixture", "even", "dense", *shared, *(f"mixtral-{peer}" for peer in peers)]
+    even = "even" if ranks == "1" else "shared-even"
+    others = ["even"] if ranks == "1" else ["shared", "shared-even"]
+    assert list(contenders) == ["mixture", "dense", *others, *(f"mixtral-{peer}" for peer in peers)]
     assert all(contender["loss"] == pytest.approx(4.852, abs=0.2) for contender in contenders.values())
     assert contenders["mixture"]["imbalance"] > 1.0
-    assert contenders["even"]["imbalance"] == 1.0
+    assert contenders[even]["imbalance"] == 1.0
     assert contenders["dense"]["imbalance"] is None
     page = out.with_suffix(".md").read_text(encoding="utf-8")
-    assert "| even |" in page
+    assert f"| {even} |" in page
     assert str(tmp_path) not in page
 
 
@@ -43,7 +44,7 @@ class Options:
 
 
 def test_the_dense_model_has_the_active_flops_of_the_mixture_without_its_routers() -> None:
-    (_, mixed), _, (_, dense) = choose_contenders(Options())  # type: ignore[arg-type]
+    (_, mixed), (_, dense), _ = choose_contenders(Options())  # type: ignore[arg-type]
     assert mixed.flops_per_token - dense.flops_per_token == 6 * 6 * 8 * 256
     assert describe(build_decoder_config(mixed.decoder, "test")).num_parameters == 34_094_384
 
@@ -51,7 +52,7 @@ def test_the_dense_model_has_the_active_flops_of_the_mixture_without_its_routers
 def test_even_routers_give_every_expert_the_same_number_of_tokens() -> None:
     options = Options()
     options.model = "tiny"
-    _, (_, even), _ = choose_contenders(options)  # type: ignore[arg-type]
+    _, _, (_, even) = choose_contenders(options)  # type: ignore[arg-type]
     trained = build_own(even, ["even"])
     (router, _) = find_routers(trained.model).values()
     routing = router(torch.randn(4, 8, 32))

@@ -77,6 +77,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 SHARED = EXPERTS | {"shared_expert_intermediate_size": 20}
+GLM = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES |= {
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 40}),
     "qwen3 with experts": ("qwen3_moe", EXPERTS | {"head_dim": 16}),
@@ -111,6 +119,19 @@ FAMILIES |= {
             "moe_intermediate_size": 24,
             "sliding_window": 40,
             "max_window_layers": 2,
+        },
+    ),
+    "glm-4.5": ("glm4_moe", GLM),
+    "glm-4.5 with all options": (
+        "glm4_moe",
+        GLM
+        | {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         },
     ),
     "qwen3-next": ("qwen3_next", LINEAR | SHARED),
@@ -164,7 +185,7 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
     assert proof["logits"]["longest_context"] == 128 + beyond
     ours = load_decoder(tmp_path / "run").decoder.train()
     biases = [parameter for key, parameter in ours.named_parameters() if key.endswith("balance_bias")]
-    assert bool(biases) == (model_type == "dots1")
+    assert bool(biases) == (model_type in ("dots1", "glm4_moe"))
     assert len(biases) == sum(key.endswith("e_score_correction_bias") for key, _ in theirs.named_buffers())
     assert all(float(bias.abs().min()) > 0.0 for bias in biases)
     ids = torch.randint(90, (2, 300))

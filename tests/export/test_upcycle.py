@@ -13,6 +13,7 @@ from genesis.export import upcycle as module
 from genesis.export.importing import save_weights
 from genesis.export.upcycle import UpcycleOptions, upcycle
 from genesis.generate.load import load_decoder
+from genesis.huggingface.shape import find_family
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture
 from genesis.tokenizer.open import open_tokenizer
@@ -53,6 +54,16 @@ def test_the_mixture_gives_the_logits_of_the_dense_model(dense: Path, options: d
     assert all(torch.equal(expert, before.blocks[1].feed_forward.gate.weight) for expert in weight)
     assert float(mixtures[-1].router.weight.detach().std()) == pytest.approx(0.02, rel=0.3)
     assert json.loads((tmp_path / "out/proof.json").read_text())["source"] == report["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "model_type"), [({}, "mixtral"), ({"scores": "sigmoid", "has_balance_bias": True}, "glm4_moe")]
+)
+def test_the_mixture_of_a_llama_has_a_family_to_be_exported_as(
+    dense: Path, options: dict[str, Any], model_type: str, tmp_path: Path
+) -> None:
+    upcycle(dense, tmp_path / "out", UpcycleOptions(num_experts=4, top_k=2, **options))
+    assert find_family(load_decoder(tmp_path / "out").decoder.config).model_type == model_type
 
 
 def test_noise_makes_each_expert_another_and_the_distance_is_reported(dense: Path, tmp_path: Path) -> None:

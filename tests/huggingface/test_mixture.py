@@ -62,9 +62,9 @@ def write(directory: Path, content: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("family", NEW, ids=lambda family: family.model_type)
 def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Path) -> None:
-    counts = {"n_routed_experts": 6, "num_experts_per_tok": 2} if family.model_type == "dots1" else {}
+    counts = {"n_routed_experts": 6, "num_experts_per_tok": 2} if family.mixture and family.mixture.has_bias else {}
     found, config = read_shape(write(tmp_path, build_config(family, **counts)))
-    assert found is family
+    assert found.model_type == family.model_type
     written = find_family(config)
     assert written is family or not family.is_written
     assert read_shape(write(tmp_path, write_shape(written, config))) == (written, config)
@@ -83,6 +83,8 @@ def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Pat
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
         ("mixtral", {"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0"),
+        ("glm4_moe", {"use_qk_norm": "yes"}, "use_qk_norm is 'yes'; it must be true or false"),
+        ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         ("dots1", {"n_routed_experts": None}, "n_routed_experts is None"),
         ("dots1", {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 4}, "not a multiple of num_groups"),
         ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types is"),
@@ -107,7 +109,7 @@ def test_what_the_decoder_cannot_represent_is_refused_by_its_key(
         ({"shared_ffn_dim": 24}, "mixtral, but feed_forward.shared_ffn_dim is 24, not None"),
         (
             {"has_balance_bias": True, "scores": "sigmoid", "shared_ffn_dim": 25},
-            "dots1, but attention.qk_norm is None, not 'head' and feed_forward.shared_ffn_dim is 25, not 24",
+            "glm4_moe, but feed_forward.shared_ffn_dim is 25, not 24",
         ),
     ],
 )
@@ -203,6 +205,23 @@ def test_files_with_stacks_of_all_experts_are_read(tmp_path: Path) -> None:
     assert (found_family, found_config) == (family, config)
     found = read_weights(tmp_path, config, family)
     assert all(torch.equal(tensor, found[name]) for name, tensor in decoder.state_dict().items())
+
+
+def test_layers_that_predict_further_tokens_are_left_out_if_the_configuration_has_them(tmp_path: Path) -> None:
+    """As published checkpoints of GLM-4.5 have them, behind the last layer."""
+    family = next(family for family in FAMILIES if family.model_type == "glm4_moe")
+    _, config = read_shape(write(tmp_path, build_config(family, n_routed_experts=4, num_experts_per_tok=2)))
+    decoder = save(tmp_path, family, config)
+    extra = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64), "model.layers.4.mlp.gate.weight": torch.ones(4, 32)}
+    save_file(load_file(tmp_path / WEIGHTS_NAME) | extra, tmp_path / WEIGHTS_NAME)
+    content = json.loads((tmp_path / CONFIG_NAME).read_text())
+    found_family, _ = read_shape(write(tmp_path, content | {"num_nextn_predict_layers": 1}))
+    found = read_weights(tmp_path, config, found_family)
+    assert all(torch.equal(tensor, found.pop(name)) for name, tensor in decoder.state_dict().items())
+    assert not found
+    found_family, _ = read_shape(write(tmp_path, content | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"'model\.layers\.4\.\S*' is unknown"):
+        read_weights(tmp_path, config, found_family)
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 10**30}, {"dim": 10**12}])

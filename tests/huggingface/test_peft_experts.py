@@ -76,6 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "first_k_dense_replace": 0, "norm_topk_prob": True, "sliding_window": None,
     },
+    "glm4_moe": {
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 0, "use_qk_norm": True, "attention_bias": True,
+    },
     "qwen3_next": LINEAR | SHARED,
     "qwen3_5_moe_text": LINEAR | SHARED,
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """A plain training loop for `genesis bench experts`, of any model, on one rank or several: the same for each contender.
 
-The arguments are the workload, the number of ranks, and a word: the routers are `learned`, or `even`: then every expert
-sees the same number of tokens, which shows what imbalance costs. With `shared` the ranks share the experts, and FSDP2
-shards the rest; else DDP holds the whole model on each rank.
+The arguments are the workload, the number of ranks, and words. With `even` every expert sees the same number of tokens,
+which shows the cost of imbalance; otherwise the routers choose. With `shared` the ranks share the experts, and FSDP2
+shards the rest; otherwise DDP holds the whole model on each rank.
 """
 
 import os
@@ -145,11 +145,10 @@ def _may_begin(gate: Gate | None, num_ranks: int) -> bool:
 
 def build_own(workload: Workload, arguments: list[str]) -> Trained:
     """Builds our decoder, dense or a mixture."""
-    is_shared = arguments == ["shared"]
+    is_shared, is_even = "shared" in arguments, "even" in arguments
     decoder = _build_shared(workload) if is_shared else Decoder(build_decoder_config(workload.decoder, "the workload"))
     decoder.init_weights(seed=0)
     routers = find_routers(decoder)
-    is_even = arguments == ["even"]
     if is_even:
         for router in routers.values():
             router.forward = partial(_route_evenly, router.config, router.forward)  # type: ignore[method-assign]
