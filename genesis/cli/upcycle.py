@@ -55,7 +55,7 @@ def _build_parser() -> Parser:
     add(
         "--balance_bias",
         action="store_true",
-        help="balance the experts by a bias, too; for transformers, such a mixture needs --scores sigmoid",
+        help="balance the experts by a bias, too; such a mixture has no export for transformers",
     )
     add("--balance_loss", type=float, default=0.01, help="factor of the balance loss (default %(default)s)")
     add("--z_loss", type=float, default=0.0, help="factor of the z-loss (default 0)")

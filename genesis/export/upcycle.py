@@ -48,8 +48,7 @@ class UpcycleOptions:
         scores: `softmax` or `sigmoid`.
         num_dense_layers: Number of first layers that stay dense.
         mixture_every: Of the other layers, those whose number is a multiple of this become mixtures.
-        has_balance_bias: Whether a bias balances the experts. For transformers, a Llama's mixture needs sigmoid scores
-            with a bias (GLM-4.5), and softmax scores without one (Mixtral).
+        has_balance_bias: Whether a bias balances the experts. Mixtral, the export of a Llama's mixture, has none.
         balance_loss: The factor of the balance loss.
         z_loss: The factor of the z-loss.
         noise: The deviation of the noise on each expert's weights, as a share of each weight's deviation.

@@ -37,7 +37,8 @@ class MixtureTable:
         dense: How layers without experts are listed: `first` by the number of first ones, `step` by a distance and a
             list; None if every layer is a mixture.
         shared_width: Key of the width of the shared expert, which has a gate; None if there is no such key.
-        shared_count: Key of the number of shared experts, each as wide as a routed one; None if there is no such key.
+        shared_count: Key of the number of shared experts, at least one, each as wide as a routed one; None if there is
+            no such key.
         normalized: Key that switches the normalisation of weights, or its constant value.
         has_bias: Whether scores are sigmoids, with a bias and groups; otherwise they are a softmax.
         default_experts: The number of experts of a `config.json` without any of the keys.
@@ -54,6 +55,10 @@ class MixtureTable:
 
     def find_differences(self, config: MixtureConfig, num_layers: int) -> list[str]:
         """Returns what these keys cannot describe of a mixture, as a text for each option."""
+        if self.shared_count is not None and config.shared_ffn_dim is None:
+            # transformers expects the weights of shared experts, even if there are none of them.
+            others = self.find_differences(replace(config, shared_ffn_dim=config.ffn_dim), num_layers)
+            return ["feed_forward.shared_ffn_dim is None, not a multiple of ffn_dim", *others]
         unread = [*TRAINING_FIELDS]
         if config.num_dense_layers == 0 and config.mixture_every == 1:
             unread.append("dense_ffn_dim")  # no layer has it
@@ -86,7 +91,7 @@ class MixtureTable:
         }
         if self.shared_width is not None:
             found |= {"shared_ffn_dim": _read_count(path, content, self.shared_width), "has_shared_gate": True}
-        if self.shared_count is not None and content.get(self.shared_count):
+        if self.shared_count is not None:
             found["shared_ffn_dim"] = _read_count(path, content, self.shared_count) * found["ffn_dim"]
         if self.has_bias:
             scale = content.get("routed_scaling_factor", 1.0)

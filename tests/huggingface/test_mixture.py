@@ -63,6 +63,7 @@ def write(directory: Path, content: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("family", NEW, ids=lambda family: family.model_type)
 def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Path) -> None:
     counts = {"n_routed_experts": 6, "num_experts_per_tok": 2} if family.mixture and family.mixture.has_bias else {}
+    counts |= {"n_shared_experts": 1} if counts else {}
     found, config = read_shape(write(tmp_path, build_config(family, **counts)))
     assert found.model_type == family.model_type
     written = find_family(config)
@@ -85,8 +86,13 @@ def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Pat
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0"),
         ("glm4_moe", {"use_qk_norm": "yes"}, "use_qk_norm is 'yes'; it must be true or false"),
         ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
         ("dots1", {"n_routed_experts": None}, "n_routed_experts is None"),
-        ("dots1", {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 4}, "not a multiple of num_groups"),
+        (
+            "dots1",
+            {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 4, "n_shared_experts": 1},
+            "not a multiple of num_groups",
+        ),
         ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types is"),
         ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "at one distance"),
@@ -110,6 +116,10 @@ def test_what_the_decoder_cannot_represent_is_refused_by_its_key(
         (
             {"has_balance_bias": True, "scores": "sigmoid", "shared_ffn_dim": 25},
             "glm4_moe, but feed_forward.shared_ffn_dim is 25, not 24",
+        ),
+        (
+            {"has_balance_bias": True, "scores": "sigmoid"},
+            "glm4_moe, but feed_forward.shared_ffn_dim is None, not a multiple of ffn_dim",
         ),
     ],
 )
