@@ -204,6 +204,10 @@ def read_recipe(
             base_dtype = "bfloat16" if precision.startswith("bf16") else "float32"
             assumptions.append(f"the frozen base is in {base_dtype}; --base_dtype has the choice")
         base_bytes = _DTYPES[base_dtype]
+    elif base_dtype is not None:
+        raise UserError(
+            f"--base_dtype is {base_dtype}, but {where} has no adapters, so that no weights are frozen: leave it out"
+        )
     objective = str(_class_name(read.get("model.objective")) or "CrossEntropy")
     if objective not in OBJECTIVES:
         assumptions.append(f"objective {objective} is counted as CrossEntropy")

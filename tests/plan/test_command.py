@@ -88,6 +88,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--trainer.strategy", "nope"], "trainer.strategy is 'nope': a plan knows genesis.strategies.Replicated"),
         (["--trainer.strategy.init_args.expert_parallel", "2"], "expert_parallel 2 does not divide|has no experts"),
         (["--teacher", RECIPE], "the objective is CrossEntropy, which has no teacher"),
+        (["--base_dtype", "bfloat16"], "--base_dtype is bfloat16, but .* has no adapters"),
         (["--gpus", "0"], "--gpus is '0'"),
         (["--gpus", "2,two"], "--gpus is '2,two'"),
         (["--gpus", ""], "--gpus is ''"),
