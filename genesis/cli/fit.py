@@ -32,9 +32,9 @@ from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
-from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
+from genesis.cli.trainer import GenesisTrainer, resolve_trainer
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
@@ -255,15 +255,13 @@ class GenesisCLI(LightningCLI):
             raise UserError(f"seed_everything is {seed}: give a whole number from 0 to {_MAX_SEED}") from error
 
     def before_instantiate_classes(self) -> None:
-        """Resolves the precision, and finds the data of a run that continues from another working directory."""
+        """Resolves the Trainer's `auto` values, and finds the data of a run that continues elsewhere."""
         config = self.config[str(self.subcommand)]
         check_trainer(config["trainer"])
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
         check_is_named(wanted, "ckpt_path")
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
-        config["trainer.precision"] = resolve_precision(
-            config["trainer.precision"], config["trainer.accelerator"], reference
-        )
+        resolve_trainer(config["trainer"], reference)
         own = _place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
         self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))

@@ -12,6 +12,7 @@ import yaml
 
 from genesis.cli.fit import fit_main
 from genesis.data.skipped import read_ranges
+from genesis.determinism import note_unrepeatable
 from genesis.device import count_devices, find_kind
 from genesis.errors import UserError
 from genesis.objectives import DPO
@@ -55,6 +56,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
         global_batch_size=int(resolved["data"]["global_batch_size"]),
         unskippable=_find_unskippable(resolved),
         skip_positions=read_ranges(resolved["data"].get("skip_positions")),
+        note=note_unrepeatable(resolved) or "",
     )
 
 

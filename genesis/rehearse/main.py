@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from genesis.determinism import note_unrepeatable
 from genesis.errors import RunEndedError, UserError
 from genesis.processes import Mark, check_can_find, end_all, find_kind, wait_until_gone
 from genesis.rehearse.compare import read_losses
@@ -112,6 +113,7 @@ class _Rehearsal:
         pace = start.view.measure_pace()
         self._report.pace, self._report.num_ranks = pace, num_ranks
         manifests = [manifest for _, manifest in list_committed(self._straight)]
+        self._report.note = note_unrepeatable(manifests[-1].recipe) if manifests else None
         self._report.versions = {**(manifests[-1].versions if manifests else {}), "python": platform.python_version()}
         self._display.print_line(
             f"  ranks: {num_ranks}, writer processes: {num_writers}; {pace.start:.1f} s to the first step, then "

@@ -96,6 +96,7 @@ class Report:
         versions: Package to version.
         kills: The kills in their order.
         rounds: The killed runs; more than one if the first run ended before all kills had happened.
+        note: What the recipe gives up of repeatability, in one line; None if nothing.
         failure: Why the rehearsal failed; None if it completed.
         left_over: Descriptions of processes that still ran after the end of the rehearsal.
         seconds: Duration of the whole rehearsal.
@@ -113,6 +114,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     kills: list[KillRecord] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    note: str | None = None
     failure: str | None = None
     left_over: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -176,6 +178,7 @@ def summarise(report: Report) -> list[str]:
         )
     for each in report.rounds:
         lines += _describe_round(each)
+    lines += [] if report.note is None else [report.note]
     lines += [f"{process} still ran after the end and was killed" for process in report.left_over]
     return [*lines, *_describe_verdict(report)]
 
@@ -222,8 +225,8 @@ def _describe_verdict(report: Report) -> list[str]:
 def _explain_difference(report: Report) -> str:
     """Explains a difference: a loss that differs before the first resume shows that the recipe does not repeat."""
     advice = (
-        "look for kernels that are not deterministic (trainer.deterministic: true names them), and for callbacks or "
-        "data that draw from the clock, the system or an unseeded generator"
+        "look for callbacks or data that draw from the clock, the system or an unseeded generator, and for kernels "
+        "that do not repeat (trainer.deterministic: auto takes no others)"
     )
     for each in report.rounds:
         before_any_resume = [loss for loss in each.losses if loss.start == 1]

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
+from genesis.determinism import note_unrepeatable
 from genesis.errors import UserError, printable
 from genesis.evaluate.results import Result, read_results
 from genesis.report.log import RunLog, read_log
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.supervise.crashes import CrashRecord, read_crashes
-from genesis.supervise.runs import RunSummary, summarise_run
+from genesis.supervise.runs import RunSummary, parse_recipe, summarise_run
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import Event
 
@@ -51,7 +54,7 @@ class Run:
         samples: Texts that the model wrote.
         recipe: The first resolved recipe; empty if there is none.
         num_recipes: Number of starts with a recipe.
-        notes: What was left out, and why.
+        notes: What the run gave up, and what was left out and why.
     """
 
     name: str
@@ -143,8 +146,22 @@ def _collect(path: Path, name: str) -> Run:
         samples=_read_samples(run.rollouts, notes),
         recipe=recipe,
         num_recipes=bool(recipe) + sum(1 for _ in path.glob("config.resume-*.yaml")),
-        notes=[*log.notes, *notes],
+        notes=[*_note_recipe(recipe), *log.notes, *notes],
     )
+
+
+def parse_recipe_text(text: str) -> Any:
+    """Returns what a recipe holds; None if it cannot be parsed, because anything may stand in the file."""
+    try:
+        return parse_recipe(text.encode())
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return None
+
+
+def _note_recipe(text: str) -> list[str]:
+    content = parse_recipe_text(text)
+    note = note_unrepeatable(content) if isinstance(content, dict) else None
+    return [] if note is None else [f"{note}."]
 
 
 def _read_recipe(path: Path, notes: list[str]) -> str:

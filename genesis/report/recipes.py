@@ -3,10 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import yaml
-
-from genesis.report.collect import Run
-from genesis.supervise.runs import parse_recipe
+from genesis.report.collect import Run, parse_recipe_text
 from genesis_callbacks.errors import printable
 
 _MAX_ROWS: Final = 60
@@ -23,11 +20,8 @@ def compare_recipes(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _flatten(run: Run) -> dict[str, str]:
-    try:
-        content = parse_recipe(run.recipe.encode())
-    except (ValueError, yaml.YAMLError, RecursionError):  # anything may stand in the file; the page shows its text
-        return {}
-    return dict(_list_settings(content, ""))
+    content = parse_recipe_text(run.recipe)  # the page shows the text of a file that cannot be parsed
+    return {} if content is None else dict(_list_settings(content, ""))
 
 
 def _list_settings(content: Any, prefix: str) -> Iterator[tuple[str, str]]:

@@ -391,6 +391,8 @@ class Supervisor:
             has_nodes=self._options.nodes is not None,
             may_skip_data=self._options.policy.may_skip_data,
         )
+        if facts.note:
+            self._report(facts.note)
         return facts
 
     def _call(self, target: str, arguments: Sequence[str]) -> None:

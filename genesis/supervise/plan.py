@@ -35,6 +35,7 @@ class RecipeFacts:
         global_batch_size: Sequences of a step; 0 if unknown.
         unskippable: What its data are of, if they cannot be skipped: pairs or prompts; empty if they can.
         skip_positions: The positions that the recipe itself skips.
+        note: A line for the user about what the recipe gives up; empty if there is nothing.
     """
 
     run_dir: str
@@ -45,6 +46,7 @@ class RecipeFacts:
     global_batch_size: int = 0
     unskippable: str = ""
     skip_positions: Ranges = ()
+    note: str = ""
 
     def check(self, run_dir: Path, *, has_nodes: bool = False, may_skip_data: int = 0) -> None:
         """Refuses a recipe that this supervisor cannot run.
@@ -90,6 +92,7 @@ def _decode(content: Mapping[str, Any]) -> RecipeFacts:
         global_batch_size=count(content.get("global_batch_size", 0)),
         unskippable=text(content.get("unskippable", "")),
         skip_positions=read_positions(content.get("skip_positions", [])),
+        note=text(content.get("note", "")),
     )
 
 

@@ -16,11 +16,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.data.training_data import TrainingData
-from genesis.data.window import AccumulationWindow
+from genesis.data.window import AccumulationWindow, MicroBatch
+from genesis.determinism import UNREPEATABLE
+from genesis.device import is_host
 from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
@@ -45,6 +48,7 @@ from genesis.train.metrics import SumsOverRanks
 from genesis.train.offload_log import OffloadLog
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import fill_reference
+from genesis.train.repeat_proof import check_repeats, is_proof_needed, repeat_pass
 from genesis.train.training_log import PART_PREFIX, TrainingLog, WindowFigures, join_sums
 from genesis_callbacks.gradient_health import find_gradient_health
 from genesis_callbacks.host_group import Pending
@@ -120,6 +124,7 @@ class GenesisModule(pl.LightningModule):
         self._counts: dict[str, int] = {TOKENS: 0}
         self._grad_norm = math.nan
         self._window_sums: dict[str, Tensor] = {}
+        self._must_repeat = False
         self._sum_names: list[str] = []
         self._sums_of_ranks: Pending[float] | None = None
         self._training_log = TrainingLog(self._end_window, self.objective.measure, is_late=gradient_norm == "device")
@@ -219,6 +224,9 @@ class GenesisModule(pl.LightningModule):
         """Generates the weights if no restore has filled them, and finds the reference of preferences."""
         self._draw_what_was_not_restored()
         self._fill_reference()
+        self._must_repeat = is_proof_needed(self.device)
+        if not self._must_repeat and not is_host(self.device.type):
+            rank_zero_info(UNREPEATABLE)
 
     def _fill_reference(self) -> None:
         data = vars(self.trainer).get("datamodule")
@@ -230,11 +238,6 @@ class GenesisModule(pl.LightningModule):
     def training_step(self, window: AccumulationWindow, batch_idx: int) -> dict[str, Tensor]:
         """Runs one window's micro-batches; Lightning runs the last backward, in which gradients are reduced."""
         strategy, layout = self._strategy, self._strategy.layout
-        # Here and not in `optimizer_zero_grad`: Lightning calls that after this method, when the window's earlier
-        # micro-batches have run backward.
-        self._remove_gradients()
-        # A seed for each step, so that a resumed run has the same dropout masks, independent of earlier random numbers.
-        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
         # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
         # hosts: on nccl it would wait for the device's queue.
         counts = self.objective.count(window)
@@ -247,9 +250,37 @@ class GenesisModule(pl.LightningModule):
         # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
         # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
         scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in self._counts.items()}
+        if self._must_repeat and self._counts[TOKENS]:
+            self._prove_repeats(window.micro_batches[0], scales)
+        self._begin_step()
         loss, sums, part_sums = strategy.train_micro_batches(self._model, window.micro_batches, self.objective, scales)
         self._window_sums = join_sums(sums, part_sums)
         return {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
+
+    def _begin_step(self) -> None:
+        # Here and not in `optimizer_zero_grad`: Lightning calls that after `training_step`, when the window's earlier
+        # micro-batches have run backward.
+        self._remove_gradients()
+        # A seed for each step, so that a resumed run has the same dropout masks, independent of earlier random numbers.
+        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, self._strategy.layout.data_rank))
+
+    def _prove_repeats(self, micro_batch: MicroBatch, scales: Mapping[str, float]) -> None:
+        """Computes a micro-batch twice, and ends all ranks if the gradients of one of them differ. Communicates."""
+
+        def run() -> Tensor:
+            self._begin_step()
+            loss, *_ = self._strategy.train_micro_batches(self._model, (micro_batch,), self.objective, scales)
+            with torch.autocast(self.device.type, enabled=False):  # as in the step's other backwards
+                self.trainer.strategy.backward(loss, None)
+            return loss
+
+        found = repeat_pass(run, dict(self._model.named_parameters()))
+        attempt_on_all(lambda: check_repeats(found, self.device))
+        self._must_repeat = False
+        rank_zero_info(
+            f"the first micro-batch gave the same loss and {len(found.names) - 1} equal gradients when it was computed "
+            f"again ({found.seconds:.1f} s)"
+        )
 
     def configure_gradient_clipping(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from genesis.deprecated_options import rename_in_recipe
+from genesis.determinism import unify_deterministic
 from genesis.model.recipe import unify_decoder
 from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
@@ -43,7 +44,7 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
-    return unify_precision(unify_decoder(rename_in_recipe(recipe)))
+    return unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe))))
 
 
 RECIPE_POLICY: Final = DriftPolicy(

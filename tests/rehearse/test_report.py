@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from genesis.determinism import UNREPEATABLE
 from genesis.rehearse.compare import CheckpointComparison, LossDifference, TensorDifference, ValueDifference
 from genesis.rehearse.report import KillRecord, Report, Round, describe_kill, summarise
 
@@ -75,6 +76,14 @@ def test_a_loss_that_differs_before_any_resume_points_at_the_recipe() -> None:
     before, after = (LossDifference(step, "train/loss", "5.5", "5.6", start) for step, start in ((7, 1), (41, 2)))
     assert "the recipe is not deterministic" in summarise(report(round_of(WEIGHTS, before, after)))[-1]
     assert "may lack state that the recipe needs" in summarise(report(round_of(WEIGHTS, after)))[-1]
+
+
+def test_kernels_that_need_not_repeat_are_named_even_if_the_runs_were_equal() -> None:
+    found = report(round_of(EQUAL))
+    assert UNREPEATABLE not in summarise(found)
+    found.note = UNREPEATABLE
+    assert UNREPEATABLE in summarise(found)
+    assert found.to_json()["note"] == UNREPEATABLE
 
 
 def test_fewer_kills_than_wanted_are_not_a_success() -> None:

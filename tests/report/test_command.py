@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.report import main
+from genesis.determinism import UNREPEATABLE
 from genesis.errors import UserError
 from genesis.report import page
 from genesis.report.collect import collect_runs
@@ -106,6 +107,13 @@ def test_several_runs_are_drawn_over_each_other_and_what_one_lacks_is_named(tmp_
 def test_a_start_without_an_end_was_killed(run: Path) -> None:
     (collected,) = collect_runs([run])
     assert [attempt.end for attempt in find_attempts(collected)] == ["killed", "ended"]
+
+
+def test_a_run_whose_kernels_need_not_repeat_is_named(run: Path) -> None:
+    assert f"{UNREPEATABLE}." not in collect_runs([run])[0].notes
+    recipe = run / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("accelerator: cpu", "accelerator: gpu, deterministic: false"))
+    assert f"{UNREPEATABLE}." in collect_runs([run])[0].notes
 
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, run: Path) -> None:

@@ -2,15 +2,19 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genesis.cli.supervise import main
 from genesis.cli.supervise_recipe import read_recipe
+from genesis.determinism import UNREPEATABLE
 from genesis.errors import UserError
 from genesis.supervise.attempt import Limits, Sight
 from genesis.supervise.classify import Evidence, RankEnd, classify
 from genesis.supervise.ends import CONSEQUENCES, ENDS, EndClass
+from genesis.supervise.plan import FACTS_NAME, read_facts, write_facts
 from genesis_callbacks.heartbeats import HeartbeatRecord
 
 EXAMPLES = [
@@ -150,3 +154,15 @@ def test_a_recipe_without_sizes_is_refused_by_their_name() -> None:
     resolved = {"trainer": {"devices": 1, "accelerator": "cpu"}, "data": {"micro_batch_size": None}, "run_dir": "r"}
     with pytest.raises(UserError, match=r"data\.micro_batch_size is missing: give a recipe by --config"):
         read_recipe(resolved)
+
+
+def test_a_recipe_whose_kernels_need_not_repeat_has_a_note_for_the_supervisor(tmp_path: Path) -> None:
+    trainer = {"devices": 1, "accelerator": "cpu", "deterministic": "auto"}
+    resolved: dict[str, Any] = {"trainer": trainer, "model": {}, "run_dir": "r"}
+    resolved["data"] = {"micro_batch_size": 1, "global_batch_size": 2}
+    assert read_recipe(resolved).note == ""
+    trainer["deterministic"] = False
+    write_facts(tmp_path / FACTS_NAME, read_recipe(resolved))
+    facts = read_facts(tmp_path)
+    assert facts is not None
+    assert facts.note == UNREPEATABLE

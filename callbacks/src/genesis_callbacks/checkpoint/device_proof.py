@@ -2,7 +2,8 @@
 
 The engine proves two things: digests on the device equal those on the CPU, for every dtype, and a copy through pinned
 memory returns the same bytes. An application adds its own proofs (`DeviceProof`). A proof that fails is named in a
-warning and its slow path is used; it never ends the run. The results are in the manifest, beside the package versions.
+warning and its slow path is used; it never ends the run. The results are in the manifest, beside the package versions,
+with `device.deterministic`: whether torch takes only kernels that repeat, without which a resume need not be bit-equal.
 """
 
 import contextlib
@@ -78,7 +79,8 @@ def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> De
         *others,
     )
     found = {proof.name: _find_failure(proof, device) for proof in proofs}
-    environment = {"device": _name_device(device)}
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    environment = {"device": _name_device(device), "device.deterministic": "true" if is_deterministic else "false"}
     for proof in proofs:
         environment[f"device.{proof.name}"] = proof.fast if found[proof.name] is None else proof.slow
     failures = tuple(

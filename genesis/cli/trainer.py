@@ -1,0 +1,89 @@
+"""The Trainer of a fit, and what the `auto` values of its options stand for, before anything is built."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+
+from genesis.checkpoint_reference import Reference
+from genesis.determinism import AUTO as AUTO_DETERMINISTIC
+from genesis.determinism import choose_deterministic
+from genesis.device import CPU, find_kind
+from genesis.errors import UserError
+from genesis.precision import AUTO, choose_precision, unify_precision
+from genesis_callbacks.checkpoint import CheckpointError, read_manifest
+
+PrecisionName = Literal["auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true", "bf16", "32", "16", 32, 16]
+
+
+class GenesisTrainer(Trainer):
+    """Lightning's Trainer, which also takes `auto` as a precision and as a choice of kernels.
+
+    Args:
+        precision: `auto` for `bf16-mixed` on CUDA devices that have bfloat16 and `32-true` elsewhere; a run that goes
+            on keeps its own. `bf16-mixed`, `32-true`, `16-mixed` and `bf16-true` as in Lightning.
+        deterministic: Whether an accelerator takes only kernels that repeat, so that a run that is killed and resumed
+            equals one that was never killed, bit for bit. `auto` for true; a run that goes on keeps its own choice. On
+            the CPU, whose kernels repeat, it changes nothing.
+        kwargs: Of Lightning's Trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        precision: PrecisionName | None = "auto",
+        deterministic: bool | Literal["auto", "warn"] | None = "auto",
+        **kwargs: Any,
+    ) -> None:
+        resolved: Any = choose_precision("auto") if precision == AUTO else precision
+        if _has_accelerator(kwargs.get("accelerator", "auto")):
+            kwargs["deterministic"] = deterministic in (AUTO_DETERMINISTIC, None, True)
+            # torch would also fill each tensor that it allocates, which takes a kernel each time. Only a computation
+            # that reads memory before it writes there would need that.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's module
+        super().__init__(precision=resolved, **kwargs)
+
+
+def _has_accelerator(accelerator: Any) -> bool:
+    return accelerator != CPU and (not isinstance(accelerator, str) or find_kind() != CPU)
+
+
+def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
+    """Replaces the `auto` values of a run's options of the Trainer; a run that goes on keeps its own.
+
+    Args:
+        trainer: The options as given.
+        restored: The checkpoint from which the run continues.
+
+    Raises:
+        UserError: `deterministic` is `warn`.
+    """
+    if trainer["deterministic"] == "warn":
+        raise UserError(
+            "trainer.deterministic is 'warn', with which torch takes kernels that do not repeat, with a warning: give "
+            "auto or true for runs that resume bit for bit, or false"
+        )
+    recipe = None if restored is None else _read_recipe(restored)
+    if trainer["deterministic"] in (AUTO_DETERMINISTIC, None):
+        trainer["deterministic"] = choose_deterministic(recipe)
+    if trainer["precision"] == AUTO:
+        trainer["precision"] = (
+            choose_precision(trainer["accelerator"])
+            if recipe is None
+            else unify_precision({"trainer": {}} | recipe)["trainer"].get("precision")
+        )
+
+
+def _read_recipe(restored: Reference) -> dict[str, Any] | None:
+    """Returns the recipe in the checkpoint that is meant, as it is; None where there is none that can be read.
+
+    Whether the checkpoint is whole is found out, and reported, when the run is restored from it.
+    """
+    try:
+        path: Path = restored.find_checkpoint(level=None)
+        recipe = read_manifest(path).recipe
+    except (UserError, CheckpointError, OSError):
+        return None
+    return recipe or None
