@@ -1,5 +1,6 @@
 """Tiny models with experts, for tests of what goes on around a mixture; `tests.model.test_mixture` tests the part."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -43,9 +44,9 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
 LINEAR: Final = [name for name, fields in MIXTURES.items() if "linear_attention" in fields]
 
 
-def mix(dense: DecoderConfig, name: str) -> DecoderConfig:
-    """Returns a dense decoder's shape with the parts of one of `MIXTURES`."""
-    fields = dict(MIXTURES[name])
+def mix(dense: DecoderConfig, name: str, known: Mapping[str, dict[str, Any]] = MIXTURES) -> DecoderConfig:
+    """Returns a dense decoder's shape with the parts of one of `MIXTURES`, or of other known fields."""
+    fields = dict(known[name])
     if "feed_forward" in fields:
         fields["ffn_dim"] = None
     if "attention" in fields:

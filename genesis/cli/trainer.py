@@ -22,11 +22,11 @@ class GenesisTrainer(Trainer):
     """Lightning's Trainer, which also takes `auto` as a precision and as a choice of kernels.
 
     Args:
-        precision: `auto` for `bf16-mixed` on CUDA devices that have bfloat16 and `32-true` elsewhere; a run that goes
-            on keeps its own. `bf16-mixed`, `32-true`, `16-mixed` and `bf16-true` as in Lightning.
+        precision: `auto` for `bf16-mixed` on CUDA devices that have bfloat16 and `32-true` elsewhere; a run that
+            continues keeps its own. `bf16-mixed`, `32-true`, `16-mixed` and `bf16-true` as in Lightning.
         deterministic: Whether an accelerator takes only kernels that repeat, so that a run that is killed and resumed
-            equals one that was never killed, bit for bit. `auto` for true; a run that goes on keeps its own choice. On
-            the CPU, whose kernels repeat, it changes nothing.
+            equals one that was never killed, bit for bit. `auto` for true; a run that continues keeps its own choice.
+            On the CPU, whose kernels repeat, it changes nothing.
         kwargs: Of Lightning's Trainer.
     """
 
@@ -51,7 +51,7 @@ def _has_accelerator(accelerator: Any) -> bool:
 
 
 def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
-    """Replaces the `auto` values of a run's options of the Trainer; a run that goes on keeps its own.
+    """Replaces the `auto` values of a run's options of the Trainer; a run that continues keeps its own.
 
     Args:
         trainer: The options as given.

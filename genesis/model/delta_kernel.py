@@ -45,6 +45,28 @@ def distrust_kernel(device: torch.device) -> None:
     _distrusted_devices.add(device.type)
 
 
+def _import_kernels() -> Any:
+    if torch.are_deterministic_algorithms_enabled():
+        pin_triton_choices()
+    return import_module(_MODULE)
+
+
+@cache
+def pin_triton_choices() -> None:
+    """Makes Triton's autotuner take the first variant of a kernel, for the rest of this process.
+
+    It would take the fastest in a measurement, which differs between starts; other variants add in another order. A
+    variant that a device has no room for fails in the proof of the kernels, and the slower way is taken.
+    """
+    autotuner: Any = import_module("triton.runtime.autotuner").Autotuner
+    prune = autotuner.prune_configs
+
+    def take_first(self: Any, *arguments: Any, **options: Any) -> Any:
+        return prune(self, *arguments, **options)[:1]
+
+    autotuner.prune_configs = take_first
+
+
 def run_kernel(
     inputs: DeltaInputs,
     offsets: Int32[Tensor, " num_documents+1"] | None = None,
@@ -58,7 +80,7 @@ def run_kernel(
         state: The state before the first token of each row, with rows of one document; None for zeros.
     """
     assert offsets is None or state is None, "a row that continues a state is one document"
-    kernels: Any = import_module(_MODULE)
+    kernels = _import_kernels()
     shape = inputs.value.shape
     query, key, value, decay, beta = inputs
     decay, beta = decay.float(), beta.to(value.dtype)

@@ -54,8 +54,10 @@ def chunked(
     query, key, value, decay, beta = _prepare(inputs)
     seq_len = value.shape[2]
     query, key, value, decay, beta = (_split_chunks(part) for part in (query, key, value, decay, beta))
-    passed = decay.cumsum(dim=-1)  # B H N C: the logarithm of what has decayed since the chunk began
     same = torch.ones((CHUNK_TOKENS, CHUNK_TOKENS), dtype=torch.bool, device=value.device).tril()
+    # B H N C: the logarithm of what has decayed since the chunk began. CUDA's cumsum adds in any order, and torch
+    # refuses it in a run whose kernels repeat.
+    passed = decay.cumsum(dim=-1) if decay.device.type == "cpu" else sum_to_each(decay, same)
     reads_state, is_kept = passed.exp(), (passed[..., -1:] - passed).exp()
     chunk_decay = passed[..., -1].exp()
     if is_start is not None:
@@ -82,6 +84,11 @@ def chunked(
         outputs.append(query[:, :, chunk] @ state + within[:, :, chunk] @ new)
         state = state * chunk_decay[:, :, chunk, None, None] + key[:, :, chunk].mT @ new
     return torch.cat(outputs, dim=2)[:, :, :seq_len].transpose(1, 2), state
+
+
+def sum_to_each(decay: Float[Tensor, "B H N C"], same: Bool[Tensor, "C C"]) -> Float[Tensor, "B H N C"]:
+    """Returns the cumulative sum of each chunk as sums of a fixed order; `same` is true up to each token itself."""
+    return decay.unsqueeze(-2).masked_fill(~same, 0.0).sum(-1)
 
 
 def step(

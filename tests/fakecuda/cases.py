@@ -45,9 +45,10 @@ def _build_decoder(dtype: str, **fields: Any) -> Decoder:
 
 def _take(watch: Watch) -> dict[str, Any]:
     """Returns what has happened since the last call."""
-    counts = {"syncs": dict(watch.syncs), "kernels": dict(watch.kernels), "lines": dict(watch.lines)}
+    counts: dict[str, Any] = {"syncs": dict(watch.syncs), "kernels": dict(watch.kernels), "lines": dict(watch.lines)}
     for counter in (watch.syncs, watch.kernels, watch.casts):
         counter.clear()
+    counts["operators"] = sorted(watch.operators)
     return {**counts, "has_planned_attention": torch.backends.cuda.cudnn_sdp_enabled()}
 
 

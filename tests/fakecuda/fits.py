@@ -27,7 +27,9 @@ from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
+from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.norm import NormConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
 from genesis.strategies.host_memory import HostOffload
@@ -41,12 +43,29 @@ from tests.fakecuda.combinations import Combination
 from tests.fakecuda.device import outside
 from tests.fakecuda.tuning import build_adapter, build_objective, build_tuning_window, choose_base_dtype
 from tests.fakecuda.watch import FakeMode, Watch
+from tests.mixtures import MIXTURES, mix
 
 STEPS: Final = 3
 BATCH, SEQ_LEN = 2, 128
 SHAPE: Final = DecoderConfig(
     dim=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=512, max_seq_len=SEQ_LEN, vocab_size=1024
 )
+
+
+PARTS: Final = {
+    **MIXTURES,
+    "windows": {
+        "attention": AttentionConfig(
+            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 32, "no_rope_every": 2},
+            **{"sliding_window": 40, "window_layers": (0,), "has_qkv_bias": True, "qk_norm": "projection"},
+            **{"has_output_gate": True, "rope_scaling": RopeScaling(2.0, 1.0, 4.0, SEQ_LEN)},
+        ),
+        "norm": NormConfig(1e-5, placement="after"),
+        "dropout": 0.1,
+        "has_tied_embeddings": False,
+    },
+}
+"""Fields of decoders that together have every part and option."""
 
 
 class FakeCUDA(Accelerator):
@@ -271,6 +290,7 @@ def build_strategy(combination: Combination, options: dict[str, Any]) -> Any:
 def run_fit(
     combination: Combination,
     shape: dict[str, Any] | None = None,
+    parts: str = "",
     capability: tuple[int, int] = (9, 0),
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
@@ -282,6 +302,7 @@ def run_fit(
     Args:
         combination: What to run.
         shape: Fields of the decoder that are not those of `SHAPE`.
+        parts: A name of `PARTS`, for a decoder of other parts.
         capability: Of the device.
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
@@ -313,6 +334,7 @@ def run_fit(
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 inference_mode=False,
+                deterministic=True,
                 gradient_clip_val=0.5,
                 callbacks=[
                     *(TokenCounters(), SkipAwareLR(warmup_updates=2)),
@@ -322,7 +344,10 @@ def run_fit(
                 default_root_dir=tempfile.gettempdir(),
                 **{"log_every_n_steps": 100, "val_check_interval": STEPS, "check_val_every_n_epoch": None, **options},
             )
-            decoder_config, adapter = replace(SHAPE, **(shape or {})), build_adapter(combination.adapter)
+            decoder_config = (
+                replace(mix(SHAPE, parts, PARTS), **(shape or {})) if parts else replace(SHAPE, **(shape or {}))
+            )
+            adapter = build_adapter(combination.adapter)
             module = GenesisModule(
                 decoder_config,
                 OptimizerOptions(name=combination.optimizer),
@@ -345,6 +370,7 @@ def run_fit(
         "moved": keep.moved,
         "peak_bytes": keep.peak_bytes,
         "lines": watch.lines,
+        "operators": sorted(watch.operators),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "timed_steps": sum(each.state_dict()["num_steps"] for each in callbacks if isinstance(each, StepTimer)),
         "num_streams_entered": len(device.STREAMS_ENTERED),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from tests.fakecuda.client import FakeDevice
 from tests.fakecuda.combinations import Combination, all_combinations, choose_pairwise, tuned_combinations
+from tests.fakecuda.repeatable import is_refused
 from tests.golden.files import read_golden
 
 GOLDEN = "fakecuda/combinations.txt"
@@ -22,6 +23,7 @@ def describe(device: FakeDevice, combination: Combination) -> str:
     """Runs a combination and returns its line: that it trains, or what refuses it."""
     result = device.run("fit", combination=asdict(combination))
     assert "refused" in result or result["kernels"]
+    assert not any(map(is_refused, result.get("operators", ())))
     return f"{combination}: {result.get('refused', 'trains')}"
 
 
@@ -31,6 +33,7 @@ def describe_tuned(device: FakeDevice, combination: Combination) -> str:
     if "refused" in result:
         return f"{combination}: {result['refused']}"
     assert result["kernels"]
+    assert not any(map(is_refused, result["operators"]))
     return f"{combination}: waits for {', '.join(f'{count} {key}' for key, count in sorted(result['syncs'].items()))}"
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.fakecuda.client import FakeDevice
 from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
-from tests.golden.files import read_golden
+from tests.fakecuda.repeatable import OTHER_FORM, REFUSED, describe, is_refused, read_torchs_list
+from tests.golden.files import GOLDEN, read_golden
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("fakecuda")]
 
@@ -197,3 +198,33 @@ def test_a_step_waits_for_the_device_where_it_did_and_runs_the_kernels_that_it_r
     new = [two["lines"][key] for key, count in two["syncs"].items() if f"    {count} {key}\n" not in golden]
     assert not new, f"the host waits for the device at new places, or more often: {new}"
     assert fresh == golden
+
+
+def test_torchs_list_of_operators_that_vary_is_the_one_that_was_read() -> None:
+    """A new version of torch may name others; each belongs into `tests.fakecuda.repeatable`."""
+    other_form, refused = read_torchs_list()
+    assert other_form == set(OTHER_FORM)
+    assert refused == set(REFUSED)
+
+
+OPERATORS = "fakecuda/operators.txt"
+EVERY_PART = [
+    *({"combination": combination} for combination in GOLDEN_STEPS.values()),
+    *({"combination": Combination(), "parts": parts} for parts in ("softmax", "shared", "linear", "windows")),
+    {"combination": Combination(optimizer="muon"), "parts": "linear"},
+    {"combination": Combination(adapter="dora"), "parts": "shared"},
+    {"combination": Combination(objective="distillation"), "parts": "windows"},
+]
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("options", EVERY_PART, ids=lambda options: ", ".join(map(str, options.values())))
+def test_no_operator_of_a_step_varies_on_a_gpu(fake_device: FakeDevice, options: dict[str, Any]) -> None:
+    """Every part, objective and optimizer; an operator that the golden text lacks is one to look at."""
+    result = run(fake_device, **options)
+    assert "refused" not in result
+    assert [name for name in result["operators"] if is_refused(name)] == []
+    path = GOLDEN / OPERATORS
+    known = path.read_text().splitlines() if path.exists() else []
+    fresh = "".join(f"{line}\n" for line in sorted({*known, *map(describe, result["operators"])}))
+    assert fresh == read_golden(OPERATORS, fresh)

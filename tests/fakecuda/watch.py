@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import genesis
 import genesis_callbacks
 from tests.fakecuda.memory import LiveBytes
+from tests.fakecuda.repeatable import name_operator
 
 aten = torch.ops.aten
 
@@ -60,6 +61,8 @@ class Watch(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()
         self.live = LiveBytes("cuda")
         self.lines: dict[str, str] = {}
+        self.operators: set[str] = set()
+        """Names of all operators that ran there so far (`tests.fakecuda.repeatable`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,7 +105,16 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.live.note(out)
         self._note_kernel(func, first, out, kwargs)
+        self._note_operator(func, args, out)
         return out
+
+    def _note_operator(self, func: Any, arguments: tuple[Any, ...], out: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _VIEWS or name.startswith(("empty", "new_empty")):
+            return
+        tensors = (leaf for leaf in tree_leaves((out, arguments)) if isinstance(leaf, Tensor))  # lists for `_foreach`
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self.operators.add(name_operator(func, arguments))
 
     def _note_kernel(self, func: Any, first: Tensor | None, out: Any, kwargs: dict[str, Any]) -> None:
         name = func._schema.name.removeprefix("aten::")

@@ -11,7 +11,7 @@ from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig
-from genesis.model.delta_rule import CHUNK_TOKENS, DeltaInputs, chunked, step
+from genesis.model.delta_rule import CHUNK_TOKENS, DeltaInputs, chunked, step, sum_to_each
 from genesis.model.describe import describe
 
 HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 12}
@@ -92,6 +92,18 @@ def test_a_state_that_all_but_vanishes_within_a_chunk_gives_no_infinity() -> Non
     assert outputs.isfinite().all()
     torch.testing.assert_close(
         outputs.double(), apply_slowly(inputs, documents(100), torch.zeros(2, 4, 8, 12))[0], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_sums_of_a_fixed_order_are_those_of_a_cumsum_with_its_gradients() -> None:
+    decay = -torch.rand((2, 3, 4, CHUNK_TOKENS), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    same = torch.ones((CHUNK_TOKENS, CHUNK_TOKENS), dtype=torch.bool).tril()
+    upstream = torch.randn(decay.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = [decay.clone().requires_grad_() for _ in range(2)]
+    sums = sum_to_each(leaves[0], same), leaves[1].cumsum(-1)
+    torch.testing.assert_close(*sums)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(one, leaf, upstream) for one, leaf in zip(sums, leaves, strict=True))
     )
 
 

@@ -1,6 +1,7 @@
 """The proof of attention when a fit starts: it holds, it sees wrong kernels, and then masks are used."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,34 @@ def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed:
     installed.factor = 1.5
     with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
         proof.prove(CPU)
+
+
+class Autotuner:
+    """Stands for `triton.runtime.autotuner.Autotuner`: of several variants it takes the one that was fastest once."""
+
+    configs = ("first", "fastest")
+
+    def prune_configs(self, kwargs: dict[str, Any]) -> list[str]:
+        return list(self.configs)
+
+    def choose(self) -> str:
+        return self.prune_configs({})[-1]
+
+
+@pytest.mark.parametrize(("is_deterministic", "chosen"), [(True, "first"), (False, "fastest")])
+def test_no_measurement_chooses_the_kernels_of_a_run_whose_kernels_repeat(
+    installed: Kernels, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool, chosen: str
+) -> None:
+    class OfThisTest(Autotuner): ...
+
+    modules = {"triton.runtime.autotuner": SimpleNamespace(Autotuner=OfThisTest), "fla.ops.gated_delta_rule": installed}
+    monkeypatch.setattr(delta_kernel, "import_module", modules.__getitem__)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    delta_kernel.pin_triton_choices.cache_clear()
+    (proof,) = linear_attention_proofs()
+    proof.prove(CPU)
+    assert OfThisTest().choose() == chosen
+    assert installed.names
 
 
 def build_linear(dtype: torch.dtype) -> Decoder:
