@@ -18,7 +18,7 @@ STAMP := .venv/installed
 
 #   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
 #   MINUTES  its time
-.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long check check-types check-rest docs format golden clean
+.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long stress check check-types check-rest docs format golden clean
 
 install: $(STAMP)
 
@@ -40,9 +40,9 @@ demo-finetune: $(STAMP)
 
 # Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
 # more would only spin against the others'.
-test test-rest test-repeats test-long demo-short: export OMP_NUM_THREADS := 1
+test test-rest test-repeats test-long stress demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
-test test-rest test-repeats test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
+test test-rest test-repeats test-long stress demo-short: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup
 # Runs the tests that $(1) selects in $(2), in a directory of their own, which stays where a test fails. pytest's own choice is
 # a directory beside those of earlier sessions, of which each session deletes some when it ends: two that end together
@@ -77,6 +77,11 @@ test-all: test test-rest test-repeats
 # What takes minutes each: by hand, before a release; the results are recorded.
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -m long
+
+# A test twenty times beside four busy processes: make stress T=tests/test_loss.py, or an id of pytest in quotes.
+stress: export T := $(value T)
+stress: $(STAMP)
+	@$(BIN)/python .ci/stress.py
 
 # Everything that a borrowed GPU should answer, most important first; the record is written after every part. It installs
 # nothing and needs no network: .venv if there is one, or else the packages of PYTHON.

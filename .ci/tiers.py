@@ -71,7 +71,9 @@ class TierReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts one phase of one test."""
-        tier = dict(report.user_properties)["tier"]
+        tier = dict(report.user_properties).get("tier")
+        if tier is None:  # The worker of this test has crashed, and pytest-xdist reports the test in its place.
+            return
         self._seconds[tier] += report.duration
         self._tests[tier] += report.when == "call"
         if tier == "quick" and report.duration > LIMIT_SECONDS:

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest_plugins = ["tiers", "default_signals", "short_ids"]
+pytest_plugins = ["tiers", "default_signals", "short_ids", "second_run"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
