@@ -58,15 +58,17 @@ test: $(STAMP)
 	$(call run_tests,$(QUICK),callbacks)
 	$(call run_tests,$(QUICK) and not demo,.)
 
-# What CI runs after them: slow tests, in the application one case of each, and the short demo.
-REST := (slow or demo) and not long and not cuda
+# What CI runs after them: slow tests whose claims no other test proves, and the short demo.
+REST := (slow or demo) and not repeat and not long and not cuda
 test-rest: $(STAMP)
 	$(call run_tests,$(REST),callbacks)
-	$(call run_tests,$(REST) and not repeat,.)
+	$(call run_tests,$(REST),.)
 
-# The other cases of slow tests, and the code of the benchmarks.
+# The other slow tests, and the code of the benchmarks.
+REPEATS := (repeat or bench) and not long and not cuda
 test-repeats: $(STAMP)
-	$(call run_tests,(repeat or bench) and not long and not cuda,.)
+	$(call run_tests,$(REPEATS),callbacks)
+	$(call run_tests,$(REPEATS),.)
 
 # The README's first command with fewer steps, its kill, its resume and its picture.
 demo-short: $(STAMP)

@@ -119,6 +119,7 @@ def check_what_is_told(directory: Path, told: str, *, is_dead: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::genesis_callbacks.checkpoint.RetentionWarning")
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("world_size", "mode", "act"),
     [

@@ -111,6 +111,7 @@ def names_in(run_dir: Path) -> list[str]:
     return [path.name for path, _ in list_committed(run_dir)]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("is_manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy", [name if name == "single" else pytest.param(name, marks=pytest.mark.slow) for name in WORLD_SIZES]

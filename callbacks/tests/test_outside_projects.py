@@ -35,6 +35,7 @@ QUICK = ("plain", "workers", "counting", "ema", "ddp")
 
 
 @pytest.mark.process
+@pytest.mark.each
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROJECTS]
 )

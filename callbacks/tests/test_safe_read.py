@@ -100,6 +100,7 @@ def test_metadata_that_would_take_gigabytes_is_refused_before_it_is_unpickled(un
 
 
 @pytest.mark.slow
+@pytest.mark.each
 @pytest.mark.parametrize("unit", DEAR, ids=repr)
 def test_metadata_that_is_read_takes_less_than_a_gigabyte(unit: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + RECORD + unit * ((10 << 20) // len(unit)) + b".")
