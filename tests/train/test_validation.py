@@ -392,8 +392,16 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """Returns all runs and all validations, made by as few starts of ranks as can be."""
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Returns the runs and validations that the selected tests ask for, made by as few starts of ranks as can be."""
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = [value for item in items if hasattr(item, "callspec") for value in item.callspec.params.values()]
+    validations = [one for one in (*VALIDATIONS, *MIXED_VALIDATIONS) if one in wanted]
+    trials = [trial for trial in TRIALS if trial in wanted]
+    asked = [*wanted, *(one.run for one in (*validations, *trials)), *map(first_run_on, HELD_OUT)]
+    runs = [run for run in (*RUNS, MIXED) if run in asked]
+    runs += [without_validation(run) for run in UNTOUCHED if run in wanted]
+    runs += [with_sanity_check(run) for run in CHECKED_BEFORE if run in wanted]
     lab = Lab(tmp_path_factory.mktemp("lab"))
     model = train_tokenizer(["an ant eats the tree, then rests on it " * 9], TokenizerOptions(300), lab.directory)
     tokenizer = open_tokenizer(model)
@@ -412,13 +420,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
                 write_plan(open_corpus(lab.corpus(run)), run.packing, run.seq_len)
     for name, texts in TRAIN.items():
         write_files(lab.directory / "sources" / name, texts, ".jsonl")
-    runs = (*RUNS, MIXED, *map(without_validation, UNTOUCHED), *map(with_sanity_check, CHECKED_BEFORE))
     for world_size in (1, 2, 3):
         run_at(lab, world_size, runs, (), ())
-    run_at(lab, 4, runs, VALIDATIONS, ())
+    run_at(lab, 4, runs, validations, ())
     for world_size in (3, 2, 1):
-        run_at(lab, world_size, (), VALIDATIONS + MIXED_VALIDATIONS, TRIALS)
+        run_at(lab, world_size, (), validations, trials)
     return lab
+
+
+def first_run_on(corpus: str) -> Run:
+    return next(run for run in RUNS if run.corpus == corpus)
 
 
 def run_at(
@@ -429,6 +440,8 @@ def run_at(
     validations = [validation for validation in validations if validation.place.world_size == world_size]
     trials = [trial for trial in trials if trial.run.place.world_size == world_size]
     commands = [*map(lab.fit, runs), *map(lab.validate, validations), *map(lab.try_out, trials)]
+    if not commands:
+        return
     answers = (
         list(ranks) for ranks in zip(*run_ranks(run_commands, world_size, commands, timeout_seconds=600.0), strict=True)
     )
@@ -495,13 +508,13 @@ def test_mixed_precision_validates_alike_where_shards_are_gathered_in_float32(la
 
 def test_bytes_are_those_of_the_text(lab: Lab) -> None:
     for name in ("ragged", "scarce"):
-        run, held_out = next(run for run in RUNS if run.corpus == name), HELD_OUT[name]
+        run, held_out = first_run_on(name), HELD_OUT[name]
         reference = compute_reference(lab.checkpoint(run, 1), lab.corpus(run), run.seq_len)
         assert reference.num_bytes == sum(len(text.encode()) for texts in held_out.values() for text in texts)
 
 
 def test_some_ranks_had_no_sequence_at_all(lab: Lab) -> None:
-    run = next(run for run in RUNS if run.corpus == "scarce")
+    run = first_run_on("scarce")
     assert [answer.seen[0].num_tokens > 0 for answer in lab.runs[run]] == [True, False, False, False]
 
 
