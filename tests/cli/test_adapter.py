@@ -95,6 +95,7 @@ def test_the_base_is_validated_without_the_recipes_adapters(genesis: Genesis, ba
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # `tests/train/test_adapter_ladder.py` kills and resumes
 def test_a_resumed_run_equals_one_that_was_never_stopped(genesis: Genesis, tuned: Path, tmp_path: Path) -> None:
     options = ("--config", str(tuned))
     # As a job that restarts itself writes it: there is nothing to resume at first.
@@ -153,6 +154,7 @@ def test_a_resume_beside_another_base_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # `tests/train/test_expert_adapters.py`
 def test_a_base_in_bfloat16_stays_so_beside_adapters_in_float32(
     genesis: Genesis, tuned: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:

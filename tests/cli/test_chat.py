@@ -117,6 +117,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_answers(genesis: Genesis, t
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # `test_data.py` resumes a packed run at each save
 def test_a_run_on_chat_and_text_that_is_killed_and_resumed_equals_one_that_was_not(
     genesis: Genesis, tmp_path: Path
 ) -> None:

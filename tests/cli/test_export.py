@@ -50,6 +50,7 @@ def imported(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # the run by the import's own recipe
 def test_training_begins_with_the_weights_of_an_import(
     genesis: Genesis, imported: Path, recipe: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The main road under `python -O`, which leaves asserts out."""
+"""The main road under `python -O`, which leaves asserts out. `tests/test_asserts.py` proves that asserts do no work."""
 
 import csv
 import json
@@ -44,6 +44,7 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.repeat
 @pytest.mark.process
 @pytest.mark.slow
 def test_prepare_fit_resume_and_generate_work_without_asserts(texts: Path) -> None:

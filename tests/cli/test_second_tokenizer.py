@@ -81,6 +81,7 @@ def digests(run_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["corpus", "stream"])
+@pytest.mark.repeat  # a tokenizer has no part in a resume; `test_stream.py` kills
 def test_a_run_that_is_killed_and_resumed_equals_one_that_was_not(genesis: Genesis, tmp_path: Path, kind: str) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     write_jsonl(tmp_path / "web.jsonl", make_texts(150, seed=4))

@@ -2,8 +2,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from genesis.data.sources import InputFile, SourceOptions
 from genesis.data.tokenize_worker import is_validation
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
+from tests.commands import run_module
 from tests.data.corpus_support import make_options, make_texts, make_tokenizer, read_tree, write_jsonl
 
 COMMAND = """
@@ -62,14 +61,10 @@ def run_command(options, config, kill_at=0, file_bytes=0):
         for source in fields["sources"]
     ]
     config.write_text(yaml.safe_dump(fields))
-    arguments = ["data", "prepare", "--config", config]
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, options.corpus, str(kill_at), str(file_bytes), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    script = config.with_suffix(".py")
+    script.write_text(COMMAND)
+    arguments = (str(options.corpus), str(kill_at), str(file_bytes), "data", "prepare", "--config", str(config))
+    return run_module(str(script), *arguments, timeout=120)
 
 
 def test_every_document_is_in_one_split_once_and_in_order(inputs):

@@ -155,6 +155,7 @@ def test_a_mistake_in_the_recipe_is_not_tried_again(run: Run) -> None:
     assert caught.value.exit_status == 2
 
 
+@pytest.mark.repeat  # `test_decide.py` has the decision, `test_classify.py` the signature
 def test_a_taken_port_is_left_for_another_one(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_taken_port_is_left_for_another_one(
     assert (crash.end_class, crash.action) == ("port_in_use", "restart on another port")
 
 
+@pytest.mark.repeat  # `test_decide.py`: drift follows the consent
 def test_a_changed_recipe_stops_unless_it_is_allowed_or_starts_from_scratch(tiny_corpus: Path, tmp_path: Path) -> None:
     run = Run(tiny_corpus, tmp_path, {"trainer.max_steps": 4})
     assert run.supervise() == 0
@@ -184,6 +186,7 @@ def test_a_changed_recipe_stops_unless_it_is_allowed_or_starts_from_scratch(tiny
     assert (RunDirectory(run.run_dir).checkpoints / "superseded-1" / "step-00000008").exists()
 
 
+@pytest.mark.repeat  # `test_decide.py`: ends without a new checkpoint; `test_classify.py`
 def test_a_damaged_shard_is_tried_twice_and_named(tiny_corpus: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     for path in sorted(tiny_corpus.rglob("*")):
@@ -204,6 +207,7 @@ def test_a_damaged_shard_is_tried_twice_and_named(tiny_corpus: Path, tmp_path: P
     assert "00000.ds" in crashes[0].reason
 
 
+@pytest.mark.repeat  # `test_decide.py` decides, `test_skips.py` runs a storm
 def test_a_storm_of_windows_that_are_not_finite_rolls_back_twice_and_stops(tiny_corpus: Path, tmp_path: Path) -> None:
     run = Run(tiny_corpus, tmp_path, {"model.optimizer.lr": 1e30, "counters.max_consecutive_skips": 9})
     status = run.supervise(policy=Policy(max_ends_without_progress=9))

@@ -97,6 +97,7 @@ def test_sigterm_ends_a_single_pass_with_its_status_and_the_same_command_goes_on
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.repeat  # `test_mirror_supervised.py` loses a machine
 def test_a_training_that_lost_its_disk_continues_from_its_mirror_bit_for_bit(tiny_corpus: Path, tmp_path: Path):
     run, place = tmp_path / "run", tmp_path / "mirror"
     recipe = write_recipe(tmp_path / "a.yaml", build_recipe(tiny_corpus, run), {"trainer.max_steps": 6})

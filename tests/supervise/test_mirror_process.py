@@ -102,6 +102,7 @@ def test_a_last_copy_that_takes_too_long_is_a_line(tmp_path: Path, monkeypatch):
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.repeat  # `test_mirror_supervised.py`
 def test_a_supervised_run_is_mirrored_and_continues_on_an_empty_machine(tmp_path: Path):
     run = Run(tmp_path / "run")
     mirror, lines = build(tmp_path)

@@ -281,6 +281,7 @@ def test_a_run_that_begins_in_a_storm_begins_again_and_equals_a_run_told_to_skip
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("forked_launcher")
+@pytest.mark.repeat  # storms are skipped as long as the budget lasts
 def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_corpus: Path, tmp_path: Path) -> None:
     run = Run(tiny_corpus, tmp_path, changes(80, 128))  # six windows in a row, of which a storm has three
     policy = Policy(max_ends_without_progress=9, may_skip_data=4)
@@ -301,6 +302,7 @@ def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_c
 @pytest.mark.process
 @pytest.mark.usefixtures("forked_launcher")
 @pytest.mark.parametrize("first", [80, pytest.param(64, id="first-step-after-a-checkpoint")])
+@pytest.mark.repeat  # a step without memory is skipped after it was cut smaller
 def test_a_batch_without_memory_is_skipped_in_the_end(tiny_corpus: Path, tmp_path: Path, first: int) -> None:
     run = Run(tiny_corpus, tmp_path, changes(first, first + 8, exhausts_memory=True))
     status = run.supervise(policy=Policy(max_ends_without_progress=9, may_skip_data=1))

@@ -119,6 +119,7 @@ pool.close()
 """
 
 
+@pytest.mark.repeat  # `tests/test_asserts.py`
 @pytest.mark.slow
 def test_blocks_come_from_workers_under_python_that_leaves_asserts_out(stream, tmp_path, tokenizer):
     outcome = subprocess.run(
