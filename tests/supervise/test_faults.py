@@ -27,6 +27,7 @@ def run_faults(
 @pytest.mark.early
 @pytest.mark.process
 @pytest.mark.timeout(300)
+@pytest.mark.repeat  # `test_mirror_supervised.py`, `test_loop.py`; the callbacks kill writers and damage checkpoints
 def test_a_run_with_a_few_faults_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
     kinds = ["rank", "supervisor", "writer", "corrupt"]
     run_faults(tiny_corpus, tmp_path / "faults", len(kinds), max_steps=300, seed=3, kinds=kinds)

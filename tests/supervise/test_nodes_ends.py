@@ -313,6 +313,7 @@ def find_others(run_dir: Path, ranks: list[int]) -> dict[int, HeartbeatRecord] |
     return beats if is_new and all("first_step" in beat.milestones for beat in beats.values()) else None
 
 
+@pytest.mark.repeat  # `callbacks/tests/test_hang_watch.py`; the ranks meet in one directory
 def test_hang_watch_names_a_stopped_rank_of_another_node(pair: Pair) -> None:
     recipe = pair.write(telemetry__hang_seconds=12.0)
     words = ["fit", "--config", str(recipe), "--trainer.num_nodes", "2"]
