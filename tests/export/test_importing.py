@@ -76,6 +76,7 @@ def test_weights_are_never_rounded_by_an_import(exported: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # the base whose routers are float32
 def test_a_base_for_adapters_keeps_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
     export_checkpoints([checkpoint], tmp_path / "small", ExportOptions(dtype="bfloat16"))
     import_directory(tmp_path / "small", tmp_path / "run", has_tokenizer=True, dtype=torch.bfloat16)

@@ -166,6 +166,7 @@ def test_amounts_have_decimal_and_binary_units() -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.repeat  # a contract of import-linter forbids it
 def test_the_answer_needs_no_lightning() -> None:
     code = (
         "import sys; from genesis.cli.plan import main; "

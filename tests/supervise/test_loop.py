@@ -117,6 +117,7 @@ def test_a_rank_that_a_signal_ends_is_started_again_from_the_newest_checkpoint(
     assert kinds == ["launched", "crashed", "launched", "recovered", "completed"]
 
 
+@pytest.mark.repeat  # `test_classify.py` names the rank, `tests/cli/test_lost_rank.py` ends the others
 def test_the_rank_that_failed_first_is_named_and_the_other_is_ended(tiny_corpus: Path, tmp_path: Path) -> None:
     run = Run(tiny_corpus, tmp_path, {"trainer.devices": 2, "trainer.max_steps": 200})
     assert run.supervise([Strike(send(signal.SIGKILL, rank=1), run, min_step=1)]) == 0, run.lines
