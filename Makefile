@@ -43,7 +43,9 @@ demo-finetune: $(STAMP)
 test test-rest test-repeats test-long stress demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
 test test-rest test-repeats test-long stress demo-short: export PYTHONDONTWRITEBYTECODE :=
-PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup
+# Native code that never returns to the interpreter stops pytest-timeout, too. Such a test ends its worker.
+HANGING := -o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
+PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup $(HANGING)
 # Runs the tests that $(1) selects in $(2), in a directory of their own, which stays where a test fails. pytest's own choice is
 # a directory beside those of earlier sessions, of which each session deletes some when it ends: two that end together
 # meet in one directory, and pytest fails.

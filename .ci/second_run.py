@@ -97,7 +97,9 @@ class FirstRun:
             files = dict.fromkeys(nodeid.partition("::")[0] for nodeid in failed)
             # The first session's own directory, which stays where a test fails.
             base = self._config.option.basetemp
-            command = [sys.executable, "-m", "pytest", "-q", *([f"--basetemp={base}-alone"] if base else []), *files]
+            options = [f"--basetemp={base}-alone"] if base else []
+            options += [f"--override-ini={setting}" for setting in self._config.option.override_ini or ()]
+            command = [sys.executable, "-m", "pytest", "-q", *options, *files]
             status = subprocess.run(command, cwd=self._config.rootpath, env=environ).returncode
             outcome = json.loads(kept.read_text(encoding="utf-8"))
         # A process that has crashed has written no outcome, and the file is still the list of what it was asked to run.

@@ -101,6 +101,16 @@ CRASHING = """
     def test_after():
         pass
 """
+HANGING = """
+    import ctypes
+
+    def test_hanging(is_first):
+        if is_first:
+            ctypes.PyDLL(None).sleep(600)  # which keeps the interpreter's lock
+
+    def test_after():
+        pass
+"""
 CRASHING_GROUPS = """
     import os
     import signal
@@ -276,6 +286,15 @@ def test_a_test_that_kills_the_second_run_has_failed_twice(project: Path) -> Non
     status, output = run_session(project)
     assert status == 1
     assert "FAILED TWICE test_it.py::test_crash" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_always", [False, True])
+def test_a_test_that_native_code_never_leaves_is_a_failure_and_holds_nothing_up(project: Path, is_always: bool) -> None:
+    write_files(project, {"test_it.py": HANGING.replace("is_first:", "True:") if is_always else HANGING})
+    status, output = run_session(project, "-o faulthandler_timeout=2", "-o faulthandler_exit_on_timeout=true")
+    assert status == is_always
+    assert f"{'FAILED TWICE' if is_always else 'FLAKY'} test_it.py::test_hanging" in output
 
 
 @pytest.mark.slow
