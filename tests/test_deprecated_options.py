@@ -1,9 +1,12 @@
 """Old option names work on command lines, in YAML and in the recipes of checkpoints."""
 
 import pytest
+import yaml
 
 from genesis.deprecated_options import (
+    REMOVED,
     RENAMED,
+    describe_deprecated,
     rename_in_arguments,
     rename_in_recipe,
     rename_in_yaml,
@@ -73,3 +76,37 @@ def test_a_saved_recipe_with_the_old_name_equals_todays() -> None:
     assert rename_in_recipe(recipe("forward_skew_seconds")) == recipe("desync_seconds")
     assert unify_recipe(recipe("forward_skew_seconds")) == unify_recipe(recipe("desync_seconds"))
     assert RECIPE_POLICY.unify is unify_recipe
+
+
+REMOVED_NAME = "model.gradient_norm"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[f"--{REMOVED_NAME}=host"], [f"--{REMOVED_NAME}", "device"], ["--model.seed=1", f"--{REMOVED_NAME}", "host"]],
+)
+def test_a_removed_option_on_the_command_line_is_left_out_and_reported(words: list[str]) -> None:
+    kept = [word for word in words if word.startswith("--model.seed")]
+    assert rename_in_arguments([*words, "--run_dir", "a"]) == ([*kept, "--run_dir", "a"], [REMOVED_NAME])
+    assert describe_deprecated(REMOVED_NAME) == f"{REMOVED_NAME} is ignored: {REMOVED[REMOVED_NAME]}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model:\n  seed: 1\n  gradient_norm: host  # where\n  adapter: null\n",
+        "model: {seed: 1, gradient_norm: device, adapter: null}",
+        "model: {gradient_norm: host, seed: 1, adapter: null}",
+        "model:\n  {seed: 1, adapter: null, 'gradient_norm': host}\n",
+    ],
+)
+def test_a_removed_key_of_a_yaml_text_is_left_out_with_its_value(text: str) -> None:
+    renamed, found = rename_in_yaml(text)
+    assert yaml.safe_load(renamed) == {"model": {"seed": 1, "adapter": None}}
+    assert found == [REMOVED_NAME]
+    alone, _ = rename_in_yaml("model:\n  gradient_norm: host\nrun_dir: a\n")
+    assert yaml.safe_load(alone) == {"model": {}, "run_dir": "a"}
+
+
+def test_a_saved_recipe_with_a_removed_option_equals_todays() -> None:
+    assert unify_recipe({"model": {"seed": 1, "gradient_norm": "device"}}) == unify_recipe({"model": {"seed": 1}})

@@ -1,26 +1,12 @@
-from types import SimpleNamespace
-
 import torch
 from torch import nn
 
 from genesis_callbacks._step_watch import StepWatch
 
 
-def watch(*optimizers, owner=None, **modules):
+def watch(*optimizers, **modules):
     names = {id(parameter): name for name, module in modules.items() for parameter in module.parameters()}
-    return StepWatch(optimizers, before_step=None, has_scaler=False, names=names, module=owner)
-
-
-class Outcome:
-    """The outcome of a step that only the device knows; counts how often the host waits for the device."""
-
-    def __init__(self, skip_reason):
-        self._skip_reason, self.num_waits = skip_reason, 0
-
-    @property
-    def skip_reason(self):
-        self.num_waits += 1
-        return self._skip_reason
+    return StepWatch(optimizers, before_step=None, has_scaler=False, names=names)
 
 
 def test_an_optimizer_that_did_not_step_since_the_last_save_moved_nothing_whatever_gradients_it_has():
@@ -93,23 +79,6 @@ def test_a_group_without_a_rate_did_not_move():
     assert steps.sample_moved(since_updates=0)() == {"layer"}
     optimizer.param_groups[1]["lr"] = 0.1
     assert steps.sample_moved(since_updates=0)() == {"layer", "resting"}
-
-
-def test_steps_that_the_device_skips_are_no_updates_and_are_read_late():
-    layer = nn.Linear(2, 2)
-    optimizer, owner = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True), SimpleNamespace(late_outcome=None)
-    steps = watch(optimizer, owner=owner, layer=layer)
-    layer(torch.ones(1, 2)).sum().backward()
-    outcomes = [Outcome(None), Outcome("nonfinite_gradient"), Outcome(None), Outcome("nonfinite_gradient")]
-    for outcome in outcomes:
-        optimizer.found_inf, owner.late_outcome = torch.zeros(()), outcome
-        optimizer.step()
-    assert [outcome.num_waits for outcome in outcomes] == [1, 1, 0, 0], "the last steps are still on the device"
-    assert (steps.num_steps, steps.num_updates) == (4, 2)
-    assert steps.sample_moved(since_updates=0)() == frozenset(), "the last step was skipped"
-    optimizer.found_inf, owner.late_outcome = None, None
-    optimizer.step()
-    assert (steps.num_updates, steps.sample_moved(since_updates=2)()) == (3, {"layer"})
 
 
 def test_a_step_whose_outcome_nobody_knows_is_no_update():

@@ -37,7 +37,7 @@ from genesis.cli.quiet import quiet_lightning
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
-from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
+from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
@@ -117,7 +117,7 @@ class GenesisParser(LightningArgumentParser):
 
 def _warn_of_deprecated(names: Sequence[str]) -> None:
     for name in names:
-        rank_zero_warn(f"{name} is deprecated; write {rename_option(name)}", category=FutureWarning)
+        rank_zero_warn(describe_deprecated(name), category=FutureWarning)
 
 
 def _hint(wanted: str, known: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from genesis.cli.options import check_is_yaml
-from genesis.deprecated_options import rename_in_arguments, rename_option
+from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
 from genesis.errors import UserError
 
 RECORD = Path(__file__).with_name("option_names.json")
@@ -139,7 +139,7 @@ def _check_file(command: str, path: Path, names: OptionNames) -> None:
     root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
     assert root is not None, "it is a mapping"
     for name in map(rename_option, _leaves(root)):
-        if names.is_unknown(name) and not _is_declared(name):
+        if names.is_unknown(name) and not is_removed(name) and not _is_declared(name):
             raise UserError(f"{path}: `genesis {command}` does not accept option {name!r}{names.hint(name)}")
 
 

@@ -38,7 +38,7 @@ def _is_balanced(router: Router) -> bool:
 
 
 @torch.no_grad()
-def update_balance_biases(model: nn.Module, loads: Mapping[str, Tensor], is_applied: Tensor | None = None) -> None:
+def update_balance_biases(model: nn.Module, loads: Mapping[str, Tensor]) -> None:
     """Moves the balance bias of each router a step towards equal loads. Neither communicates nor waits for the device.
 
     The loads are exact counts, the same on every rank, so that the biases stay the same on every rank.
@@ -46,7 +46,6 @@ def update_balance_biases(model: nn.Module, loads: Mapping[str, Tensor], is_appl
     Args:
         model: The decoder.
         loads: The loads of a window over all ranks in float64, by the canonical names of the mixtures.
-        is_applied: A number on the device that says whether the window was used; None if it was.
 
     References:
         Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, arXiv:2408.15664, algorithm 1.
@@ -59,8 +58,6 @@ def update_balance_biases(model: nn.Module, loads: Mapping[str, Tensor], is_appl
         step = (load.mean() - load).sign()
         # Only differences between the biases matter; without the mean they stay near zero for ever.
         step = (step - step.mean()) * router.config.balance_bias_rate
-        if is_applied is not None:
-            step = torch.where(is_applied, step, 0.0)
         for local in local_shards(name, bias, "parameter"):
             (start,), (size,) = local.part.offsets, local.part.sizes
             local.data.add_(step[start : start + size].to(local.data))

@@ -80,9 +80,6 @@ class GroupedOptimizer(Optimizer):
     Args:
         params: The groups of parameters.
 
-    Attributes:
-        found_inf: A number on the device; if it is 1, the next step changes nothing. None to step. Fused AdamW only.
-
     Raises:
         ValueError: A group's algorithm is unknown, or it sets an option that only torch's own optimizers have.
         UserError: Muon gets a stack of matrices that ranks cut.
@@ -110,7 +107,6 @@ class GroupedOptimizer(Optimizer):
         self._replicas: dist.ProcessGroup | None = None
         self._offload: StateOffload | None = None
         self._host_updates: Traffic | None = None
-        self.found_inf: Tensor | None = None
 
     def offload_states(
         self,
@@ -191,7 +187,6 @@ class GroupedOptimizer(Optimizer):
         self._update_adamw(group, parts.weights, parts.gradients, averages, squares, parts.steps)
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        assert self.found_inf is None or group["fused"], "only the fused kernel skips"
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             # Like the parameter, so a DTensor if the parameter is one: checkpoints read the shard's position from it.
@@ -227,7 +222,6 @@ class GroupedOptimizer(Optimizer):
             steps,
             foreach=group["foreach"],
             fused=group["fused"],
-            found_inf=self.found_inf,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -254,7 +248,6 @@ class GroupedOptimizer(Optimizer):
         return buffers
 
     def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        assert self.found_inf is None, "Muon does not skip on the device"
         gradients = [_local_gradient(parameter) for parameter in parameters]
         buffers = self._add_momentum(group, parameters, gradients)
         # Decoupled decay scales only the parameter and never enters the momentum.

@@ -67,17 +67,3 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies every gradient by `factor` in place. Does not communicate."""
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, factor)
-
-
-def clip_on_device(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scales every gradient in place so that their norm is at most `max_norm`, with the bits of `scale_gradients`.
-
-    All gradients are float32: a factor that is a tensor would be rounded to 16 bits beside 16-bit gradients.
-    Neither communicates nor waits for the device. If the norm is not finite, the caller must skip the update.
-    """
-    # The host divides in float64, and the kernels take the factor in float32; times 1 changes no bit.
-    norm = norm.double()
-    factor = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm)).float()
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

@@ -9,9 +9,10 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,15 +34,14 @@ from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
-from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.flops import WindowFlops
-from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
-from genesis.train.late_outcome import LateOutcome, read_together, refuse_device_norm, sum_on_device
+from genesis.train.gradients import measure_gradients, scale_gradients
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
@@ -85,8 +85,6 @@ class GenesisModule(pl.LightningModule):
         seed: The seed of the initial weights and of dropout.
         adapter: Adapters on the frozen weights of a base; None to train all weights.
         objective: What training minimises; None for the cross-entropy of the next token.
-        gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
-            the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
@@ -103,7 +101,6 @@ class GenesisModule(pl.LightningModule):
         optimizer: OptimizerOptions | None = None,
         seed: int = 0,
         adapter: AdapterConfig | None = None,
-        gradient_norm: Literal["host", "device"] = "host",
         objective: Objective | None = None,
     ) -> None:
         super().__init__()
@@ -117,17 +114,15 @@ class GenesisModule(pl.LightningModule):
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
-        self.gradient_norm = gradient_norm
         self._skip_reason: str | None = None
         self._empty_reason: str | None = None
-        self._outcome: LateOutcome | None = None
         self._counts: dict[str, int] = {TOKENS: 0}
         self._grad_norm = math.nan
         self._window_sums: dict[str, Tensor] = {}
         self._must_repeat = False
         self._sum_names: list[str] = []
         self._sums_of_ranks: Pending[float] | None = None
-        self._training_log = TrainingLog(self._end_window, self.objective.measure, is_late=gradient_norm == "device")
+        self._training_log = TrainingLog(self._end_window, self.objective.measure)
         self.validation_sums = SumsOverRanks()
         self.count_batch_flops = WindowFlops(decoder, adapter).count
 
@@ -137,8 +132,6 @@ class GenesisModule(pl.LightningModule):
         """Checks that the decoder supports corpus, precision and options, before it is built."""
         self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
-        if self.gradient_norm == "device":
-            refuse_device_norm(self.trainer.strategy, self.optimizer_options)
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
@@ -295,11 +288,8 @@ class GenesisModule(pl.LightningModule):
             num_stage_ranks=len(self._strategy.layout.stage_ranks),
             world_size=self.trainer.world_size,
         )
-        if self.gradient_norm == "device":
-            self._decide_on_device(optimizer, norm, gradient_clip_val)
-            return
         # Everything that the host reads of this window, so that it waits for the device once in a step.
-        self._grad_norm, *figures = read_together([norm, *self._window_sums.values()])
+        self._grad_norm, *figures = _read_together([norm, *self._window_sums.values()])
         self._sum_window(figures)
         # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
         # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
@@ -312,33 +302,9 @@ class GenesisModule(pl.LightningModule):
         elif gradient_clip_val and self._grad_norm > gradient_clip_val:
             scale_gradients(self.parameters(), gradient_clip_val / self._grad_norm)
 
-    def _decide_on_device(self, optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
-        """Clips, or makes the optimizer skip, by numbers on the device that the host has not read."""
-        assert isinstance(optimizer, GroupedOptimizer)
-        figures = sum_on_device(list(self._window_sums.values()), self._strategy.layout.token_process_group)
-        self._sum_names = name_figures(self._window_sums)
-        self._window_sums = {}
-        self._outcome = LateOutcome(norm, figures)
-        if self._counts[TOKENS]:
-            self._balance_experts(figures, is_applied=norm.isfinite())
-        # The count of tokens is known here, and such a window has no norm to judge by: its gradients are zeros.
-        self._skip_reason = self._empty_reason
-        optimizer.found_inf = None
-        if self._skip_reason is not None:
-            self._remove_gradients()
-            return
-        if max_norm:
-            clip_on_device(self.parameters(), norm, max_norm)
-        optimizer.found_inf = (~norm.isfinite()).float()
-
     def _remove_gradients(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
-
-    @property
-    def late_outcome(self) -> LateOutcome | None:
-        """The outcome of the last window, if only the device knows whether the optimizer skipped it."""
-        return None if self._skip_reason is not None else self._outcome
 
     @property
     def logged_loss(self) -> float | None:
@@ -347,9 +313,8 @@ class GenesisModule(pl.LightningModule):
 
     @property
     def skip_reason(self) -> str | None:
-        """The reason why the last window was skipped, or None. Waits for the device if `gradient_norm` is `device`."""
-        late = self.late_outcome
-        return self._skip_reason if late is None else late.skip_reason
+        """The reason why the last window was skipped, or None."""
+        return self._skip_reason
 
     @property
     def has_valid_tokens(self) -> bool:
@@ -380,35 +345,22 @@ class GenesisModule(pl.LightningModule):
         self._sum_names = name_figures(self._window_sums)
         self._window_sums = {}
 
-    def _end_window(self) -> Callable[[], WindowFigures]:
-        """Returns a function for the figures of the last window, which may still be only on the device."""
-        names, outcome = self._sum_names, self._outcome
-        known = WindowFigures(
-            sums=ObjectiveSums(counts=self._counts),
+    def _end_window(self) -> WindowFigures:
+        """Returns the figures of the last window, and changes the balance biases by its loads."""
+        assert self._sums_of_ranks is not None
+        values = self._sums_of_ranks.wait()
+        self._sums_of_ranks = None
+        if self._skip_reason is None and self._has_balance_biases:
+            loads = split_loads(self._sum_names, torch.tensor(values, dtype=torch.float64), prefix=PART_PREFIX)
+            update_balance_biases(self._model, loads)
+        return WindowFigures.of(
+            self._sum_names,
+            values,
+            counts=self._counts,
             grad_norm=self._grad_norm,
             scale_factor=self._strategy.layout.gradient_divisor / max(self._counts[TOKENS], 1),
             is_skipped=self._skip_reason is not None,
         )
-        if outcome is not None:
-
-            def read_late() -> WindowFigures:
-                norm, values = outcome.wait()
-                is_skipped = known.is_skipped or outcome.skip_reason is not None
-                return known.with_values(names, values, grad_norm=norm, is_skipped=is_skipped)
-
-            return read_late
-        assert self._sums_of_ranks is not None
-        values = self._sums_of_ranks.wait()
-        self._sums_of_ranks = None
-        window = known.with_values(names, values)
-        if not window.is_skipped and self._has_balance_biases:
-            self._balance_experts(torch.tensor(values, dtype=torch.float64))
-        return lambda: window
-
-    def _balance_experts(self, figures: Tensor, is_applied: Tensor | None = None) -> None:
-        """Changes the balance biases by the loads among the window's figures over all ranks."""
-        if self._has_balance_biases:
-            update_balance_biases(self._model, split_loads(self._sum_names, figures, prefix=PART_PREFIX), is_applied)
 
     @cached_property
     def _has_balance_biases(self) -> bool:
@@ -472,3 +424,12 @@ def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:
             f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower "
             "seq_len or raise max_seq_len"
         )
+
+
+def _read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """Returns all numbers of `tensors`, in order. Waits for the device once if all of them are on the same device."""
+    numbers: list[float] = []
+    for _, there in groupby(tensors, key=lambda tensor: tensor.device):
+        # float64 holds every float32, and the counts of tokens exactly.
+        numbers += torch.cat([tensor.detach().flatten().double() for tensor in there]).cpu().tolist()
+    return numbers

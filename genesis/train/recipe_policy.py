@@ -18,8 +18,6 @@ _FREE: Final = (
     *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes", "data.pads_pairs"),
     # The consent by itself; what a run has skipped is in its order's state.
     "data.skip_positions",
-    # On which device the same numbers are used.
-    "model.gradient_norm",
     # The data module compares the packing, and rejects another one.
     "data.packing",
     *("data.stream.num_workers", "data.stream.max_worker_restarts", "data.stream.tokenizer"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -23,7 +24,6 @@ from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, r
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
-from genesis.train.late_outcome import sum_on_device
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     LocalShard,
@@ -99,7 +99,10 @@ def _compute(checkpoint: Path, decoder: nn.Module, trainer: pl.Trainer, data: Co
             note_progress(trainer)
         free_gathered_parameters(decoder)
     # Each pair is on one rank, and 0 on the others.
-    return sum_on_device([table[:-1]], layout.token_process_group).float().view(-1, 2).cpu()
+    summed = table[:-1].double()
+    if dist.is_initialized():
+        dist.all_reduce(summed, group=layout.token_process_group)
+    return summed.float().cpu()
 
 
 @contextmanager

@@ -23,12 +23,11 @@ Does it communicate? No: the figures of a window are already those of all ranks.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import lightning.pytorch as pl
 from torch import Tensor
-from torch.optim import Optimizer
 
 from genesis.errors import UserError
 from genesis.model.balance import LayerBalance, measure_balance
@@ -67,14 +66,14 @@ class WindowFigures:
         """The number of tokens in the loss."""
         return self.sums.counts[TOKENS]
 
-    def with_values(self, names: Sequence[str], values: Sequence[float], **others: Any) -> Self:
-        """Returns the figures with the values of `join_sums`, summed over ranks, and with `others` in their fields."""
+    @classmethod
+    def of(cls, names: Sequence[str], values: Sequence[float], *, counts: Mapping[str, int], **others: Any) -> Self:
+        """Returns the figures of the values of `join_sums`, summed over ranks, with `others` in their fields."""
         kinds: dict[str, dict[str, float]] = {_TERM: {}, _FIGURE: {}, _PART: {}}
         for name, value in zip(names, values, strict=True):
             kind, _, rest = name.partition(".")
             kinds[kind][rest] = value
-        sums = replace(self.sums, terms=kinds[_TERM], figures=kinds[_FIGURE])
-        return replace(self, sums=sums, part_figures=kinds[_PART], **others)
+        return cls(ObjectiveSums(kinds[_TERM], kinds[_FIGURE], counts), part_figures=kinds[_PART], **others)
 
 
 _TERM, _FIGURE, _PART = "term", "figure", "part"
@@ -83,7 +82,7 @@ PART_PREFIX: Final = f"{_PART}."
 
 
 def join_sums(sums: HeadResult, part_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns all sums of a window on this rank under the names that `WindowFigures.with_values` reads."""
+    """Returns all sums of a window on this rank under the names that `WindowFigures.of` reads."""
     return {
         **{f"{_TERM}.{unit}": value for unit, value in sums.terms.items()},
         **{f"{_FIGURE}.{name}": value for name, value in sums.figures.items()},
@@ -99,10 +98,8 @@ class TrainingLog(pl.Callback):
     resumed run, on any number of ranks, logs the same values as an uninterrupted run.
 
     Args:
-        end_window: Returns a function for the figures of the window that has just ended.
+        end_window: Returns the figures of the window that has just ended.
         measure: The objective's values of a log line.
-        is_late: Whether reading the figures waits for the device; then they are read after the next window's backward,
-            or when a log line or a checkpoint needs them.
 
     Attributes:
         last_loss: The loss of the last log line; None before.
@@ -110,14 +107,11 @@ class TrainingLog(pl.Callback):
 
     def __init__(
         self,
-        end_window: Callable[[], Callable[[], WindowFigures]],
+        end_window: Callable[[], WindowFigures],
         measure: Callable[[ObjectiveSums], dict[str, float]],
-        is_late: bool = False,
     ) -> None:
         self._end_window = end_window
         self._measure = measure
-        self._is_late = is_late
-        self._open: Callable[[], WindowFigures] | None = None
         self._health: GradientHealth | None = None
         self.last_loss: float | None = None
         self._collapsed: set[str] = set()
@@ -135,7 +129,6 @@ class TrainingLog(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums since the last log line, over all ranks; a float keeps all of its digits in a checkpoint."""
-        self._close_window()
         terms, figures, counts = dict(self._sums.terms), dict(self._sums.figures), dict(self._sums.counts)
         # The sums of the cross-entropy have the keys of releases without other objectives, which read them.
         state: dict[str, Any] = {
@@ -154,7 +147,6 @@ class TrainingLog(pl.Callback):
                 f"the checkpoint's training log has version {state_dict['version']}, this release reads "
                 f"{_STATE_VERSION}: resume with the release of Genesis that wrote it"
             )
-        self._open = None
         others = state_dict.get("objective", {})
         self._sums = ObjectiveSums(
             {TOKENS: state_dict["loss_sum"], **others.get("terms", {})},
@@ -166,12 +158,11 @@ class TrainingLog(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the sums if no checkpoint was restored."""
-        self._open = None
         if trainer.global_step == 0:
             self._reset()
         self._health = find_gradient_health(trainer)
         if self._health is not None:
-            self._health.follow(self._close_window)
+            self._health.follow()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -180,35 +171,20 @@ class TrainingLog(pl.Callback):
         align_log_steps(trainer)
         forget_logged(trainer)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Reads the previous window, while the device runs this window's backward."""
-        self._close_window()
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Adds the window to the sums and logs every `log_every_n_steps`."""
-        self._close_window()  # the previous window, if this one had no optimizer step
-        self._open = self._end_window()
-        is_due = is_log_step(trainer)
-        window = self._close_window() if is_due or not self._is_late else None
-        if is_due or trainer.should_stop:  # Lightning logs in both cases
-            values = self._take(trainer, pl_module, window) if is_due and window is not None else {}
-            log_exactly(pl_module, values)
-            _write_row(trainer)
-
-    def _close_window(self) -> WindowFigures | None:
-        """Adds the last window to the sums unless it is already included, and returns its figures."""
-        if self._open is None:
-            return None
-        window, self._open = self._open(), None
+        window = self._end_window()
         if self._health is not None:
             self._health.observe(window.grad_norm, is_skipped=window.is_skipped)
         if not window.is_skipped:
             self._sums += window.sums
-        return window
+        is_due = is_log_step(trainer)
+        if is_due or trainer.should_stop:  # Lightning logs in both cases
+            values = self._take(trainer, pl_module, window) if is_due else {}
+            log_exactly(pl_module, values)
+            _write_row(trainer)
 
     # ---- parts of the hooks
 

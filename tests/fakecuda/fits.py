@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import numpy as np
@@ -294,7 +294,6 @@ def run_fit(
     capability: tuple[int, int] = (9, 0),
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
-    gradient_norm: Literal["host", "device"] = "host",
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
@@ -306,7 +305,6 @@ def run_fit(
         capability: Of the device.
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
-        gradient_norm: Of the module.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
@@ -352,7 +350,6 @@ def run_fit(
                 decoder_config,
                 OptimizerOptions(name=combination.optimizer),
                 adapter=adapter,
-                gradient_norm=gradient_norm,
                 objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
             module.base_dtype = choose_base_dtype(combination.adapter)

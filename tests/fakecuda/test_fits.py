@@ -118,19 +118,6 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
-TUNED = [
-    Combination(objective="dpo", adapter="lora"),
-    Combination("full", num_ranks=2, objective="gspo", adapter="dora beside bfloat16"),
-    Combination(objective="distillation"),
-]
-
-
-@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2), *TUNED], ids=str)
-def test_with_the_norm_on_the_device_no_step_waits_for_it(fake_device: FakeDevice, combination: Combination) -> None:
-    result = run(fake_device, combination, gradient_norm="device")
-    assert result["syncs"] == {}, result["lines"]
-
-
 @pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
 def test_a_log_line_with_all_telemetry_waits_as_often_as_a_step(
     fake_device: FakeDevice, combination: Combination

@@ -81,16 +81,6 @@ def test_parameters_without_a_gradient_keep_their_moments(options: OptimizerOpti
     assert differences(values(plain, optimizer), values(moved, offloaded)) == []
 
 
-def test_a_window_that_the_device_skips_changes_nothing() -> None:
-    model = _decoder()
-    optimizer, _ = build(model, 1.0)
-    _train(model, [optimizer], range(2))
-    before = {name: value.clone() for name, value in values(model, optimizer).items()}
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert differences(before, values(model, optimizer)) == []
-
-
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_states_move_between_any_shares(options: OptimizerOptions) -> None:
     straight = _decoder()

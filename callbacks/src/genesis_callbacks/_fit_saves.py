@@ -117,7 +117,6 @@ class FitSaves:
             before_step=None if self._module.automatic_optimization else self.wait_staged,
             has_scaler=getattr(self._trainer.precision_plugin, "scaler", None) is not None,
             names={parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()},
-            module=self._module,
         )
 
     @property

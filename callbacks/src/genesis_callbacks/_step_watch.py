@@ -1,10 +1,9 @@
 """Watches optimizers: counts their steps and updates, and lists the parameters that they moved."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 _SAMPLED_PARAMETERS = 8
 _SAMPLED_ELEMENTS = 1024
-_MAX_LATE: Final = 2
-"""Steps whose outcome is not asked for: others have waited for the outcomes of earlier steps by then."""
-
 
 _GRADIENT = attrgetter("grad")
 
@@ -55,27 +51,18 @@ class _Names:
         return self._found
 
 
-class _LateStep(NamedTuple):
-    """A step of which only the device knows whether it changed anything; `outcome.skip_reason` waits for the answer."""
-
-    optimizer: Optimizer
-    outcome: Any
-
-
 class StepWatch:
     """Counts the steps of a run's optimizers by hooks on them.
 
     A step is an update if a parameter of that optimizer still has a gradient after it: a vetoed window has none. A
-    fused optimizer that gets a number `found_inf` decides on the device whether it steps. If the module has an object
-    in an attribute `late_outcome`, as `TokenCounters` describes it, its `skip_reason` is read some steps later, or when
-    a count is asked for; else such steps, and those under a gradient scaler, count as no update.
+    fused optimizer that gets a number `found_inf`, as under a gradient scaler, decides on the device whether it steps:
+    such a step counts as no update.
 
     Args:
         optimizers: The run's.
         before_step: Called before each step of an optimizer; None for nothing.
         has_scaler: Whether the run scales its gradients.
         names: Names of the model's parameters by their `id`.
-        module: The module that may have a `late_outcome`.
     """
 
     def __init__(
@@ -85,27 +72,18 @@ class StepWatch:
         before_step: Callable[[], None] | None,
         has_scaler: bool,
         names: Mapping[int, str],
-        module: Any = None,
     ) -> None:
-        self._module = module
-        self._late: deque[_LateStep] = deque()
         self._has_scaler = has_scaler
         self._names = names
         self._known: dict[int, _Names] = {}
         self._moved_by: dict[int, tuple[Optimizer, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.num_steps = 0
-        self._num_updates = 0
+        self.num_updates = 0
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
             if before_step is not None:
                 self._handles.append(optimizer.register_step_pre_hook(lambda *_, act=before_step: act()))
-
-    @property
-    def num_updates(self) -> int:
-        """Steps that changed parameters."""
-        self._settle(0)
-        return self._num_updates
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_steps += 1
@@ -113,27 +91,12 @@ class StepWatch:
             parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
         )
         # The kernel of a fused optimizer gets a number, by which it skips: from GradScaler, which takes the number away
-        # again after the step, or from a module. Only the device knows then whether anything moved.
+        # again after the step, or from the project. Only the device knows then whether anything moved.
         is_scaled = self._has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False)
         is_hidden = is_scaled or getattr(optimizer, "found_inf", None) is not None
-        outcome = getattr(self._module, "late_outcome", None) if is_hidden and not is_scaled else None
-        if has_gradient and outcome is not None:
-            self._late.append(_LateStep(optimizer, outcome))
-            self._settle(_MAX_LATE)
-            return
-        self._settle(0)  # in the order of the steps
-        self._count(optimizer, is_update=has_gradient and not is_hidden)
-
-    def _settle(self, num_left: int) -> None:
-        """Counts late steps, oldest first, until so many are left."""
-        while len(self._late) > num_left:
-            optimizer, outcome = self._late.popleft()
-            self._count(optimizer, is_update=outcome.skip_reason is None)
-
-    def _count(self, optimizer: Optimizer, *, is_update: bool) -> None:
-        if is_update:
-            self._num_updates += 1
-            self._moved_by[id(optimizer)] = (optimizer, self._num_updates)
+        if has_gradient and not is_hidden:
+            self.num_updates += 1
+            self._moved_by[id(optimizer)] = (optimizer, self.num_updates)
         else:
             self._moved_by.pop(id(optimizer), None)
 
@@ -148,7 +111,6 @@ class StepWatch:
         Args:
             since_updates: `num_updates` at the save to compare with.
         """
-        self._settle(0)
         found: list[tuple[_Names, list[Tensor], Sequence[Tensor]]] = []
         for optimizer, num_updates in self._moved_by.values():
             if num_updates <= since_updates:

@@ -18,7 +18,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +111,7 @@ class GradientHealth(pl.Callback):
         self._window = window
         self._group = HostGroup()
         self._counters: TokenCounters | None = None
-        self._settle: Callable[[], object] | None = None
+        self._is_measured_elsewhere = False
         self._batch: Any = None
         self._pending: _PendingNorms | None = None
         self._num_reports = 0
@@ -159,13 +159,9 @@ class GradientHealth(pl.Callback):
 
     # ---- for modules that measure their gradient
 
-    def follow(self, settle: Callable[[], object]) -> None:
-        """Makes the module's `observe` calls the only source of norms. Call it in a hook `on_train_start`.
-
-        Args:
-            settle: Makes the module observe what it still holds back.
-        """
-        self._settle = settle
+    def follow(self) -> None:
+        """Makes the module's `observe` calls the only source of norms. Call it in a hook `on_train_start`."""
+        self._is_measured_elsewhere = True
 
     def observe(self, norm: float, *, is_skipped: bool) -> None:
         """Counts a window; the same on every rank."""
@@ -211,7 +207,7 @@ class GradientHealth(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Reads the norms of the step before, and measures those of this one."""
-        if self._settle is not None:
+        if self._is_measured_elsewhere:
             return
         self._read()
         named = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
@@ -248,9 +244,6 @@ class GradientHealth(pl.Callback):
 
     def _read(self) -> float | None:
         """Reads what is held back, and returns the norm that was measured here."""
-        if self._settle is not None:
-            self._settle()
-            return None
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -260,11 +253,11 @@ class GradientHealth(pl.Callback):
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         skips = self.num_skips
-        if self._counters is not None and self._counters.is_settled:
+        if self._counters is not None:
             skips = sum(self._counters.skips.values())
         counts = {"spikes": self.num_spikes, "skips": skips, "nonfinite": self.num_nonfinite}
         values = {f"gradient/{name}": float(count) for name, count in counts.items()}
-        if self._settle is None and self._last_norm is not None:
+        if not self._is_measured_elsewhere and self._last_norm is not None:
             values["train/grad_norm"] = self._last_norm
         log_exact(pl_module, values)
 

@@ -225,7 +225,7 @@ class Heartbeat(Callback, PhaseListener):
 
     def _read_clocks(self) -> dict[str, int]:
         counters = self._counters
-        if counters is not None and counters.is_settled:  # otherwise reading them would wait for the device
+        if counters is not None:
             clocks = counters.checkpoint_counters()
             self._clocks = {name: count for name, count in clocks.items() if name != "step"}
             self._clocks["last_update_step"] = counters.last_update_step

@@ -96,7 +96,6 @@ class SkipAwareLR(pl.Callback):
         self._restored_peaks: dict[str, float] = {}
         self._lrs: dict[str, float] = {}
         self._num_replays = 0
-        self._is_deferred = False
         self._unwrap: list[Callable[[], None]] = []
 
     # ---- state
@@ -163,19 +162,6 @@ class SkipAwareLR(pl.Callback):
         Here and not in `on_before_optimizer_step`: that runs inside the optimizer's step, where an optimizer that wraps
         another one (ZeroRedundancyOptimizer) has copied the learning rate already.
         """
-        assert self._counters is not None
-        # Only the device knows yet whether the window before was skipped: reading the clock here would make it idle.
-        self._is_deferred = not self._counters.is_settled
-        if not self._is_deferred:
-            self._set_by_clock(trainer)
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Sets the learning rate where the batch began before its clock was known."""
-        if self._is_deferred:
-            self._is_deferred = False
-            self._set_by_clock(trainer)
-
-    def _set_by_clock(self, trainer: pl.Trainer) -> None:
         if self._schedule is not None:
             self._set_lrs(trainer, lr_factor(self._clock(), self._schedule))
         self._lrs = self._read_lrs(trainer)

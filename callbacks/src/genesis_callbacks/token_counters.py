@@ -99,10 +99,6 @@ class TokenCounters(pl.Callback):
     the step) are skips. A module may say why in an attribute `skip_reason: str | None`; otherwise the reason is
     `scaler_overflow` or `no_gradient`.
 
-    A module whose device alone knows whether an optimizer skipped has an object in an attribute `late_outcome`, whose
-    `skip_reason` waits for the answer. The window is then counted when a clock is next read, at the latest when the
-    next window ends. `is_settled` says whether reading waits.
-
     The counts are exact from our `on_train_batch_end` on. A run that starts at global_step 0 starts its clocks at 0;
     a run that resumes from a checkpoint without our state warns and counts from there. A run with skipped windows warns
     at its end, with the number of skipped windows by reason.
@@ -139,7 +135,6 @@ class TokenCounters(pl.Callback):
         self._was_called = False
         self._stepped_surely = False
         self._fused_scale: float | None = None
-        self._module: pl.LightningModule | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -152,15 +147,13 @@ class TokenCounters(pl.Callback):
         self.last_update_step = 0
         self._skips: dict[str, int] = {}
         self._was_restored = False
-        self._late: Any | None = None
-        self._comparable_updates = 0
 
     # ---- properties for other callbacks
 
     @property
     def step(self) -> int:
         """Windows attempted."""
-        return self._step + (not self.is_settled)
+        return self._step
 
     @property
     def tokens_seen(self) -> int:
@@ -170,37 +163,27 @@ class TokenCounters(pl.Callback):
     @property
     def updates(self) -> int:
         """Windows that changed the parameters."""
-        self._settle()
         return self._updates
 
     @property
     def tokens_updated(self) -> int:
         """Tokens of the windows that changed the parameters, over all ranks."""
-        self._settle()
         return self._tokens_updated
 
     @property
     def skips(self) -> dict[str, int]:
         """Windows that changed nothing, by reason."""
-        self._settle()
         return dict(self._skips)
 
     @property
     def has_updated(self) -> bool:
         """Whether the window at hand has changed the parameters: known from its optimizer step to its last hook."""
         if self._stepped_surely:
-            late = getattr(self._module, "late_outcome", None)
-            return late is None or late.skip_reason is None
+            return True
         return self._fused_scale is not None and self._scale() >= self._fused_scale
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every window that has ended is counted, so that no clock waits for the device."""
-        return self._late is None
 
     def checkpoint_counters(self) -> dict[str, int]:
         """Returns the clocks for a checkpoint's manifest."""
-        self._settle()
         return {
             "step": self._step,
             "tokens_seen": self._tokens_seen,
@@ -242,7 +225,6 @@ class TokenCounters(pl.Callback):
         # Earlier releases had no such clock, and counted every skip in a row.
         self.last_update_step = state_dict.get("last_update_step", self._step - self._consecutive_skips)
         self._skips = dict(state_dict["skips"])
-        self._late, self._comparable_updates = None, self._updates
         self._was_restored = True
 
     # ---- hooks
@@ -261,7 +243,6 @@ class TokenCounters(pl.Callback):
         self._start_clocks(trainer.global_step)
         self._num_ranks_per_batch = count_ranks_per_batch(trainer)
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._module = pl_module
         self._forget_attempt()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in trainer.optimizers]
 
@@ -273,8 +254,7 @@ class TokenCounters(pl.Callback):
             self._pending.wait()  # the batch before had no end: the module ended the epoch
         # The number of updates rides along, so that ranks which disagreed on a skip are found one window later,
         # without a collective of its own.
-        # A late window is not in it, on no rank: some may have counted it already.
-        values = (self._count(batch), self._comparable_updates)
+        values = (self._count(batch), self._updates)
         self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
         self._global_step = trainer.global_step
 
@@ -285,25 +265,18 @@ class TokenCounters(pl.Callback):
         assert self._pending is not None
         tokens, updates_of_ranks = self._pending.wait()
         self._pending = None
-        self._settle()
         self._check_agreement(updates_of_ranks, trainer.world_size)
         tokens //= self._num_ranks_per_batch  # exact: each batch was counted by so many ranks
         self._tokens_seen += tokens
         self._window_tokens += tokens
         # Lightning increments global_step in the optimizer's step even if the step was vetoed: it ends a window.
-        self._comparable_updates = self._updates
         if trainer.global_step > self._global_step:
-            self._late = getattr(self._module, "late_outcome", None) if self._stepped_surely else None
-            if self._late is None:
-                self._end_window(None if self.has_updated else self._reason(pl_module, outputs))
-                self._comparable_updates = self._updates
+            self._end_window(None if self.has_updated else self._reason(pl_module, outputs))
         if is_log_step(trainer):
             self._log(pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Checks the last window's agreement, removes the hooks, and warns of the windows that were skipped."""
-        self._settle()
-        self._comparable_updates = self._updates
         # The check in `on_train_batch_end` is one window behind, and no batch follows the last one.
         if not self._is_alone:
             (updates_of_ranks,) = self._group.sum((self._updates,)).wait()
@@ -376,22 +349,14 @@ class TokenCounters(pl.Callback):
             )
 
     def _check_agreement(self, updates_of_ranks: int, world_size: int) -> None:
-        if updates_of_ranks != self._comparable_updates * world_size:
-            ours = self._comparable_updates
+        if updates_of_ranks != self._updates * world_size:
             raise RankDisagreementError(
-                f"after step {self._step} this rank counted {ours} updates, and all {world_size} ranks "
+                f"after step {self._step} this rank counted {self._updates} updates, and all {world_size} ranks "
                 f"{updates_of_ranks}: some skipped a window that others did not, so their weights differ. Go back "
                 "to the last checkpoint and let all ranks skip the same windows (reduce the reason before the step)."
             )
 
-    def _settle(self) -> None:
-        """Counts the window that has ended and whose outcome only the device knew, if there is one."""
-        late, self._late = self._late, None
-        if late is not None:
-            self._end_window(late.skip_reason)
-
     def _log(self, pl_module: pl.LightningModule) -> None:
-        self._settle()
         values = {
             STEP: self._step,
             TOKENS_SEEN: self._tokens_seen,
@@ -413,7 +378,6 @@ class TokenCounters(pl.Callback):
         self._hooks = []
         self._pending = None
         self._scaler = None
-        self._module = None
 
 
 def import_function(path: str, option: str = "count_fn") -> Callable[[Any], Any]:
