@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from genesis.device import is_host
 from genesis.optim.newton_schulz import (
     COEFFICIENTS,
     EPS,
@@ -107,6 +108,7 @@ class GroupedOptimizer(Optimizer):
         self._replicas: dist.ProcessGroup | None = None
         self._offload: StateOffload | None = None
         self._host_updates: Traffic | None = None
+        self._divisor: Tensor | None = None
 
     def offload_states(
         self,
@@ -151,6 +153,25 @@ class GroupedOptimizer(Optimizer):
         """
         self._replicas = replicas
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`: at once, or in the step that follows. Neither communicates nor waits.
+
+        On accelerators AdamW's fused kernel scales each gradient where it reads it, and writes it back: the gradients
+        are read once less. It divides by the inverse, which may change a gradient's last bit. Muon multiplies at once,
+        because its momentum and its update both read the gradient, and so does the host, to keep the bits of its
+        losses.
+        """
+        now = []
+        for group in self.param_groups:
+            if _divides_in_kernel(group):
+                device = group["params"][0].device
+                # Filled on the device: a number that the host copies there would make the host wait.
+                self._divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+            else:
+                now += [_local_gradient(parameter) for parameter in group["params"] if parameter.grad is not None]
+        if now:
+            torch._foreach_mul_(now, factor)
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -175,6 +196,7 @@ class GroupedOptimizer(Optimizer):
                 parameters = [parameter for parameter in parameters if not self._is_offloaded(parameter)]
             if parameters:
                 (self._step_adamw if group["algorithm"] == "adamw" else self._step_muon)(group, parameters)
+        self._divisor = None
         if self._host_updates is not None:
             self._host_updates.idle_seconds += time.perf_counter() - begin
         return loss
@@ -222,6 +244,7 @@ class GroupedOptimizer(Optimizer):
             steps,
             foreach=group["foreach"],
             fused=group["fused"],
+            grad_scale=self._divisor if _divides_in_kernel(group) else None,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -288,6 +311,14 @@ class GroupedOptimizer(Optimizer):
             directions = orthogonalize_sharded([update_of(index) for index in rows], [sharded[i] for i, _ in rows])
             for index, direction in zip(rows, directions, strict=True):
                 apply(index, direction)
+
+
+def _divides_in_kernel(group: dict[str, Any]) -> bool:
+    """Returns whether the kernel of a group's update divides the gradients by a number on their device."""
+    if group["algorithm"] != "adamw" or not group["fused"]:
+        return False
+    kinds = {parameter.device.type for parameter in group["params"]}
+    return bool(kinds) and not any(map(is_host, kinds))
 
 
 def _apply_momentum(group: dict[str, Any], parts: Slices) -> None:

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from genesis.data.training_data import TrainingData
@@ -34,14 +35,14 @@ from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.flops import WindowFlops
-from genesis.train.gradients import measure_gradients, scale_gradients
+from genesis.train.gradients import measure_gradients
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
@@ -300,7 +301,10 @@ class GenesisModule(pl.LightningModule):
         if self._skip_reason is not None:
             self._remove_gradients()
         elif gradient_clip_val and self._grad_norm > gradient_clip_val:
-            scale_gradients(self.parameters(), gradient_clip_val / self._grad_norm)
+            # Under ZeRO-1 the gradients of parameters that other ranks update stay as they are: nobody reads them.
+            local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+            assert isinstance(local, GroupedOptimizer)
+            local.scale_gradients(gradient_clip_val / self._grad_norm)
 
     def _remove_gradients(self) -> None:
         for parameter in self.parameters():

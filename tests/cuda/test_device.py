@@ -17,7 +17,9 @@ from genesis.model.attention import (
     document_mask,
     document_offsets,
 )
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts, suits_grouped
+from genesis.optim import OptimizerOptions, build_optimizer
 from genesis_callbacks.checkpoint import prove_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
@@ -68,6 +70,31 @@ def test_attention_by_documents_is_attention_under_a_mask(kind: str, head_dim: i
     masked = run(AttentionMetadata(*tables, mask=document_mask(document_ids, window)))
     for one, other in zip(by_document, masked, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_gradients_that_the_kernel_scales_are_multiplied_ones(kind: str, name: Literal["adamw", "muon"]) -> None:
+    def update(*, in_kernel: bool) -> dict[str, Tensor]:
+        decoder = Decoder(
+            DecoderConfig(dim=64, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64, max_seq_len=8, vocab_size=64)
+        )
+        decoder.init_weights(0)
+        decoder.to(kind)
+        optimizer = build_optimizer(decoder, OptimizerOptions(name=name, lr=1e-2))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in decoder.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(kind)
+            if not in_kernel:
+                parameter.grad *= 0.3
+        if in_kernel:
+            optimizer.scale_gradients(0.3)
+        optimizer.step()
+        found = {key: parameter.detach() for key, parameter in decoder.named_parameters()}
+        return found | {f"{key}.grad": p.grad for key, p in decoder.named_parameters() if p.grad is not None}
+
+    expected = update(in_kernel=False)
+    for key, tensor in update(in_kernel=True).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=2e-6, atol=2e-6, msg=key)
 
 
 def test_experts_in_one_kernel_are_those_of_a_loop_also_without_rows(kind: str) -> None:

@@ -130,6 +130,7 @@ class KeepStep(pl.Callback):
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.syncs, self.kernels, self.casts = watch, {}, {}, {}
+        self.num_bytes: dict[str, int] = {}
         self.memory: dict[str, int] = {}
         self.moved: dict[str, int] = {}
         self.peak_bytes = self.num_steps = 0
@@ -151,7 +152,8 @@ class KeepStep(pl.Callback):
         self.peak_bytes = watch.live.peak
         watch.live.reset_peak()
         self.syncs, self.kernels, self.casts = dict(watch.syncs), dict(watch.kernels), dict(watch.casts)
-        for counts in (watch.syncs, watch.kernels, watch.casts):
+        self.num_bytes = dict(watch.num_bytes)
+        for counts in (watch.syncs, watch.kernels, watch.casts, watch.num_bytes):
             counts.clear()
 
 
@@ -363,6 +365,7 @@ def run_fit(
         "syncs": keep.syncs,
         "kernels": keep.kernels,
         "casts": keep.casts,
+        "num_bytes": keep.num_bytes,
         "memory": keep.memory,
         "moved": keep.moved,
         "peak_bytes": keep.peak_bytes,

@@ -118,6 +118,24 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
+CLIPPED = [
+    Combination(),
+    Combination("zero1", num_ranks=2),
+    Combination("full", num_ranks=2),
+    Combination(optimizer="muon"),
+]
+
+
+@pytest.mark.parametrize("combination", CLIPPED, ids=str)
+def test_the_clip_is_a_pass_of_its_own_only_over_matrices_for_muon(
+    fake_device: FakeDevice, combination: Combination
+) -> None:
+    kernels = run(fake_device, combination)["kernels"]  # the norm is above the limit
+    num_decays = int(combination.optimizer == "muon")
+    assert kernels.get("_foreach_mul_", 0) == 2 * num_decays
+    assert "_fused_adamw_" in kernels
+
+
 @pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
 def test_a_log_line_with_all_telemetry_waits_as_often_as_a_step(
     fake_device: FakeDevice, combination: Combination

@@ -36,6 +36,9 @@ _VIEWS: Final = frozenset(
         *("unflatten", "unsqueeze", "view"),
     )
 )
+_PICKS: Final = frozenset(("embedding", "gather", "index", "index_select"))
+_SCATTERS: Final = frozenset(("scatter_", "scatter_add_"))
+_OVERWRITES: Final = frozenset(("copy_", "fill_", "zero_"))
 NUM_FOUND: Final = 5
 """How many elements are found wherever the number of results depends on values."""
 
@@ -57,6 +60,7 @@ class Watch(TorchDispatchMode):
             # `torch.tensor(numbers, device=...)` makes a tensor of the host first, which is then copied by an operator.
             torch._C._set_only_lift_cpu_tensors(True)
         self.kernels: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.live = LiveBytes("cuda")
@@ -104,7 +108,7 @@ class Watch(TorchDispatchMode):
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
         self.live.note(out)
-        self._note_kernel(func, first, out, kwargs)
+        self._note_kernel(func, args, out, kwargs)
         self._note_operator(func, args, out)
         return out
 
@@ -116,8 +120,9 @@ class Watch(TorchDispatchMode):
         if any(tensor.device.type == "cuda" for tensor in tensors):
             self.operators.add(name_operator(func, arguments))
 
-    def _note_kernel(self, func: Any, first: Tensor | None, out: Any, kwargs: dict[str, Any]) -> None:
+    def _note_kernel(self, func: Any, args: Any, out: Any, kwargs: dict[str, Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
+        first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
         made = out if isinstance(out, Tensor) else first
         if made is None:
             return
@@ -132,6 +137,7 @@ class Watch(TorchDispatchMode):
         if made.device.type != "cuda" or name in _VIEWS or name.startswith(("empty", "new_empty")):
             return
         self.kernels[name] += 1
+        self.num_bytes[name] += count_moved_bytes(func, args, kwargs, out)
         if func is aten._to_copy.default and first is not None and first.dtype != made.dtype:
             self.casts[f"{_short(first.dtype)} to {_short(made.dtype)}"] += 1
 
@@ -170,6 +176,37 @@ class Watch(TorchDispatchMode):
         if tensor.dtype.is_floating_point:
             return 1.0
         return tensor.dtype != torch.bool and 0
+
+
+def count_moved_bytes(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    """Returns the bytes that a kernel reads and writes at least: each tensor once, whatever caches hold.
+
+    An operator that picks rows or elements is taken to read only those.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    made = _bytes_of(out)
+    if name in _PICKS:
+        return 2 * made + _bytes_of(args[1:])
+    if name in _SCATTERS:
+        return 3 * _bytes_of(args[1:])
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
+    moved = 0
+    for argument, value in given:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if name == "_fused_adamw_" and argument.name == "grads":
+            is_written = kwargs.get("grad_scale") is not None
+        is_read = not (is_written and name in _OVERWRITES)
+        moved += _bytes_of(value) * (is_read + is_written)
+    is_in_place = any(one.alias_info is not None for one in func._schema.returns)
+    return moved + (0 if is_in_place else made)
+
+
+def _bytes_of(value: Any) -> int:
+    tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+    on_device = (tensor for tensor in tensors.values() if tensor.device.type == "cuda")
+    # An expanded tensor has fewer bytes than elements.
+    return sum(min(one.numel() * one.element_size(), one.untyped_storage().nbytes()) for one in on_device)
 
 
 def _nonzero(watch: Watch, tensor: Tensor) -> Tensor:

@@ -82,6 +82,20 @@ def test_parameters_without_a_gradient_keep_their_moments(options: OptimizerOpti
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_scaled_gradients_move_offloaded_states_as_any_others(
+    options: OptimizerOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genesis.optim.optimizer.is_host", lambda kind: False)  # AdamW's kernel scales
+    plain, moved = _decoder(), _decoder()
+    optimizer, (offloaded, _) = build_optimizer(plain, options), build(moved, 1.0, options=options)
+    for model, one in ((plain, optimizer), (moved, offloaded)):
+        _train(model, [], range(1))
+        one.scale_gradients(0.3)
+        one.step()
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_states_move_between_any_shares(options: OptimizerOptions) -> None:
     straight = _decoder()
     expected, _ = build(straight, 0.0, options=options)

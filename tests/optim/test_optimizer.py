@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,6 +195,40 @@ def test_without_a_gradient_nothing_moves_and_no_state_ages(options: OptimizerOp
     assert all(torch.equal(weights[name], value) for name, value in decoder.state_dict().items())
     for index, of_parameter in optimizer.state_dict()["state"].items():
         assert all(torch.equal(state["state"][index][key], value) for key, value in of_parameter.items())
+
+
+def _scaled_steps(options: OptimizerOptions, scale: Callable[[GroupedOptimizer, float], None]) -> dict[str, Tensor]:
+    """Returns weights and gradients after two steps, of which only the first one is scaled."""
+    model = _decoder()
+    optimizer = build_optimizer(model, options)
+    for step, factor in enumerate((0.3, None)):
+        _train(model, [], range(step, step + 1))
+        if factor is not None:
+            scale(optimizer, factor)
+        optimizer.step()
+        found = {f"{step}.{name}.grad": parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+        optimizer.zero_grad()
+    return {**found, **{name: parameter.detach() for name, parameter in model.named_parameters()}}
+
+
+def _multiply(optimizer: GroupedOptimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.mul_(factor)
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_scaled_gradients_are_multiplied_ones_for_one_step(
+    options: OptimizerOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, on_host = (_scaled_steps(options, scale) for scale in (_multiply, GroupedOptimizer.scale_gradients))
+    assert all(torch.equal(on_host[name], tensor) for name, tensor in expected.items()), "the host keeps its bits"
+    monkeypatch.setattr("genesis.optim.optimizer.is_host", lambda kind: False)
+    in_kernel = _scaled_steps(options, GroupedOptimizer.scale_gradients)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(in_kernel[name], tensor, rtol=2e-6, atol=2e-7, msg=name)
+    is_same = all(torch.equal(in_kernel[name], tensor) for name, tensor in expected.items())
+    assert not is_same, "some group's kernel divides"
 
 
 def test_a_closure_runs_with_gradients_before_the_update() -> None:
