@@ -15,6 +15,14 @@ from torch import Tensor
 from genesis.errors import UserError
 
 CPU: Final = "cpu"
+_COMPILED: Final = (CPU, "cuda", "xpu")
+"""Kinds for which torch.compile generates code."""
+_MISSING_COMPILER: Final = (
+    "InvalidCxxCompiler",
+    "Failed to find C compiler",
+    "No working C++ compiler",
+    "TritonMissing",
+)
 
 
 class PeakMemory(NamedTuple):
@@ -91,6 +99,23 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     other kinds this is not known, and the host waits.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def find_missing_compiler(kind: str) -> str | None:
+    """Returns why torch.compile cannot generate code for a kind of device on this machine, in a line; None if it can.
+
+    It compiles a small function, which takes seconds the first time.
+    """
+    if kind not in _COMPILED:
+        return f"torch.compile has no code generator for {kind}"
+    try:
+        torch.compile(lambda x: x + 1.0)(torch.zeros(2, device=kind))
+    except Exception as error:
+        text = f"{type(error).__name__} {error}"
+        if not any(words in text for words in _MISSING_COMPILER):
+            raise
+        return f"torch.compile finds no compiler: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    return None
 
 
 def select_device(kind: str, index: int) -> None:

@@ -3,13 +3,17 @@
 N  tokens (all leading dimensions of `hidden` together)     D  model width     V  vocabulary
 """
 
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from genesis.device import find_missing_compiler, is_host
 
 IGNORE_INDEX = -100
 """The label of tokens that the loss ignores (torch's convention)."""
@@ -128,8 +132,20 @@ class _SumCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
+        is_fused = _is_fused(hidden.device.type)
         for start in range(0, num_tokens, step):
             chunk, target = hidden[start : start + step].to(dtype), labels[start : start + step, None]
+            if is_fused:
+                if grad_hidden is None:
+                    loss_sum += fuse(lose_rows)(chunk @ low_weight.t(), target).sum()
+                    continue
+                losses, grad_logits = fuse(lose_rows_with_gradient)(chunk @ low_weight.t(), target, None)
+                loss_sum += losses.sum()
+                grad_hidden[start : start + step] = grad_logits @ low_weight
+                if grad_weight is not None:
+                    grad_weight = add_product(grad_weight, grad_logits.t(), chunk)
+                del grad_logits  # before the logits of the next chunk exist
+                continue
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
             logits = chunk @ low_weight.t()
@@ -168,10 +184,14 @@ class _TokenLosses(torch.autograd.Function):
         ctx.dtype = dtype
         losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
+        is_fused = _is_fused(hidden.device.type)
         for run in split_chunks(len(labels), weight):
             target = labels[run, None]
-            is_ignored = target == IGNORE_INDEX
             logits = hidden[run].to(dtype) @ low_weight.t()
+            if is_fused:
+                losses[run] = fuse(lose_rows)(logits, target).squeeze(1)
+                continue
+            is_ignored = target == IGNORE_INDEX
             _, log_normaliser = normalise(logits)
             own = log_normaliser - logits.gather(1, target.masked_fill(is_ignored, 0))
             losses[run] = own.masked_fill_(is_ignored, 0).squeeze(1)
@@ -186,12 +206,23 @@ class _TokenLosses(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         low_weight = weight.to(ctx.dtype)
+        is_fused = _is_fused(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
             for run in split_chunks(len(labels), weight):
                 target = labels[run, None]
+                chunk = hidden[run].to(ctx.dtype)
+                if is_fused:
+                    logits = chunk @ low_weight.t()
+                    _, grad_logits = fuse(lose_rows_with_gradient)(logits, target, factors[run, None])
+                    del logits
+                    if grad_hidden is not None:
+                        grad_hidden[run] = grad_logits @ low_weight
+                    if grad_weight is not None:
+                        grad_weight = add_product(grad_weight, grad_logits.t(), chunk)
+                    del grad_logits
+                    continue
                 is_ignored = target == IGNORE_INDEX
                 target = target.masked_fill(is_ignored, 0)
-                chunk = hidden[run].to(ctx.dtype)
                 probs, _ = normalise(chunk @ low_weight.t())
                 # d(-log p)/d(logits) = softmax - onehot. The factors come before the cast: in float16 their product
                 # with the scale of a loss may be all that keeps a gradient from being 0.
@@ -202,6 +233,88 @@ class _TokenLosses(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+# ---- a chunk in one compiled function, on accelerators
+
+Rows = Callable[..., Any]
+
+
+@functools.cache
+def _is_fused(kind: str) -> bool:
+    """Returns whether the logits of a chunk pass through one compiled function: on accelerators with a compiler.
+
+    On a CPU the chunk lies in the caches, and other operators would change the last bits of every loss.
+    """
+    if is_host(kind):
+        return False
+    missing = find_missing_compiler(kind)
+    if missing is not None:
+        warnings.warn(
+            f"{missing}; the loss runs operator by operator on {kind}, which is slower, takes more memory and differs "
+            "in the last bits: install a C++ compiler and Triton",
+            stacklevel=2,
+        )
+    return missing is None
+
+
+@functools.cache
+def _compile(function: Rows) -> Rows:
+    return torch.compile(function)
+
+
+def fuse(function: Rows) -> Rows:
+    """Returns `function`, a pure function of logits and of columns with as many rows, compiled for any number of rows.
+
+    A validation, or the last chunk, has other numbers of rows than a window; the vocabulary stays part of the code.
+    """
+
+    def run(logits: Tensor, *columns: Tensor | None) -> Any:
+        torch._dynamo.mark_static(logits, 1)
+        for tensor in (logits, *columns):
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return _compile(function)(logits, *columns)
+
+    return run
+
+
+def lose_rows(logits: Float[Tensor, "N V"], labels: Int64[Tensor, "N 1"]) -> Float32[Tensor, "N 1"]:
+    """Returns -log p(label) of each row; 0 where the label is ignored."""
+    losses, _ = _lose(logits, labels)
+    return losses
+
+
+def lose_rows_with_gradient(
+    logits: Float[Tensor, "N V"], labels: Int64[Tensor, "N 1"], factors: Float32[Tensor, "N 1"] | None
+) -> tuple[Float32[Tensor, "N 1"], Float[Tensor, "N V"]]:
+    """Returns `lose_rows`, and the gradient of its sum in the logits, in their dtype.
+
+    Args:
+        logits: The logits.
+        labels: A label for each row.
+        factors: The factor of each row in the sum; None for 1.
+    """
+    losses, probs = _lose(logits, labels)
+    # d(-log p)/d(logits) = softmax - onehot. A comparison, and no scattered addition: a GPU adds those in any order.
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels
+    gradient = torch.where(is_label, probs - 1.0, probs)
+    if factors is not None:
+        gradient = gradient * factors
+    return losses, gradient.masked_fill(labels == IGNORE_INDEX, 0.0).to(logits.dtype)
+
+
+def _lose(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    is_ignored = labels == IGNORE_INDEX
+    wide = logits.float()
+    largest = wide.amax(1, keepdim=True)
+    exponentials = (wide - largest).exp()
+    total = exponentials.sum(1, keepdim=True)
+    own = wide.gather(1, labels.masked_fill(is_ignored, 0))
+    return (total.log() + (largest - own)).masked_fill(is_ignored, 0.0), exponentials / total
+
+
+# ---- chunks and their products
 
 
 def split_chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:

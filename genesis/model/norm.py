@@ -103,6 +103,11 @@ class RMSNorm(Part):
             out = _RMSNormCPU.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
         elif self.has_offset:
             out = rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+        elif x.device.type != "cpu" and x.dtype != weight.dtype:
+            # The fused kernel takes one dtype: that which autocast of torch 2.12 and later chooses by itself. Without
+            # the casts torch 2.11 computes norms of queries and keys in separate operations.
+            wide = torch.promote_types(x.dtype, weight.dtype)
+            out = rms_norm(x.to(wide), weight.shape, weight.to(wide), self.eps)
         else:
             out = rms_norm(x, weight.shape, weight, self.eps)
         return out

@@ -160,10 +160,13 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         chunk * dim * in_product if hidden.element_bytes != in_product else 0
     )
     logits, probabilities = chunk * vocab_size * in_product, chunk * vocab_size * FLOAT32_BYTES
+    is_fused = setting.kernel != "cpu" and workload.objective != "Distillation"
     # While the probabilities are computed both exist; then either the weight's gradient is added, in a tensor of its
     # own for narrow products, or the logits of the next chunk come.
     in_softmax = logits + probabilities + (probabilities if is_narrow and setting.kernel == "cpu" else 0)
     in_products = probabilities + (logits if is_narrow else 0) + chunk * dim * 2 * in_product
+    if is_fused:  # one compiled function makes the gradient of the logits, and nothing else as large
+        in_softmax, in_products = 2 * logits, logits + chunk * dim * in_product
     product = 0
     if is_narrow and weight.is_trained:
         product = vocab_size * dim * in_product if setting.kernel == "cpu" else wide
@@ -189,7 +192,7 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         setting.num_tokens,
         FLOAT32_BYTES,
         saved=(hidden,),
-        forward_bytes=copies + in_softmax + besides,
+        forward_bytes=copies + (logits if is_fused else in_softmax) + besides,
         backward_bytes=working + besides + (wide if weight.is_trained else 0),
     )
     late = vocab_size * dim * weight.element_bytes if weight.is_trained else 0

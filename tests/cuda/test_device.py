@@ -1,15 +1,16 @@
 """On a real GPU: digests, copies, attention and products are those of the CPU; runs resume bit for bit."""
 
+import warnings
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from genesis.device import has_bfloat16, read_capability
+from genesis.device import find_missing_compiler, has_bfloat16, read_capability
 from genesis.doctor.probe import Probe, SkippedError
 from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
-from genesis.loss import sum_cross_entropy
+from genesis.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
 from genesis.model.attend import FLASH_CAPABILITY
 from genesis.model.attention import (
     AttentionMetadata,
@@ -19,6 +20,7 @@ from genesis.model.attention import (
 )
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts, suits_grouped
+from genesis.model.norm import RMSNorm
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis_callbacks.checkpoint import prove_device
 
@@ -70,6 +72,43 @@ def test_attention_by_documents_is_attention_under_a_mask(kind: str, head_dim: i
     masked = run(AttentionMetadata(*tables, mask=document_mask(document_ids, window)))
     for one, other in zip(by_document, masked, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_of_the_loss_in_one_kernel_is_that_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
+    if find_missing_compiler(kind) is not None:
+        pytest.skip("torch.compile finds no compiler")
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(rows, 64, generator=generator).to(dtype) for rows in (700, 1000)]
+    labels = torch.randint(1000, (700,), generator=generator)
+    labels[::5] = IGNORE_INDEX
+
+    def run(device: str, num_tokens: int) -> list[Tensor]:
+        found = []
+        for loss in (sum_cross_entropy, token_losses):
+            hidden, weight = (
+                tensor.to(device, copy=True).requires_grad_() for tensor in (given[0][:num_tokens], given[1])
+            )
+            losses = loss(hidden, weight, labels[:num_tokens].to(device))
+            found += [losses, *torch.autograd.grad(losses.sum(), (hidden, weight))]
+        return [tensor.detach().cpu().double() for tensor in found]
+
+    for num_tokens in (700, 333):  # the second without another compilation
+        for one, other in zip(run(kind, num_tokens), run("cpu", num_tokens), strict=True):
+            # TF32 and bfloat16 round the products.
+            assert (one - other).norm() < 1e-2 * other.norm()
+    again = run(kind, 333)
+    assert all(torch.equal(one, other) for one, other in zip(again, run(kind, 333), strict=True))
+
+
+def test_norms_of_queries_take_the_fused_kernel_under_autocast(kind: str) -> None:
+    norm, x = RMSNorm(64, 1e-6).to(kind), torch.randn(2, 8, 4, 64, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(), torch.autocast(kind, torch.bfloat16):
+        warnings.simplefilter("error")  # torch warns of separate operations
+        out = norm(x.to(kind, torch.bfloat16))
+    assert out.dtype == torch.float32
+    expected = norm.cpu()(x.bfloat16().float())
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

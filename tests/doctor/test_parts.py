@@ -105,11 +105,6 @@ def test_waits_are_counted_by_the_line_of_ours(monkeypatch: pytest.MonkeyPatch) 
     assert waits.total() == 3
 
 
-def test_a_compiler_that_is_missing_is_known_from_other_errors() -> None:
-    assert training._lacks_compiler(RuntimeError("InvalidCxxCompiler: No working C++ compiler found"))
-    assert not training._lacks_compiler(RuntimeError("out of memory"))
-
-
 def test_devices_without_collectives_skip_the_strategies(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_has_collectives", lambda kind: False)
     other = Probe(Task("simulated", "tiny", probe.task.directory))

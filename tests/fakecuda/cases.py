@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genesis import device
+from genesis import device, loss
 from genesis.data.loader import SequenceFormat
 from genesis.doctor import training as doctor
 from genesis.evaluate.heldout import HeldOut, TextSource, measure_held_out
@@ -20,6 +20,7 @@ from genesis.generate import load
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.model import norm as norms
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.precision import choose_precision
 from genesis_callbacks.checkpoint import digest as digests
@@ -128,10 +129,32 @@ def held_out(dtype: str) -> dict[str, Any]:
     source = TextSource("web", [""] * len(ids), tokenizer)
     seq_format = SequenceFormat(SHAPE.max_seq_len, 0, np.full(SHAPE.vocab_size, 3, np.uint8), np.dtype(np.uint16))
     with Watch(fake=FakeMode()) as watch:
+        losses: Any = loss
+        losses._compile = watch.fuse
         decoder = _build_decoder(dtype)
         _take(watch)
         measures = measure_held_out(decoder, HeldOut((source,), seq_format, ""), 2 * SHAPE.max_seq_len)
         return {**_take(watch), "num_measures": len(measures)}
+
+
+def norm() -> dict[str, Any]:
+    """Normalises queries under autocast and beside it. Returns the dtypes that torch gets, and those of the results."""
+    module: Any = norms
+    original, given = module.rms_norm, []
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        given.append([str(x.dtype), str(weight.dtype)])
+        out: Tensor = original(x, shape, weight, eps)
+        return out
+
+    module.rms_norm = rms_norm
+    results = []
+    with FakeMode(), torch.device("cuda"):
+        part = norms.RMSNorm(64, 1e-6)
+        for dtype, is_enabled in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_enabled):
+                results.append(str(part(torch.empty(2, 8, 4, 64, dtype=dtype)).dtype))
+    return {"given": given, "results": results}
 
 
 def digest(dtype: str) -> dict[str, Any]:
@@ -151,5 +174,6 @@ CASES: Final[dict[str, Callable[..., Any]]] = {
     "score": score,
     "held_out": held_out,
     "digest": digest,
+    "norm": norm,
     "device_layer": device_layer,
 }

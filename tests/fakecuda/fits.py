@@ -23,6 +23,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
 
+from genesis import loss
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader
 from genesis.data.window import AccumulationWindow
@@ -320,6 +321,8 @@ def run_fit(
     with fake_ranks(combination.num_ranks), FakeMode(), Watch() as watch:
         keep = KeepStep(watch)
         watch.live.watch_resizes()
+        losses: Any = loss
+        losses._compile = watch.fuse  # torch.compile runs what it gets as it is under the modes of this process
         try:
             trainer = pl.Trainer(
                 accelerator=FakeCUDA(),

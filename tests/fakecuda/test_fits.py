@@ -118,6 +118,12 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
+def test_norms_of_queries_reach_the_fused_kernel_in_one_dtype(fake_device: FakeDevice) -> None:
+    found = fake_device.run("norm")
+    assert found["given"] == [["torch.float32", "torch.float32"]] * 3
+    assert found["results"] == ["torch.float32"] * 3
+
+
 CLIPPED = [
     Combination(),
     Combination("zero1", num_ranks=2),

@@ -1,5 +1,6 @@
 """What an accelerator would be asked to do: kernels, casts, and the lines at which the host would wait for it."""
 
+import contextlib
 import linecache
 import os
 import sys
@@ -67,9 +68,31 @@ class Watch(TorchDispatchMode):
         self.lines: dict[str, str] = {}
         self.operators: set[str] = set()
         """Names of all operators that ran there so far (`tests.fakecuda.repeatable`)."""
+        self._is_within_kernel = False
+
+    def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that counts as one kernel, with its arguments and results, as torch.compile makes it."""
+
+        def run(*args: Any) -> Any:
+            self._is_within_kernel = True
+            try:
+                out = function(*args)
+            finally:
+                self._is_within_kernel = False
+            self.live.note(out)
+            self.kernels[function.__name__] += 1
+            self.num_bytes[function.__name__] += _bytes_of((args, out))
+            return out
+
+        return run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_within_kernel:
+            with self.fake or contextlib.nullcontext():
+                out = func(*args, **kwargs)
+                self._note_operator(func, args, out)
+                return out
         if self.fake is None:
             return self._dispatch(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -139,7 +162,8 @@ class Watch(TorchDispatchMode):
         self.kernels[name] += 1
         self.num_bytes[name] += count_moved_bytes(func, args, kwargs, out)
         if func is aten._to_copy.default and first is not None and first.dtype != made.dtype:
-            self.casts[f"{_short(first.dtype)} to {_short(made.dtype)}"] += 1
+            weight = " of a weight" if isinstance(first, torch.nn.Parameter) else ""
+            self.casts[f"{_short(first.dtype)} to {_short(made.dtype)}{weight}"] += 1
 
     def _note_sync(self, what: str) -> None:
         frame = _find_frame()

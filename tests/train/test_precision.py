@@ -5,12 +5,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.errors import UserError
 from genesis.precision import choose_precision, unify_precision
 from genesis.train.gradients import global_gradient_norm
+from genesis.train.precision import CastOnce
 from genesis_callbacks.testing import run_ranks
-from tests.train.support import build_module, build_trainer, loader
+from tests.train.support import build_module, build_strategy, build_trainer, loader
 
 
 class Keep(pl.Callback):
@@ -42,6 +45,50 @@ def test_bf16_true_trains_in_bfloat16_and_sums_in_float32() -> None:
     assert true["metric"] == "torch.float64"
     assert true["default"] == "torch.float32"
     assert true["loss_sums"] == pytest.approx(full["loss_sums"], rel=5e-3)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_casts = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_casts += func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def fit_and_count(keeps_copies: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Trains three windows in mixed precision. Returns the parameters, and the casts of weights in a window."""
+    if not keeps_copies:
+        plugin: Any = CastOnce
+        plugin.autocast_context_manager = MixedPrecision.autocast_context_manager
+    module, casts = build_module(), Casts()
+    trainer = build_trainer(build_strategy("replicated"), 1, 3, [], precision="bf16-mixed", gradient_clip_val=0.1)
+    with casts:
+        trainer.fit(module, loader(3, 0, 1))
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}, casts.num_casts // 3
+
+
+def test_a_weight_is_cast_once_a_window_and_no_number_changes() -> None:
+    (kept, num_casts), (again, most_casts) = (run_ranks(fit_and_count, 1, kept)[0] for kept in (True, False))
+    num_micro_batches = len(next(iter(loader(1, 0, 1))).micro_batches)
+    num_weights = sum(name.endswith("weight") and tensor.ndim == 2 for name, tensor in kept.items()) - 1  # embedding
+    assert num_micro_batches > 1
+    # The head casts its weight in each micro-batch.
+    assert num_casts == num_weights + num_micro_batches
+    assert most_casts == (num_weights + 1) * num_micro_batches
+    assert all(torch.equal(again[name], tensor) for name, tensor in kept.items())
+
+
+def test_a_forward_without_gradients_leaves_no_copy_that_cuts_a_later_graph() -> None:
+    layer, rows = torch.nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    with CastOnce("bf16-mixed", "cpu").autocast_context_manager():
+        with torch.no_grad():
+            layer(rows)  # as the reference of preferences does within a step
+        layer(rows).float().sum().backward()
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true"])
