@@ -1,7 +1,7 @@
 """The dtypes of a run's computations: Lightning's plugins, adapted to windows.
 
 bf16-mixed   parameters in float32, computed in bfloat16: by autocast, or under `Sharded` by the dtype of gathers.
-             Autocast casts a weight once for a window (`CastOnce`), except in compiled and in recomputed blocks
+             Autocast casts a weight once for a window (`cast_once`), except in compiled and in recomputed blocks
 32-true      all in float32; on CUDA, products of matrices take TF32
 16-mixed     parameters in float32, computed in float16 with a gradient scaler; not under `Sharded`
 bf16-true    parameters, gradients and optimizer state in bfloat16; sums of losses stay in float32
@@ -9,6 +9,7 @@ bf16-true    parameters, gradients and optimizer state in bfloat16; sums of loss
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -51,23 +52,21 @@ class TrueBFloat16(HalfPrecision):
         yield
 
 
-class CastOnce(MixedPrecision):
-    """Mixed precision in which autocast keeps the narrow copy of a weight for the whole window.
-
-    Lightning switches this cache off, so that each micro-batch casts all weights again. A copy belongs to the graph of
-    every micro-batch: each of their gradients is cast and added to the weight's in float32, as without the cache.
-    """
-
-    def autocast_context_manager(self) -> torch.autocast:
-        """Returns the context of a window; no weight changes in it."""
-        dtype = torch.bfloat16 if self.precision == MIXED else torch.float16
-        return torch.autocast(self.device, dtype=dtype)
-
-
 class GatheredBFloat16(Precision):
     """`bf16-mixed` if FSDP2 gathers the parameters in bfloat16, so that autocast would only cast back and forth."""
 
     precision = MIXED
+
+
+def cast_once(plugin: MixedPrecision) -> None:
+    """Makes autocast keep the narrow copy of a weight for a whole window, in which no weight changes.
+
+    Lightning switches this cache off, so that each micro-batch casts all weights again. A copy belongs to the graph of
+    every micro-batch: each of their gradients is cast and added to the weight's in float32, as without the cache.
+    """
+    dtype = torch.bfloat16 if plugin.precision == MIXED else torch.float16
+    # In the instance, and no class of our own: its name is the key of the scaler's state in checkpoints.
+    vars(plugin)["autocast_context_manager"] = partial(torch.autocast, plugin.device, dtype=dtype)
 
 
 def prepare_precision(strategy: Strategy) -> None:
@@ -93,6 +92,6 @@ def prepare_precision(strategy: Strategy) -> None:
         and isinstance(strategy, Replicated)  # under `Sharded` the copies would hold the whole model on each rank
         and strategy.activation_checkpointing == "none"  # the copies of a recomputed block would outlive its forward
     ):
-        strategy.precision_plugin = CastOnce(plugin.precision, plugin.device, plugin.scaler)
+        cast_once(plugin)
     if strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
         torch.set_float32_matmul_precision("high")

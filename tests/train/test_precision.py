@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.errors import UserError
 from genesis.precision import choose_precision, unify_precision
+from genesis.train import precision
 from genesis.train.gradients import global_gradient_norm
-from genesis.train.precision import CastOnce
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_strategy, build_trainer, loader
 
@@ -62,13 +62,13 @@ class Casts(TorchDispatchMode):
 def fit_and_count(keeps_copies: bool) -> tuple[dict[str, torch.Tensor], int]:
     """Trains three windows in mixed precision. Returns the parameters, and the casts of weights in a window."""
     if not keeps_copies:
-        plugin: Any = CastOnce
-        plugin.autocast_context_manager = MixedPrecision.autocast_context_manager
-    module, casts = build_module(), Casts()
+        module: Any = precision
+        module.cast_once = lambda plugin: None
+    trained, casts = build_module(), Casts()
     trainer = build_trainer(build_strategy("replicated"), 1, 3, [], precision="bf16-mixed", gradient_clip_val=0.1)
     with casts:
-        trainer.fit(module, loader(3, 0, 1))
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}, casts.num_casts // 3
+        trainer.fit(trained, loader(3, 0, 1))
+    return {name: parameter.detach() for name, parameter in trained.named_parameters()}, casts.num_casts // 3
 
 
 def test_a_weight_is_cast_once_a_window_and_no_number_changes() -> None:
@@ -84,7 +84,9 @@ def test_a_weight_is_cast_once_a_window_and_no_number_changes() -> None:
 
 def test_a_forward_without_gradients_leaves_no_copy_that_cuts_a_later_graph() -> None:
     layer, rows = torch.nn.Linear(4, 4, bias=False), torch.ones(2, 4)
-    with CastOnce("bf16-mixed", "cpu").autocast_context_manager():
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    precision.cast_once(plugin)
+    with plugin.autocast_context_manager():
         with torch.no_grad():
             layer(rows)  # as the reference of preferences does within a step
         layer(rows).float().sum().backward()
