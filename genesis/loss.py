@@ -3,6 +3,7 @@
 N  tokens (all leading dimensions of `hidden` together)     D  model width     V  vocabulary
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -98,6 +99,14 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     """
     device_type = hidden.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+
+
+def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Returns a context without autocast, for a backward.
+
+    In a thread of autograd's the end of any context of autocast would clear the casts that a window keeps.
+    """
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _apply_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,7 +216,7 @@ class _TokenLosses(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         low_weight = weight.to(ctx.dtype)
         is_fused = _is_fused(hidden.device.type)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for run in split_chunks(len(labels), weight):
                 target = labels[run, None]
                 chunk = hidden[run].to(ctx.dtype)
