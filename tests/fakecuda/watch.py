@@ -39,6 +39,7 @@ _VIEWS: Final = frozenset(
 )
 _PICKS: Final = frozenset(("embedding", "gather", "index", "index_select"))
 _SCATTERS: Final = frozenset(("scatter_", "scatter_add_"))
+_FILLS: Final = ("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
 _OVERWRITES: Final = frozenset(("copy_", "fill_", "zero_"))
 NUM_FOUND: Final = 5
 """How many elements are found wherever the number of results depends on values."""
@@ -209,6 +210,8 @@ def count_moved_bytes(func: Any, args: Any, kwargs: dict[str, Any], out: Any) ->
     """
     name = func._schema.name.removeprefix("aten::")
     made = _bytes_of(out)
+    if name in _FILLS:
+        return made
     if name in _PICKS:
         return 2 * made + _bytes_of(args[1:])
     if name in _SCATTERS:
