@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.determinism import UNREPEATABLE
-from genesis.device import is_host
+from genesis.device import is_host, read_capability
 from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
+from genesis.model.attend.kernel import Place
+from genesis.model.attend.table import AUTO, AttentionName, check_kernel, choose_kernel
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
@@ -34,6 +36,7 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.precision import product_dtype
 from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
@@ -71,6 +74,12 @@ def seed_of_step(seed: int, step: int, data_rank: int) -> int:
     return value >> 1
 
 
+def find_place(trainer: pl.Trainer, decoder: DecoderConfig) -> Place:
+    """Returns the place of a decoder's attention on a Trainer's device, under its precision."""
+    device = trainer.strategy.root_device
+    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), decoder.head_dim)
+
+
 class GenesisModule(pl.LightningModule):
     """A decoder and its training step.
 
@@ -85,6 +94,10 @@ class GenesisModule(pl.LightningModule):
         seed: The seed of the initial weights and of dropout.
         adapter: Adapters on the frozen weights of a base; None to train all weights.
         objective: What training minimises; None for the cross-entropy of the next token.
+        attention: The kernel of attention: `fa4` (FlashAttention-4: Hopper and Blackwell, with the package
+            flash-attn-4), `flex` (torch's FlexAttention: GPUs since Ampere), `flash` (torch's flash kernels: GPUs since
+            Ampere in 16 bits, and the CPU) or `mask` (everywhere); `auto` for the first of them that the device has.
+            Kernels round differently; a run that goes on keeps its own.
         gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
             the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
@@ -105,6 +118,7 @@ class GenesisModule(pl.LightningModule):
         adapter: AdapterConfig | None = None,
         gradient_norm: Literal["host", "device"] = "host",
         objective: Objective | None = None,
+        attention: AttentionName = "auto",
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -117,6 +131,7 @@ class GenesisModule(pl.LightningModule):
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
+        self.attention: str = attention
         self.gradient_norm = gradient_norm
         self._skip_reason: str | None = None
         self._empty_reason: str | None = None
@@ -137,12 +152,19 @@ class GenesisModule(pl.LightningModule):
         """Checks that the decoder supports corpus, precision and options, before it is built."""
         self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
+        self._choose_attention()
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
             _check_pairs(self.objective, data.training)
+
+    def _choose_attention(self) -> None:
+        place = find_place(self.trainer, self.decoder_config)
+        if self.attention == AUTO:
+            self.attention = choose_kernel(place).name
+        check_kernel(self.attention, place)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
@@ -153,6 +175,7 @@ class GenesisModule(pl.LightningModule):
             return
         with torch.device("meta"):
             decoder = Decoder(self.decoder_config)
+            decoder.attention_kernel = self.attention
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
         attempt_on_all(lambda: self._strategy.apply_to(decoder))

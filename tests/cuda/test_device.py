@@ -10,7 +10,7 @@ from genesis.device import has_bfloat16, read_capability
 from genesis.doctor.probe import Probe, SkippedError
 from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
 from genesis.loss import sum_cross_entropy
-from genesis.model.attend import FLASH_CAPABILITY
+from genesis.model.attend.flash_limits import FLASH_CAPABILITY
 from genesis.model.attention import (
     AttentionMetadata,
     attend,
