@@ -351,7 +351,7 @@ class GenesisCLI(LightningCLI):
         restored = None if self._reference is None else read_recipe(self._reference)
         self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
         proofs = build_proofs(
-            self.model, self.config_dump, place, self.datamodule.training.seq_len, is_given=given != AUTO
+            self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
         self.checkpoint.device_proofs = (*proofs, *linear_attention_proofs())
         self.checkpoint.drift_policy = build_policy(place)
