@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from genesis.device import is_host
 from genesis.errors import RunEndedError
 from genesis.model.attend.kernel import Place
-from genesis.model.attend.table import AUTO, FLASH, KERNELS, MASK, check_kernel, choose_kernel, list_worse
+from genesis.model.attend.table import AUTO, FLASH, KERNELS, MASK, choose_kernel, list_worse, resolve_kernel
 from genesis.model.device_proofs import ProvedShape, attention_proof, prove_kernel
 from genesis.train.module import GenesisModule
 from genesis.train.recipe_policy import RECIPE_POLICY, fill_attention, unify_recipe
@@ -29,8 +29,7 @@ def resolve_attention(given: str, place: Place, restored: Mapping[str, Any] | No
         UserError: The kernel is given, and cannot run there.
     """
     if given != AUTO:
-        check_kernel(given, place)
-        return given
+        return resolve_kernel(given, place)
     best = choose_kernel(place)
     kept = None if restored is None else _read_attention(restored, place)
     is_kept = kept in KERNELS and KERNELS[kept].find_obstacle(place) is None

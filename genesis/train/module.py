@@ -27,7 +27,7 @@ from genesis.device import is_host, read_capability
 from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.attend.kernel import Place
-from genesis.model.attend.table import AUTO, AttentionName, check_kernel, choose_kernel
+from genesis.model.attend.table import AttentionName, resolve_kernel
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
@@ -97,7 +97,7 @@ class GenesisModule(pl.LightningModule):
         attention: The kernel of attention: `fa4` (FlashAttention-4: Hopper and Blackwell, with the package
             flash-attn-4), `flex` (torch's FlexAttention: GPUs since Ampere), `flash` (torch's flash kernels: GPUs since
             Ampere in 16 bits, and the CPU) or `mask` (everywhere); `auto` for the first of them that the device has.
-            Kernels round differently; a run that goes on keeps its own.
+            Kernels round differently; a run that continues keeps its own.
         gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
             the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
@@ -152,19 +152,13 @@ class GenesisModule(pl.LightningModule):
         """Checks that the decoder supports corpus, precision and options, before it is built."""
         self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
-        self._choose_attention()
+        self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
             _check_pairs(self.objective, data.training)
-
-    def _choose_attention(self) -> None:
-        place = find_place(self.trainer, self.decoder_config)
-        if self.attention == AUTO:
-            self.attention = choose_kernel(place).name
-        check_kernel(self.attention, place)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.

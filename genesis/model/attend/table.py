@@ -55,16 +55,19 @@ def list_worse(name: str, place: Place) -> list[str]:
     return [other for other in names[names.index(name) + 1 :] if KERNELS[other].find_obstacle(place) is None]
 
 
-def check_kernel(name: str, place: Place) -> None:
-    """Refuses a kernel that cannot run there.
+def resolve_kernel(name: str, place: Place) -> str:
+    """Returns the kernel of that name, and for `auto` the best one there.
 
     Raises:
         UserError: The kernel cannot run there.
     """
+    if name == AUTO:
+        return choose_kernel(place).name
     obstacle = KERNELS[name].find_obstacle(place)
     if obstacle is not None:
         best = choose_kernel(place).name
         raise UserError(f"model.attention is {name}, but {obstacle}; give --model.attention {best}, or auto")
+    return name
 
 
 def attend(
