@@ -75,6 +75,7 @@ class Watch(TorchDispatchMode):
             out = func(*args, **kwargs)
             self.live.note(out)
             self.kernels[func.name()] += 1
+            self.operators.add(func.name())
             return out
         if self.fake is None:
             return self._dispatch(func, args, kwargs)
