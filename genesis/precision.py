@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
 from genesis.device import has_bfloat16, is_available
 
 AUTO: Final = "auto"
@@ -20,6 +22,13 @@ def choose_precision(accelerator: str) -> str:
     """
     is_cuda = accelerator in _CUDA_ACCELERATORS and is_available("cuda")
     return MIXED if is_cuda and has_bfloat16("cuda") else FULL
+
+
+def product_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype in which a run with this precision computes products, and so queries, keys and values."""
+    if precision.startswith("bf16"):
+        return torch.bfloat16
+    return torch.float16 if precision.startswith("16") else torch.float32
 
 
 def unify_precision(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

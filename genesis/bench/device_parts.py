@@ -34,7 +34,7 @@ from genesis.device import (
 from genesis.generate.batch import Batch, Request
 from genesis.generate.load import prepare_device
 from genesis.generate.sample import RowSampler, SamplingOptions
-from genesis.model import attend
+from genesis.model.attend.cache import distrust_lengths, trust_lengths
 from genesis.model.decoder import Decoder, DecoderConfig
 
 _REPEATS: Final = 7
@@ -115,10 +115,10 @@ def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
             result["reason"] = f"{kind} has no attention of cuDNN"
             continue
         if is_avoided:
-            attend._devices_without_lengths.discard(kind)
+            trust_lengths(torch.device(kind))
             prepare_device(torch.device(kind))
         else:
-            attend.distrust_lengths(torch.device(kind))
+            distrust_lengths(torch.device(kind))
         batch = Batch(decoder, size["rows"], set())
         for row in range(size["rows"]):
             batch.add(Request([1 + row] * (3 + row), size["new"], SamplingOptions(temperature=0.0)))

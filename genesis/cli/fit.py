@@ -28,18 +28,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
+from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
-from genesis.cli.trainer import GenesisTrainer, resolve_trainer
+from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
 from genesis.cli.type_errors import explain_types
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
-from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.attend.table import AUTO
+from genesis.model.device_proofs import linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
@@ -50,9 +52,8 @@ from genesis.strategies.layout import layout_strategy
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
-from genesis.train.module import GenesisModule
+from genesis.train.module import GenesisModule, find_place
 from genesis.train.progress import GenesisProgressBar
-from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
@@ -320,8 +321,6 @@ class GenesisCLI(LightningCLI):
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
-        self.checkpoint.device_proofs = (ATTENTION_PROOF, *linear_attention_proofs())
-        self.checkpoint.drift_policy = RECIPE_POLICY
         self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):
             self.model.objective.directory = RunDirectory(run_dir).reference
@@ -342,8 +341,20 @@ class GenesisCLI(LightningCLI):
             raise explain_devices(config["devices"], error) from error
         if isinstance(trainer.strategy, Replicated | Sharded):
             trainer.strategy.start.recipe = self.config_dump
+        self._start_attention(trainer)
         outlast_hang_watch(trainer)
         return trainer
+
+    def _start_attention(self, trainer: Trainer) -> None:
+        """Resolves the kernel of attention, completes the recipe, and lets the kernel be proved before it is used."""
+        place, given = find_place(trainer, self.model.decoder_config), self.model.attention
+        restored = None if self._reference is None else read_recipe(self._reference)
+        self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
+        proofs = build_proofs(
+            self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
+        )
+        self.checkpoint.device_proofs = (*proofs, *linear_attention_proofs())
+        self.checkpoint.drift_policy = build_policy(place)
 
     def _start_distillation(self) -> dict[str, str]:
         """Finds the teacher of a fit that distils, completes the recipe, and returns what identifies the teacher."""

@@ -65,7 +65,7 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
             "trainer.deterministic is 'warn', with which torch takes kernels that do not repeat, with a warning: give "
             "auto or true for runs that resume bit for bit, or false"
         )
-    recipe = None if restored is None else _read_recipe(restored)
+    recipe = None if restored is None else read_recipe(restored)
     if trainer["deterministic"] in (AUTO_DETERMINISTIC, None):
         trainer["deterministic"] = choose_deterministic(recipe)
     if trainer["precision"] == AUTO:
@@ -76,7 +76,7 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
         )
 
 
-def _read_recipe(restored: Reference) -> dict[str, Any] | None:
+def read_recipe(restored: Reference) -> dict[str, Any] | None:
     """Returns the recipe in the checkpoint that is meant, as it is; None where there is none that can be read.
 
     Whether the checkpoint is whole is found out, and reported, when the run is restored from it.

@@ -1,10 +1,29 @@
 """The part of the doctor that runs every proof from the start of a fit."""
 
+import torch
+
+from genesis.device import read_capability
 from genesis.doctor.machine import run_proofs
 from genesis.doctor.probe import Probe
-from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.attend.kernel import Place
+from genesis.model.attend.table import KERNELS, MASK
+from genesis.model.device_proofs import (
+    CACHED_ATTENTION_PROOF,
+    ProvedShape,
+    attention_proof,
+    linear_attention_proofs,
+)
 
 
 def run_all_proofs(probe: Probe) -> None:
-    """Runs the proofs of the checkpoint engine and of attention."""
-    run_proofs(probe, (ATTENTION_PROOF, CACHED_ATTENTION_PROOF, *linear_attention_proofs()))
+    """Runs the proofs of the checkpoint engine and of each kernel of attention that can run on the device."""
+    device = torch.device(probe.task.kind)
+    place = Place(device.type, read_capability(device), ProvedShape().dtype, ProvedShape().head_dim)
+    proofs = []
+    for name, kernel in KERNELS.items():
+        obstacle = kernel.find_obstacle(place)
+        if obstacle is not None:
+            probe.note(f"attention by {name} is not proved: {obstacle}")
+        elif name != MASK.name:  # with which the others are compared
+            proofs.append(attention_proof(name, label=f"attention by {name}"))
+    run_proofs(probe, (*proofs, CACHED_ATTENTION_PROOF, *linear_attention_proofs()))

@@ -19,9 +19,9 @@ from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_confi
 from genesis.huggingface.shape import find_family, read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
-from genesis.model.attend import FLASH_CAPABILITY
+from genesis.model.attend.flash_limits import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
@@ -133,7 +133,7 @@ def prepare_device(device: torch.device) -> None:
 def _prove_attention(device_type: str, *, has_flash: bool) -> None:
     device = torch.device(device_type)
     # Attention by documents or lengths is for devices with flash kernels; linear layers use theirs on any CUDA device.
-    flash = (ATTENTION_PROOF, CACHED_ATTENTION_PROOF) if has_flash else ()
+    flash = (TORCH_ATTENTION_PROOF, CACHED_ATTENTION_PROOF) if has_flash else ()
     for proof in (*flash, *linear_attention_proofs()):
         try:
             proof.prove(device)

@@ -177,7 +177,7 @@ class AdaptedLinear(nn.Linear, Part):
         if not tape.setting.is_autocast:
             x = tape.cast(x, min(FLOAT32_BYTES, tape.setting.weight_bytes))
         if self.dropout > 0.0:
-            mask = tape.value(x.num_elements, 1 if tape.setting.kernel != "cpu" else x.element_bytes)
+            mask = tape.value(x.num_elements, x.element_bytes if tape.setting.is_cpu else 1)
             x = tape.apply((x,), x.num_elements, x.element_bytes, saved=(mask,))
         low = tape.linear(x, self.lora_A)
         scaled = tape.apply((low,), low.num_elements, low.element_bytes)

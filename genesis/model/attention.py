@@ -14,20 +14,18 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
 from genesis.errors import UserError
-from genesis.model.attend import (
-    KEYS_STEP,
+from genesis.model.attend.cache import KEYS_STEP, suits_lengths
+from genesis.model.attend.mask import needs_expanded_keys
+from genesis.model.attend.metadata import (
     AttentionMetadata,
     CachedTokens,
+    Rows,
     UsedSlots,
-    attend,
-    document_mask,
     document_offsets,
     document_positions,
-    needs_expanded_keys,
-    record_attention,
-    suits_lengths,
-    suits_offsets,
+    row_offsets,
 )
+from genesis.model.attend.table import KERNELS, TORCH_KERNEL, attend
 from genesis.model.initial import InitialValues
 from genesis.model.norm import RMSNorm
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts, record_linear
@@ -184,18 +182,19 @@ def build_layers_metadata(
     document_ids: Int32[Tensor, "B S"] | None,
     offsets: Int32[Tensor, " num_documents+1"] | None = None,
     cached: CachedTokens | None = None,
+    kernel: str = TORCH_KERNEL,
 ) -> list[AttentionMetadata]:
     """Returns the attention metadata of each layer of a forward; equal layers share theirs.
 
     The arguments are those of `build_attention_metadata`, and the number of layers.
     """
     if config.window_layers is None:
-        return [build_attention_metadata(config, x, document_ids, offsets, cached)] * num_layers
-    if document_ids is not None and offsets is None:
+        return [build_attention_metadata(config, x, document_ids, offsets, cached, kernel)] * num_layers
+    if document_ids is not None and offsets is None and KERNELS[kernel].needs_offsets:
         offsets = document_offsets(document_ids)  # waits for the device, once for both kinds of layers
-    windowed = build_attention_metadata(config, x, document_ids, offsets, cached)
+    windowed = build_attention_metadata(config, x, document_ids, offsets, cached, kernel)
     whole_config = replace(config, sliding_window=None, window_layers=None)
-    whole = build_attention_metadata(whole_config, x, document_ids, offsets, cached)
+    whole = build_attention_metadata(whole_config, x, document_ids, offsets, cached, kernel)
     whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
     return [windowed if config.has_window(layer) else whole for layer in range(num_layers)]
 
@@ -206,6 +205,7 @@ def build_attention_metadata(
     document_ids: Int32[Tensor, "B S"] | None,
     offsets: Int32[Tensor, " num_documents+1"] | None = None,
     cached: CachedTokens | None = None,
+    kernel: str = TORCH_KERNEL,
 ) -> AttentionMetadata:
     """Returns the attention metadata of the layers of a forward that have the window, if there is one.
 
@@ -213,35 +213,25 @@ def build_attention_metadata(
         config: The options of the attention.
         x: The input of the first block, whose device, dtype and sizes are used.
         document_ids: Which document of its row each token belongs to; None for one document per row.
-        offsets: Where documents begin in the flattened batch, and its end. None computes them from `document_ids`, for
-            which the host waits for the device.
+        offsets: Where documents begin in the flattened batch, and its end. None computes them from `document_ids` if
+            the kernel reads them, for which the host waits for the device.
         cached: The lengths of the rows in a cache; None without a cache.
+        kernel: The kernel by its name in `genesis.model.attend.table`; a cache has ways of its own.
     """
     if cached is not None:
         assert document_ids is None, "a cache holds one document per row"
         return _build_cached_metadata(config, x, cached)
-    batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
-    head_dim, window = config.head_width(x.shape[2]), config.sliding_window
-    positions = torch.arange(seq_len, device=device).unsqueeze(0)
+    seq_len, head_dim, window = x.shape[1], config.head_width(x.shape[2]), config.sliding_window
     assert offsets is None or document_ids is not None
-    mask = None
-    is_windowed = window is not None and window < seq_len
-    if document_ids is None and is_windowed:
-        document_ids = torch.zeros((batch_size, seq_len), device=device, dtype=torch.int32)
-        offsets = _row_offsets(batch_size, seq_len, device)
-    if document_ids is not None:
-        if offsets is None:
-            offsets = document_offsets(document_ids)
-        num_documents = offsets.numel() - 1
-        if num_documents > batch_size:
-            positions = document_positions(document_ids)
-        if num_documents == batch_size and not is_windowed:
-            offsets = None
-        elif not suits_offsets(x, num_documents, head_dim):
-            offsets, mask = None, document_mask(document_ids, window)
+    if document_ids is not None and offsets is None and KERNELS[kernel].needs_offsets:
+        offsets = document_offsets(document_ids)
+    rows = Rows(x, head_dim, document_ids, offsets, None if window is None or window >= seq_len else window)
+    positions = torch.arange(seq_len, device=x.device).unsqueeze(0)
+    # With a kernel that reads no offsets, tables have one form whatever the documents: compiled blocks need one graph.
+    if document_ids is not None and not (KERNELS[kernel].needs_offsets and rows.num_documents == x.shape[0]):
+        positions = document_positions(document_ids)
     cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
-    expands_keys = needs_expanded_keys(x, head_dim, mask)
-    return AttentionMetadata(cos, sin, offsets, mask, window, expands_keys=expands_keys)
+    return KERNELS[kernel].prepare(AttentionMetadata(cos, sin), rows)
 
 
 def _build_cached_metadata(
@@ -256,8 +246,8 @@ def _build_cached_metadata(
     if (cached.longest or window is not None) and suits_lengths(x, head_dim):
         used = UsedSlots(
             num_keys=(cached.lengths + seq_len).to(torch.int32),
-            query_offsets=_row_offsets(batch_size, seq_len, device),
-            key_offsets=_row_offsets(batch_size, cached.num_slots, device),
+            query_offsets=row_offsets(batch_size, seq_len, device),
+            key_offsets=row_offsets(batch_size, cached.num_slots, device),
         )
         return AttentionMetadata(cos, sin, window=window, slots=slots, used=used)
     num_keys = cached.longest + seq_len
@@ -274,10 +264,6 @@ def _build_cached_metadata(
             mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     expands_keys = needs_expanded_keys(x, head_dim, mask)
     return AttentionMetadata(cos, sin, mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
-
-
-def _row_offsets(num_rows: int, length: int, device: torch.device) -> Int32[Tensor, " num_rows+1"]:
-    return torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=device)
 
 
 def rotary_tables(
@@ -381,7 +367,7 @@ class Attention(Part):
         if self.has_rope:
             query, key = (record_rotation(tape, part) for part in (query, key))
         num_heads = query.num_elements // tape.setting.num_tokens // self.head_dim
-        attended = record_attention(tape, query, key, value, num_heads, self.window)
+        attended = KERNELS[tape.setting.attention].record(tape, query, key, value, num_heads, self.window)
         if gate is not None:
             opened = tape.apply((gate,), gate.num_elements, gate.element_bytes, saves_output=True)
             attended = tape.apply(

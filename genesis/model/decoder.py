@@ -24,7 +24,8 @@ from torch.nn.functional import linear
 
 from genesis.device import send
 from genesis.errors import UserError
-from genesis.model.attend import AttentionMetadata, CachedTokens
+from genesis.model.attend.metadata import AttentionMetadata, CachedTokens
+from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig, build_layers_metadata
 from genesis.model.delta import DeltaMetadata, GatedDeltaConfig, build_delta_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
@@ -327,7 +328,7 @@ class Block(nn.Module):
             update = part.record(tape, norm.record(tape, x) if is_before else x)
             update = update if is_before else norm.record(tape, update)
             if self.dropout.p > 0.0:
-                mask = tape.value(update.num_elements, 1 if tape.setting.kernel != "cpu" else update.element_bytes)
+                mask = tape.value(update.num_elements, update.element_bytes if tape.setting.is_cpu else 1)
                 update = tape.apply((update,), update.num_elements, update.element_bytes, saved=(mask,))
             x = tape.add(x, update)
         return x
@@ -361,6 +362,7 @@ class Decoder(nn.Module):
 
     Attributes:
         groups: The blocks that one call of `run_blocks` runs, in order: by default all.
+        attention_kernel: The kernel of attention without a cache, by its name in `genesis.model.attend.table`.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -370,6 +372,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.groups: Sequence[range] = [range(config.num_layers)]
+        self.attention_kernel = TORCH_KERNEL
         self.norm = config.parts.norm.build(config.dim)
         if not config.has_tied_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -445,7 +448,9 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached
         metadata: Sequence[AttentionMetadata | DeltaMetadata]
-        metadata = build_layers_metadata(self._attention, len(self.blocks), x, document_ids, document_offsets, cached)
+        metadata = build_layers_metadata(
+            self._attention, len(self.blocks), x, document_ids, document_offsets, cached, self.attention_kernel
+        )
         if self.config.linear_attention is not None:
             linear = build_delta_metadata(x, document_ids, document_offsets, cached)
             metadata = [linear if self.config.is_linear(layer) else one for layer, one in enumerate(metadata)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
 from genesis.errors import UserError
-from genesis.model.attend import CachedTokens, document_offsets, document_positions
+from genesis.model.attend.metadata import CachedTokens, document_offsets, document_positions
 from genesis.model.delta_kernel import run_kernel, suits_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked, step
 from genesis.model.delta_tape import record_rule

@@ -42,7 +42,7 @@ def record_rule(tape: Tape, mixed: Value, decay: Value, beta: Value, heads: tupl
         )
 
     # The kernels do not take float32.
-    if setting.kernel != "cpu" and mixed.element_bytes < FLOAT32_BYTES and KERNEL_NOTE not in tape.notes:
+    if not setting.is_cpu and mixed.element_bytes < FLOAT32_BYTES and KERNEL_NOTE not in tape.notes:
         tape.notes.append(KERNEL_NOTE)
     raw = tape.cast(mixed, FLOAT32_BYTES)
     query, key = (make((raw,), narrow, (raw,), backward=2 * raw.num_bytes) for _ in range(2))

@@ -1,18 +1,14 @@
 """Tests of an accelerator's attention kernels before Genesis uses them."""
 
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from genesis.model.attend import (
-    AttentionMetadata,
-    CachedTokens,
-    attend,
-    distrust_lengths,
-    distrust_offsets,
-    document_mask,
-    document_offsets,
-)
+from genesis.model.attend.cache import distrust_lengths
+from genesis.model.attend.metadata import CachedTokens, document_offsets
+from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked
@@ -22,23 +18,60 @@ _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
 _DOCUMENT_LENGTHS = (1, 20, 7, 36)
 _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
 # bfloat16 has 8 bits of mantissa, and the two kernels add in different orders.
-_TOLERANCE = 2e-2
+_TOLERANCE, _GRADIENT_TOLERANCE = 2e-2, 4e-2
+_MAX_PROVED_TOKENS = 16_384
+"""The mask of a longer sequence would take gigabytes."""
 
 
-def prove_attention(device: torch.device) -> None:
-    """Compares attention document by document with attention under a mask, on a few short documents.
+class ProvedShape(NamedTuple):
+    """The attention that is proved.
+
+    Args:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        seq_len: Tokens of a sequence: several blocks of keys of every kernel, where a run does not give its own.
+        dtype: The dtype of queries, keys and values.
+    """
+
+    num_heads: int = _NUM_HEADS
+    num_kv_heads: int = _NUM_KV_HEADS
+    head_dim: int = _HEAD_DIM
+    seq_len: int = 640
+    dtype: torch.dtype = torch.bfloat16
+
+
+_SMALL: Final = ProvedShape()
+
+
+def prove_kernel(name: str, shape: ProvedShape, device: torch.device) -> None:
+    """Compares a kernel with attention under a mask: documents with and without a window, results and gradients.
 
     Raises:
-        RuntimeError: The results differ, or the device has no kernel for attention by documents.
+        RuntimeError: The results differ, or the kernel fails.
     """
-    query, key, value = _draw_heads(1, _NUM_TOKENS, _NUM_TOKENS, device)
-    lengths = torch.tensor(_DOCUMENT_LENGTHS)
-    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, torch.int32)[None]
-    tables = torch.empty(0, device=device), torch.empty(0, device=device)  # the rotation has been applied before
-    with torch.no_grad():
-        by_document = attend(query, key, value, AttentionMetadata(*tables, offsets=document_offsets(document_ids)))
-        masked = attend(query, key, value, AttentionMetadata(*tables, mask=document_mask(document_ids)))
-    _compare("document by document", by_document, masked)
+    num_tokens = min(shape.seq_len, _MAX_PROVED_TOKENS)
+    config = AttentionConfig(shape.num_heads, shape.num_kv_heads, head_dim=shape.head_dim)
+    numbers = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    drawn = _draw(numbers, num_tokens, shape.head_dim)
+    query, key, value, upstream = (part.to(device, shape.dtype).requires_grad_() for part in drawn)
+    x = query.detach().flatten(2)
+    ends = torch.tensor([1, num_tokens // 2 - 3, num_tokens // 2 + 4])  # a token, a half, seven tokens, the other half
+    document_ids = torch.bucketize(torch.arange(num_tokens), ends, right=True).to(device, torch.int32)[None]
+    for window in (None, num_tokens // 5 + 1):
+        windowed = AttentionConfig(**{**vars(config), "sliding_window": window})
+        metadata = build_attention_metadata(windowed, x, document_ids, kernel=name)
+        masked = build_attention_metadata(windowed, x, document_ids, kernel=MASK.name)
+        found, wanted = (attend(query, key, value, each) for each in (metadata, masked))
+        _compare(f"by {name}", found, wanted)
+        gradients = (torch.autograd.grad(out, (query, key, value), upstream) for out in (found, wanted))
+        for one, other in zip(*gradients, strict=True):
+            _compare(f"by {name} in its backward", one, other, _GRADIENT_TOLERANCE)
+
+
+def _draw(num_heads: tuple[int, ...], num_tokens: int, head_dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, num_tokens, number, head_dim, generator=generator) for number in num_heads]
 
 
 def prove_cached_attention(device: torch.device) -> None:
@@ -54,7 +87,7 @@ def prove_cached_attention(device: torch.device) -> None:
     for window in (None, _WINDOW):
         config = AttentionConfig(_NUM_HEADS, _NUM_KV_HEADS, sliding_window=window)
         for num_new in (1, 5):
-            query, key, value = _draw_heads(len(lengths), num_new, _NUM_TOKENS, device)
+            query, key, value = _draw_cached(len(lengths), num_new, device)
             with torch.no_grad():
                 metadata = build_attention_metadata(config, query.flatten(2), None, cached=cached)
                 if metadata.used is None:
@@ -97,24 +130,42 @@ def prove_linear_attention(device: torch.device) -> None:
         _compare("of a new token in linear layers", run_kernel(one, None, state)[0], chunked(one, None, state)[0])
 
 
-def _draw_heads(
-    batch_size: int, num_queries: int, num_keys: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _draw_cached(batch_size: int, num_queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((num_queries, _NUM_HEADS), (num_keys, _NUM_KV_HEADS), (num_keys, _NUM_KV_HEADS))
+    shapes = ((num_queries, _NUM_HEADS), (_NUM_TOKENS, _NUM_KV_HEADS), (_NUM_TOKENS, _NUM_KV_HEADS))
     query, key, value = (
         torch.randn(batch_size, *shape, _HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
     )
     return query, key, value
 
 
-def _compare(name: str, found: torch.Tensor, masked: torch.Tensor) -> None:
-    difference = float((found.float() - masked.float()).abs().max())
-    if not difference <= _TOLERANCE:  # NaN also counts as a difference
+def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float = _TOLERANCE) -> None:
+    found, wanted = found.detach().float(), wanted.detach().float()
+    difference = float((found - wanted).abs().max())
+    if not difference <= tolerance * max(1.0, float(wanted.abs().max())):  # NaN also counts as a difference
         raise RuntimeError(f"attention {name} differs from the slower way by {difference:.3g}")
 
 
-ATTENTION_PROOF: Final = DeviceProof("attention", "varlen", "mask", prove_attention, distrust_offsets)
+def attention_proof(name: str, shape: ProvedShape = _SMALL, label: str = "attention") -> DeviceProof:
+    """Returns the proof of a kernel, which is not used any more on devices of this kind if it fails.
+
+    Args:
+        name: The kernel.
+        shape: The attention that is proved.
+        label: The name of the proof.
+    """
+    kernel = KERNELS[name]
+    return DeviceProof(
+        label,
+        kernel.describe(),
+        MASK.name,
+        partial(prove_kernel, name, shape),
+        lambda device: kernel.distrust(device.type),
+    )
+
+
+TORCH_ATTENTION_PROOF: Final = attention_proof(FLASH.name)
+"""Of the kernel by which a decoder attends that no fit has built."""
 CACHED_ATTENTION_PROOF: Final = DeviceProof(
     "cached_attention", "lengths", "mask", prove_cached_attention, distrust_lengths
 )

@@ -108,7 +108,7 @@ class Dense(FeedForward):
         """Records the three products, and what their gate keeps: on CPU less than autograd would."""
         gate, up = record_linear(tape, x, self.gate), record_linear(tape, x, self.up)
         num_elements, element_bytes = gate.num_elements, gate.element_bytes
-        if tape.setting.kernel == "cpu":
+        if tape.setting.is_cpu:
             product = tape.apply((gate, up), num_elements, element_bytes, saved=(gate, up))
         else:
             activated = tape.apply((gate,), num_elements, element_bytes, saved=(gate,))

@@ -79,8 +79,8 @@ class RMSNorm(Part):
         weight = tape.weight(self.weight)
         scale = tape.value(x.num_elements // self.weight.numel(), FLOAT32_BYTES)
         saved = [x, scale] if x.needs_grad or weight.is_trained else []
-        is_ours = tape.setting.kernel == "cpu" and x.element_bytes == weight.element_bytes == FLOAT32_BYTES
-        if tape.setting.kernel == "cpu" and not is_ours and saved:
+        is_ours = tape.setting.is_cpu and x.element_bytes == weight.element_bytes == FLOAT32_BYTES
+        if tape.setting.is_cpu and not is_ours and saved:
             # torch's own form on CPU computes in float32, step by step.
             saved = [scale, *(tape.value(x.num_elements, FLOAT32_BYTES) for _ in range(2 if weight.is_trained else 1))]
         return tape.apply(

@@ -8,7 +8,7 @@ Everything is a whole number, so that the memory of a model of any size is known
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,9 +19,6 @@ GRADIENTS: Final = "gradients"
 
 FLOAT32_BYTES: Final = 4
 
-Kernel = Literal["cpu", "flash", "efficient"]
-"""How attention runs: torch's kernel on CPU, flash, or the memory-efficient one, which needs a mask and repeated keys.
-"""
 Bytes = Counter[str]
 """Bytes by term; they may be negative."""
 
@@ -36,7 +33,8 @@ class Setting:
         product_bytes: Bytes of an element of the matrix products.
         weight_bytes: Bytes of an element of trained weights as the forward sees them.
         is_autocast: Whether products cast what they get.
-        kernel: How attention runs.
+        is_cpu: Whether the device is a CPU.
+        attention: The kernel of attention, by its name in `genesis.model.attend.table`.
         has_documents: Whether a sequence has several documents.
         expert_ranks: Ranks that share the experts; rows travel between them.
         rounded_to: The allocator's unit.
@@ -47,7 +45,8 @@ class Setting:
     product_bytes: int = FLOAT32_BYTES
     weight_bytes: int = FLOAT32_BYTES
     is_autocast: bool = False
-    kernel: Kernel = "cpu"
+    is_cpu: bool = True
+    attention: str = "flash"
     has_documents: bool = True
     expert_ranks: int = 1
     rounded_to: int = 512

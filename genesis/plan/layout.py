@@ -6,6 +6,7 @@ from typing import Final, Literal
 from genesis.errors import UserError
 from genesis.expert_share import check_expert_share
 from genesis.model.adapter import AdapterConfig
+from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.offload_share import spread_units
 
@@ -115,6 +116,7 @@ class Workload:
         global_batch_size: Sequences, or pairs, of a step.
         precision: The Trainer's precision.
         is_cpu: Whether the device is a CPU.
+        attention: The kernel of attention, by its name in `genesis.model.attend.table`.
         has_documents: Whether sequences have several documents.
         teacher: The model that a student learns from, if it runs and its shape is known.
         teacher_bytes: Bytes of an element of its weights.
@@ -133,6 +135,7 @@ class Workload:
     global_batch_size: int = 1
     precision: str = "bf16-mixed"
     is_cpu: bool = False
+    attention: str = FLEX.name
     has_documents: bool = True
     teacher: DecoderConfig | None = None
     teacher_bytes: int = FLOAT32_BYTES

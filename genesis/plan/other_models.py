@@ -3,12 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from genesis.model.attend.table import MASK, TORCH_KERNEL
 from genesis.model.decoder import DecoderConfig
 from genesis.model.tape import ACTIVATIONS, FLOAT32_BYTES, LOSS, Bytes
 from genesis.plan.bill import CACHE, WHOLE
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.sections import build_sections, build_setting
 from genesis.plan.state import Model, build_model
+from genesis.precision import FULL
 
 _ID_BYTES = 8
 
@@ -32,7 +34,7 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     """Returns what the teacher takes; None if none runs or its shape is not known."""
     if workload.teacher is None:
         return None
-    precision = "32-true" if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
+    precision = FULL if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
     alone = Workload(
         decoder=workload.teacher,
         objective="Distillation",  # whose head computes no gradients in its forward
@@ -40,6 +42,8 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
         micro_batch_size=workload.micro_batch_size,
         precision=precision,
         is_cpu=workload.is_cpu,
+        # No fit builds its decoder, and a wide dtype has no flash kernel on a GPU.
+        attention=MASK.name if precision == FULL and not workload.is_cpu else TORCH_KERNEL,
         has_documents=workload.has_documents,
     )
     model = build_model(alone)

@@ -10,6 +10,7 @@ import yaml
 
 from genesis.deprecated_options import rename_option
 from genesis.errors import UserError
+from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
 from genesis.offload_share import read_cpu_offload, read_directory, read_share
@@ -239,6 +240,7 @@ def read_recipe(
         global_batch_size=global_batch_size,
         precision=precision,
         is_cpu=is_cpu,
+        attention=_read_attention(read, assumptions, is_cpu=is_cpu),
         teacher=teacher,
         teacher_bytes=teacher_bytes,
         teacher_top_k=read.count("model.objective.init_args.top_k", 64) if teacher is not None else 64,
@@ -332,6 +334,18 @@ def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> s
     if spelled not in PRECISIONS:
         raise UserError(f"trainer.precision is {given!r}: it must be one of {', '.join(PRECISIONS)}, auto")
     return str(spelled)
+
+
+def _read_attention(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+    given = read.get("model.attention", AUTO)
+    if given == AUTO:
+        if is_cpu:
+            return FLASH.name
+        assumptions.append(f"attention auto is counted as {FLEX.name}, which GPUs since Ampere have")
+        return FLEX.name
+    if given not in KERNELS:
+        raise UserError(f"model.attention is {given!r}: it must be {AUTO}, {', '.join(KERNELS)}")
+    return str(given)
 
 
 def _read_devices(read: _Reader, assumptions: list[str]) -> int:

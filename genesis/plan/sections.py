@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from genesis.loss import CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU, MIN_CHUNK_TOKENS
+from genesis.model.attend.table import KERNELS
 from genesis.model.decoder import Block, Decoder
 from genesis.model.tape import FLOAT32_BYTES, GRADIENTS, LOSS, Course, Setting, Tape, Value
-from genesis.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes, product_bytes
+from genesis.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 
 _CPU_ROUNDING, _GPU_ROUNDING = 64, 512
 """The units of torch's allocators."""
@@ -65,7 +66,6 @@ class Sections:
 def build_setting(workload: Workload, layout: Layout) -> Setting:
     """Returns what decides the size of activations."""
     product, weight_bytes = product_bytes(workload, layout), forward_weight_bytes(workload, layout)
-    kernel = "cpu" if workload.is_cpu else "flash" if product == HALF_BYTES else "efficient"
     return Setting(
         batch_size=workload.micro_batch_size * workload.rows_per_sequence,
         seq_len=workload.seq_len,
@@ -73,7 +73,8 @@ def build_setting(workload: Workload, layout: Layout) -> Setting:
         weight_bytes=weight_bytes,
         # Where FSDP2 gathers in the products' type there is no autocast.
         is_autocast=workload.precision.endswith("mixed") and weight_bytes != product,
-        kernel=kernel,  # type: ignore[arg-type]  # one of the three
+        is_cpu=workload.is_cpu,
+        attention=workload.attention,
         has_documents=workload.has_documents,
         expert_ranks=layout.expert_parallel,
         rounded_to=_CPU_ROUNDING if workload.is_cpu else _GPU_ROUNDING,
@@ -160,16 +161,16 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         chunk * dim * in_product if hidden.element_bytes != in_product else 0
     )
     logits, probabilities = chunk * vocab_size * in_product, chunk * vocab_size * FLOAT32_BYTES
-    is_fused = setting.kernel != "cpu" and workload.objective != "Distillation"
+    is_fused = not setting.is_cpu and workload.objective != "Distillation"
     # While the probabilities are computed both exist; then either the weight's gradient is added, in a tensor of its
     # own for narrow products, or the logits of the next chunk come.
-    in_softmax = logits + probabilities + (probabilities if is_narrow and setting.kernel == "cpu" else 0)
+    in_softmax = logits + probabilities + (probabilities if is_narrow and setting.is_cpu else 0)
     in_products = probabilities + (logits if is_narrow else 0) + chunk * dim * 2 * in_product
     if is_fused:  # one compiled function makes the gradient of the logits, and nothing else as large
         in_softmax, in_products = 2 * logits, logits + chunk * dim * in_product
     product = 0
     if is_narrow and weight.is_trained:
-        product = vocab_size * dim * in_product if setting.kernel == "cpu" else wide
+        product = vocab_size * dim * in_product if setting.is_cpu else wide
     working = copies + max(in_softmax, in_products + product)
     if workload.objective == "CrossEntropy":
         own = vocab_size * dim * weight.element_bytes
@@ -201,7 +202,7 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
 
 def _count_chunk_tokens(setting: Setting, vocab_size: int) -> int:
     """Returns the tokens of a chunk, as `genesis.loss.split_tokens` does."""
-    is_cpu = setting.kernel == "cpu"
+    is_cpu = setting.is_cpu
     limit = CHUNK_LOGITS_BYTES_CPU if is_cpu else CHUNK_LOGITS_BYTES_GPU
     most = max(MIN_CHUNK_TOKENS, limit // (FLOAT32_BYTES * vocab_size))
     if is_cpu or setting.num_tokens <= most:
@@ -213,5 +214,5 @@ def _count_tables(decoder: Decoder, setting: Setting) -> int:
     attention = decoder.config.parts.attention
     rows = setting.batch_size if setting.has_documents else 1
     tables = 2 * rows * setting.seq_len * attention.head_width(decoder.config.dim) * FLOAT32_BYTES
-    is_masked = setting.kernel == "efficient" and (setting.has_documents or attention.sliding_window is not None)
-    return tables + (setting.num_tokens * setting.seq_len if is_masked else 0)
+    is_windowed = attention.sliding_window is not None
+    return tables + KERNELS[setting.attention].count_shared_bytes(setting, is_windowed=is_windowed)

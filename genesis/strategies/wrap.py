@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from genesis.device import CPU, find_kind
 from genesis.errors import UserError
-from genesis.model.attend import AttentionMetadata
+from genesis.model.attend.metadata import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part

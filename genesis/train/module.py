@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.determinism import UNREPEATABLE
-from genesis.device import is_host
+from genesis.device import is_host, read_capability
 from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
+from genesis.model.attend.kernel import Place
+from genesis.model.attend.table import AttentionName, resolve_kernel
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
@@ -36,6 +38,7 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.precision import product_dtype
 from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
@@ -72,6 +75,12 @@ def seed_of_step(seed: int, step: int, data_rank: int) -> int:
     return value >> 1
 
 
+def find_place(trainer: pl.Trainer, decoder: DecoderConfig) -> Place:
+    """Returns the place of a decoder's attention on a Trainer's device, under its precision."""
+    device = trainer.strategy.root_device
+    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), decoder.head_dim)
+
+
 class GenesisModule(pl.LightningModule):
     """A decoder and its training step.
 
@@ -86,6 +95,10 @@ class GenesisModule(pl.LightningModule):
         seed: The seed of the initial weights and of dropout.
         adapter: Adapters on the frozen weights of a base; None to train all weights.
         objective: What training minimises; None for the cross-entropy of the next token.
+        attention: The kernel of attention: `fa4` (FlashAttention-4: Hopper and Blackwell, with the package
+            flash-attn-4), `flex` (torch's FlexAttention: GPUs since Ampere), `flash` (torch's flash kernels: GPUs since
+            Ampere in 16 bits, and the CPU) or `mask` (everywhere); `auto` for the first of them that the device has.
+            Kernels round differently; a run that continues keeps its own.
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
@@ -103,6 +116,7 @@ class GenesisModule(pl.LightningModule):
         seed: int = 0,
         adapter: AdapterConfig | None = None,
         objective: Objective | None = None,
+        attention: AttentionName = "auto",
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -115,6 +129,7 @@ class GenesisModule(pl.LightningModule):
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
+        self.attention: str = attention
         self._skip_reason: str | None = None
         self._empty_reason: str | None = None
         self._counts: dict[str, int] = {TOKENS: 0}
@@ -133,6 +148,7 @@ class GenesisModule(pl.LightningModule):
         """Checks that the decoder supports corpus, precision and options, before it is built."""
         self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
+        self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
@@ -147,6 +163,7 @@ class GenesisModule(pl.LightningModule):
             return
         with torch.device("meta"):
             decoder = Decoder(self.decoder_config)
+            decoder.attention_kernel = self.attention
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
         attempt_on_all(lambda: self._strategy.apply_to(decoder))

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from genesis.deprecated_options import rename_in_recipe
 from genesis.determinism import unify_deterministic
+from genesis.model.attend.table import FLASH
 from genesis.model.recipe import unify_decoder
 from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
@@ -42,7 +43,15 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
-    return unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe))))
+    return fill_attention(unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe)))))
+
+
+def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mapping[str, Any]:
+    """Returns a recipe with a kernel of attention, if it has none: before there was a choice, these are what ran."""
+    model = recipe.get("model")
+    if not isinstance(model, Mapping) or "attention" in model:
+        return recipe
+    return {**recipe, "model": {**model, "attention": kernel}}
 
 
 RECIPE_POLICY: Final = DriftPolicy(

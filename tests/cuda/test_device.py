@@ -7,17 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.device import find_missing_compiler, has_bfloat16, read_capability
+from genesis.device import find_missing_compiler, has_bfloat16
 from genesis.doctor.probe import Probe, SkippedError
 from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
 from genesis.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
-from genesis.model.attend import FLASH_CAPABILITY
-from genesis.model.attention import (
-    AttentionMetadata,
-    attend,
-    document_mask,
-    document_offsets,
-)
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts, suits_grouped
 from genesis.model.norm import RMSNorm
@@ -25,7 +18,6 @@ from genesis.optim import OptimizerOptions, build_optimizer
 from genesis_callbacks.checkpoint import prove_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
-LENGTHS = (1, 300, 7, 128, 64, 12)
 
 
 def check(probe: Probe) -> None:
@@ -42,36 +34,6 @@ def test_digests_and_pinned_copies_are_those_of_the_cpu(kind: str) -> None:
 
 
 # ---- kernels
-
-
-def require_flash(kind: str) -> None:
-    if (read_capability(torch.device(kind, 0)) or (0, 0)) < FLASH_CAPABILITY:
-        pytest.skip("the device has no kernel for attention document by document")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("window", [None, 32])
-def test_attention_by_documents_is_attention_under_a_mask(kind: str, head_dim: int, window: int | None) -> None:
-    require_flash(kind)
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = sum(LENGTHS)
-    leaves = [
-        torch.randn(1, num_tokens, heads, head_dim, generator=generator).to(kind, torch.bfloat16) for heads in (8, 2, 2)
-    ]
-    lengths = torch.tensor(LENGTHS)
-    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(kind, torch.int32)[None]
-    tables = torch.empty(0, device=kind), torch.empty(0, device=kind)
-    upstream = torch.randn(1, num_tokens, 8, head_dim, generator=generator).to(kind, torch.bfloat16)
-
-    def run(metadata: AttentionMetadata) -> list[Tensor]:
-        own = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = attend(own[0], own[1], own[2], metadata)
-        return [out, *torch.autograd.grad(out, own, upstream)]
-
-    by_document = run(AttentionMetadata(*tables, offsets=document_offsets(document_ids), window=window))
-    masked = run(AttentionMetadata(*tables, mask=document_mask(document_ids, window)))
-    for one, other in zip(by_document, masked, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

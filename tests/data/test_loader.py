@@ -28,7 +28,7 @@ from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
-from genesis.model.attend import document_offsets
+from genesis.model.attend.metadata import document_offsets
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
 
 SEQ_LEN = 12

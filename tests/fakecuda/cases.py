@@ -2,13 +2,16 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from genesis import device, loss
 from genesis.data.loader import SequenceFormat
@@ -21,6 +24,8 @@ from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model import norm as norms
+from genesis.model.attend import fa4
+from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.precision import choose_precision
 from genesis_callbacks.checkpoint import digest as digests
@@ -167,6 +172,35 @@ def digest(dtype: str) -> dict[str, Any]:
         return {**_take(watch), "num_digests": len(found), "num_weights": len(weights)}
 
 
+def compiled_blocks(kernel: str) -> dict[str, Any]:
+    """Runs forward and backward of a decoder with compiled blocks, one with a window.
+
+    Returns the operators in the graph of each forward and backward that torch compiles.
+    """
+    fa4.find_version = lambda: "4"  # type: ignore[assignment]  # of the package, whose kernels do not run
+    found: list[list[str]] = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    config = replace(
+        SHAPE, num_heads=None, num_kv_heads=None, attention=AttentionConfig(4, 2, sliding_window=40, window_layers=(0,))
+    )
+    with FakeMode():
+        with torch.device("cuda"):
+            decoder = Decoder(config).to(torch.bfloat16)
+            ids, documents = (torch.zeros(2, 128, dtype=dtype) for dtype in (torch.int64, torch.int32))
+            offsets = torch.zeros(6, dtype=torch.int32)
+        decoder.attention_kernel = kernel
+        compiler = aot_autograd(fw_compiler=capture)
+        for block in decoder.blocks:
+            block.forward = torch.compile(block.forward, backend=compiler)
+        loss = decoder(ids, document_ids=documents, document_offsets=offsets).float().sum()
+        loss.backward()
+    return {"graphs": found, "has_gradients": all(p.grad is not None for p in decoder.parameters())}
+
+
 CASES: Final[dict[str, Callable[..., Any]]] = {
     "fit": fit,
     "batch": batch,
@@ -176,4 +210,5 @@ CASES: Final[dict[str, Callable[..., Any]]] = {
     "digest": digest,
     "norm": norm,
     "device_layer": device_layer,
+    "compiled_blocks": compiled_blocks,
 }

@@ -19,6 +19,7 @@ from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.strategies import ddp as lightning_ddp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
@@ -28,6 +29,8 @@ from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
+from genesis.model.attend import fa4, flex
+from genesis.model.attend.table import AttentionName
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.norm import NormConfig
@@ -297,6 +300,7 @@ def run_fit(
     capability: tuple[int, int] = (9, 0),
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
+    attention: AttentionName = "auto",
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
@@ -308,12 +312,21 @@ def run_fit(
         capability: Of the device.
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
+        attention: Of the module; for `fa4`, its package seems to be installed.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
     cuda: Any = torch.cuda
     device.FREE_BYTES[0] = free_bytes
     cuda.get_device_capability = lambda device=None: tuple(capability)
+    # Torch compiles nothing under a mode that watches. The kernel runs as the operator that inductor would compile.
+    package: Any = fa4
+    if attention == "fa4":
+        package.find_version = lambda: "4"
+    kernel: Any = flex
+    kernel.compile_kernel = lambda: flex.attend_blocks
+    torchs: Any = flex_attention
+    torchs._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     decoder: Any = Decoder
     decoder.init_weights = lambda self, seed: None  # fake tensors have no values
     module: Any = GenesisModule
@@ -355,6 +368,7 @@ def run_fit(
                 decoder_config,
                 OptimizerOptions(name=combination.optimizer),
                 adapter=adapter,
+                attention=attention,
                 objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
             module.base_dtype = choose_base_dtype(combination.adapter)

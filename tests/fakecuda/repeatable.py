@@ -75,6 +75,8 @@ UNLISTED: Final = {
     "_flash_attention_backward": "asks torch for the deterministic kernel",
     "_efficient_attention_backward": "asks torch for the deterministic kernel",
     "torch_attn::_varlen_attn_backward": "asks torch for the deterministic kernel",
+    "flex_attention_backward": "each program adds up the gradient of its own block, without atomics",
+    "genesis::fa4_backward": "asks FlashAttention for the deterministic kernel",
     "embedding_dense_backward": "sorts the tokens, and adds those of a row in their order",
 }
 """Operators that torch does not list although they add up what many threads have, and why they repeat."""

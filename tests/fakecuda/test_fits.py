@@ -106,18 +106,6 @@ def test_ddp_is_built_on_the_current_stream(fake_device: FakeDevice) -> None:
     assert run(fake_device, Combination(num_ranks=2))["num_streams_entered"] == 0
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "has_kernel"),
-    [((8, 0), 64, True), ((7, 5), 64, False), ((9, 0), 256, True), ((9, 0), 320, False)],
-)
-def test_flash_kernels_are_asked_for_where_they_exist(
-    fake_device: FakeDevice, capability: tuple[int, int], head_dim: int, has_kernel: bool
-) -> None:
-    shape = {"dim": 2 * head_dim, "num_heads": 2, "num_kv_heads": 2}
-    kernels = run(fake_device, Combination(precision="16-mixed"), capability=capability, shape=shape)["kernels"]
-    assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
-
-
 def test_norms_of_queries_reach_the_fused_kernel_in_one_dtype(fake_device: FakeDevice) -> None:
     found = fake_device.run("norm")
     assert found["given"] == [["torch.float32", "torch.float32"]] * 3

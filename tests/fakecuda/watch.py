@@ -14,6 +14,8 @@ import lightning
 import torch
 import torchmetrics
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -54,6 +56,9 @@ class Watch(TorchDispatchMode):
             anyway, and the host's tensors are fake, too.
     """
 
+    supports_higher_order_operators = True
+    """FlexAttention is one: its fake form has the shapes of its results, and computes nothing."""
+
     def __init__(self, numbers: dict[str, float] | None = None, fake: "FakeMode | None" = None) -> None:
         super().__init__()
         self.numbers = numbers or {}
@@ -89,6 +94,12 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            out = func(*args, **kwargs)
+            self.live.note(out)
+            self.kernels[func.name()] += 1
+            self.operators.add(func.name())
+            return out
         if self._is_within_kernel:
             with self.fake or contextlib.nullcontext():
                 out = func(*args, **kwargs)
@@ -295,3 +306,7 @@ class FakeMode(FakeTensorMode):
     def avoid_device_init(self) -> bool:
         """Whether a tensor of numbers is made on the host first; torch asks whether there is a real CUDA."""
         return True
+
+
+for _operator in (flex_attention, flex_attention_backward):  # torch looks the rule up by the class itself
+    _operator.python_key_table[FakeMode] = _operator.python_key_table[FakeTensorMode]

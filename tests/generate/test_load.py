@@ -148,7 +148,7 @@ def test_a_kernel_that_fails_its_proof_is_named_and_not_used(
 
     distrusted: list[torch.device] = []
     monkeypatch.setattr(
-        load, "ATTENTION_PROOF", DeviceProof("a", "fast", "slow", lambda device: None, distrusted.append)
+        load, "TORCH_ATTENTION_PROOF", DeviceProof("a", "fast", "slow", lambda device: None, distrusted.append)
     )
     monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", DeviceProof("b", "fast", "slow", fail, distrusted.append))
     with caplog.at_level(logging.WARNING):
@@ -166,7 +166,7 @@ def test_kernels_of_linear_layers_are_proved_on_cards_of_any_age(
     def build_proof(name: str) -> DeviceProof:
         return DeviceProof(name, "fast", "slow", lambda device: found.append(name))
 
-    monkeypatch.setattr(load, "ATTENTION_PROOF", build_proof("flash"))
+    monkeypatch.setattr(load, "TORCH_ATTENTION_PROOF", build_proof("flash"))
     monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", build_proof("cached"))
     monkeypatch.setattr(load, "linear_attention_proofs", lambda: (build_proof("linear"),))
     monkeypatch.setattr(load, "read_capability", lambda device: capability)

@@ -15,9 +15,10 @@ from genesis.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import write_shape
 from genesis.loss import sum_cross_entropy
-from genesis.model import attend as attend_module
 from genesis.model import initial
-from genesis.model.attend import AttentionMetadata, attend, document_mask, document_offsets, document_positions
+from genesis.model.attend import flash
+from genesis.model.attend.metadata import AttentionMetadata, document_mask, document_offsets, document_positions
+from genesis.model.attend.table import attend
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import INIT_STD
 from genesis_callbacks.testing import run_ranks
@@ -52,7 +53,7 @@ def documents_of(document_ids):
 @pytest.fixture(params=["document by document", "mask"])
 def packed_path(request, monkeypatch):
     """Sends packed rows through one of the two ways in which a CPU attends by document."""
-    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
+    monkeypatch.setattr(flash, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
 
 
 @pytest.mark.parametrize("changes", [{}, {"has_tied_embeddings": False}, {"num_kv_heads": 6}, {"rope_theta": 1e4}])
@@ -130,7 +131,7 @@ def test_every_way_to_attend_agrees_with_the_slow_one(num_kv_heads):
     key, value = torch.randn(2, *PACKED.shape, num_kv_heads, 8)
     wanted = slow_attention(query, key, value, PACKED)
     none = torch.empty(0)
-    by_document = attend(query, key, value, AttentionMetadata(none, none, offsets=document_offsets(PACKED)))
+    by_document = attend(query, key, value, AttentionMetadata(none, none, "flash", offsets=document_offsets(PACKED)))
     masked = attend(query, key, value, AttentionMetadata(none, none, mask=document_mask(PACKED)))
     plain = attend(query[1:2], key[1:2], value[1:2], AttentionMetadata(none, none))  # the row of one document
     assert (by_document - wanted).abs().max() < 1e-5
@@ -145,7 +146,7 @@ def test_the_cuda_kernel_takes_what_it_is_given():
         for heads in (4, 2, 2)
     )
     none = torch.empty(0, device="meta")
-    out = attend(query, key, value, AttentionMetadata(none, none, offsets=document_offsets(PACKED).to("meta")))
+    out = attend(query, key, value, AttentionMetadata(none, none, "flash", offsets=document_offsets(PACKED).to("meta")))
     assert out.shape == query.shape
     out.sum().backward()
     assert key.grad.shape == key.shape

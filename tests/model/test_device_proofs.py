@@ -7,37 +7,85 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
 
-from genesis.model import attend, delta_kernel
+from genesis.model import delta_kernel, device_proofs
+from genesis.model.attend import flash, flex
+from genesis.model.attend.flex import BLOCK_TOKENS
+from genesis.model.attend.table import FLASH
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig, build_delta_metadata
 from genesis.model.delta_rule import DeltaInputs, chunked
-from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, linear_attention_proofs
 from tests.tiny_runs import decides_decays
 
 CPU = torch.device("cpu")
 
 
 def test_attention_by_documents_and_under_a_mask_agree() -> None:
-    ATTENTION_PROOF.prove(CPU)
+    TORCH_ATTENTION_PROOF.prove(CPU)
 
 
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    right = attend._attend_each_document
-    monkeypatch.setattr(attend, "_attend_each_document", lambda *inputs: right(*inputs) * wrong)
+    right = flash._attend_each_document
+    monkeypatch.setattr(flash, "_attend_each_document", lambda *inputs: right(*inputs) * wrong)
     with pytest.raises(RuntimeError, match="differs from the slower way by"):
-        ATTENTION_PROOF.prove(CPU)
+        TORCH_ATTENTION_PROOF.prove(CPU)
+
+
+def test_a_kernel_whose_gradients_alone_are_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = flash._attend_each_document
+
+    def change_gradients(*inputs: Any) -> Tensor:
+        out = right(*inputs)
+        return out + 0.3 * (out - out.detach())
+
+    monkeypatch.setattr(flash, "_attend_each_document", change_gradients)
+    with pytest.raises(RuntimeError, match="attention by flash in its backward differs from the slower way by"):
+        TORCH_ATTENTION_PROOF.prove(CPU)
+
+
+def test_a_kernel_that_ignores_the_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = flash._attend_each_document
+    monkeypatch.setattr(flash, "_attend_each_document", lambda *inputs: right(*inputs[:4], None))
+    with pytest.raises(RuntimeError, match="attention by flash differs"):
+        TORCH_ATTENTION_PROOF.prove(CPU)
+
+
+def test_the_proof_takes_several_blocks_of_keys_and_at_most_what_a_mask_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    right = flash._attend_each_document
+    monkeypatch.setattr(
+        flash, "_attend_each_document", lambda *inputs: lengths.append(inputs[0].shape[1]) or right(*inputs)
+    )
+    TORCH_ATTENTION_PROOF.prove(CPU)
+    assert min(lengths) > 4 * BLOCK_TOKENS
+    monkeypatch.setattr(device_proofs, "_MAX_PROVED_TOKENS", 200)
+    device_proofs.prove_kernel("flash", device_proofs.ProvedShape(num_heads=6, head_dim=16, seq_len=900), CPU)
+    assert lengths[-1] == 200
+
+
+def test_flex_is_proved_by_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchs, "_validate_device", lambda *inputs: None)  # has no backward on the CPU
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "compile_kernel", lambda: flex.attend_blocks)
+    proof = device_proofs.attention_proof("flex")
+    proof.prove(CPU)
+    first_seen = flex.find_first_seen
+    monkeypatch.setattr(flex, "find_first_seen", lambda rows: first_seen(rows._replace(document_ids=None)))
+    with pytest.raises(RuntimeError, match="attention by flex differs"):
+        proof.prove(CPU)
 
 
 def test_where_the_proof_fails_masks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "_distrusted_devices", set())
+    monkeypatch.setattr(FLASH, "_distrusted", set())
     config = AttentionConfig(num_heads=2, num_kv_heads=2)
     ids = torch.arange(2, dtype=torch.int32).repeat_interleave(64)[None]
     x = torch.zeros(1, 128, 32)
     assert build_attention_metadata(config, x, ids).offsets is not None
-    ATTENTION_PROOF.take_slow(CPU)
+    TORCH_ATTENTION_PROOF.take_slow(CPU)
     metadata = build_attention_metadata(config, x, ids)
     assert metadata.offsets is None
     assert metadata.mask is not None

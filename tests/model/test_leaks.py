@@ -9,8 +9,8 @@ import torch
 
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.packing import fill_row, mark_piece_ends, pack_documents
-from genesis.model import attend as attend_module
 from genesis.model import attention as attention_module
+from genesis.model.attend import flash
 from genesis.model.decoder import Decoder, DecoderConfig
 from tests.linear_faults import DOCUMENT_FAULTS
 from tests.mixtures import LINEAR, build_sharp, mix
@@ -39,7 +39,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a path of
 def logits_of(request, monkeypatch):
     """Gives a function from a micro-batch to logits that goes one way, and says which way it went."""
     path = request.param
-    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
+    monkeypatch.setattr(flash, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
     device = "cuda" if "cuda" in path else "cpu"
     decoder = Decoder(CONFIG)
     decoder.init_weights(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genesis.errors import UserError
-from genesis.model import attend as attend_module
+from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig
@@ -94,7 +94,7 @@ def find_cache_error(config: DecoderConfig, first: int) -> float:
 def test_packed_documents_give_the_logits_of_each_alone(
     config: DecoderConfig, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if path != "mask" else 10_000)
+    monkeypatch.setattr(flash, "MIN_MEAN_DOCUMENT_TOKENS", 1 if path != "mask" else 10_000)
     assert find_document_error(config) < TOLERANCE
 
 

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
-from genesis.model import attend as attend_module
-from genesis.model.attend import AttentionMetadata, CachedTokens, attend, needs_expanded_keys
+from genesis.model.attend import cache
+from genesis.model.attend import kernel as kernels
+from genesis.model.attend.mask import needs_expanded_keys
+from genesis.model.attend.metadata import AttentionMetadata, CachedTokens
+from genesis.model.attend.table import FLASH, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF
@@ -64,10 +67,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"shapes": (query.shape, key.shape), **options})
         return slow_varlen(query, key, *inputs, **options)
 
-    monkeypatch.setattr(attend_module, "varlen_attn", watch)
-    monkeypatch.setattr(attend_module, "has_flash", lambda x, head_dim: True)
-    monkeypatch.setattr(attend_module, "suits_offsets", lambda *inputs: False)
-    monkeypatch.setattr(attend_module, "_devices_without_lengths", set())
+    monkeypatch.setattr(cache, "varlen_attn", watch)
+    monkeypatch.setattr(cache, "find_flash_obstacle", lambda place: None)
+    monkeypatch.setattr(FLASH, "_distrusted", {"cpu"})
+    monkeypatch.setattr(cache, "_devices_without_lengths", set())
     return calls
 
 
@@ -105,7 +108,7 @@ def test_texts_are_the_same_by_lengths_and_under_a_mask(kernel: list[dict[str, A
     by_lengths = generate(decoder)
     assert kernel
     num_calls = len(kernel)
-    attend_module.distrust_lengths(CPU)
+    cache.distrust_lengths(CPU)
     assert generate(decoder) == by_lengths
     assert len(kernel) == num_calls
 
@@ -126,7 +129,7 @@ def test_the_proof_holds_and_sees_a_kernel_that_is_wrong(
     def ignore_lengths(*inputs: Any, seqused_k: Tensor, **options: Any) -> Tensor:
         return slow_varlen(*inputs, seqused_k=torch.full_like(seqused_k, 64), **options)
 
-    monkeypatch.setattr(attend_module, "varlen_attn", ignore_lengths)
+    monkeypatch.setattr(cache, "varlen_attn", ignore_lengths)
     with pytest.raises(RuntimeError, match="attention by lengths differs from the slower way by"):
         CACHED_ATTENTION_PROOF.prove(CPU)
 
@@ -157,7 +160,7 @@ def test_expanded_keys_give_the_same_attention_and_gradients(num_queries: int, h
 
 
 def test_keys_are_expanded_where_cuda_has_no_fused_kernel_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend_module, "read_capability", lambda device: (8, 0))
+    monkeypatch.setattr(kernels, "read_capability", lambda device: (8, 0))
     mask = torch.ones(1, dtype=torch.bool)
 
     class OnCUDA:

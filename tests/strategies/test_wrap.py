@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.model import attend
+from genesis.model.attend import flash
 from genesis.model.decoder import Decoder
 from genesis.strategies import wrap
 from genesis.strategies.wrap import apply_wrappers
@@ -44,7 +44,7 @@ def attend_in_one_graph(query: Tensor, key: Tensor, value: Tensor, offsets: Tens
 
 def count_graphs(backend: str, is_marked: bool, checkpointing: Literal["none", "block"]) -> list[int]:
     """Returns how many graphs torch had compiled after each packing, with ever more documents."""
-    attend._attend_each_document = attend_in_one_graph
+    flash._attend_each_document = attend_in_one_graph
     if not is_marked:
         wrap.maybe_mark_dynamic = lambda tensor, dimension: None
     compiled = torch.compile

@@ -1,0 +1,116 @@
+"""What a kernel of attention is, and where it runs."""
+
+from abc import ABC, abstractmethod
+from typing import Final, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from genesis.device import read_capability
+from genesis.model.attend.metadata import AttentionMetadata, Rows
+from genesis.model.tape import Setting, Tape, Value
+
+CUDA: Final = "cuda"
+HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
+AMPERE: Final = (8, 0)
+
+
+class Place(NamedTuple):
+    """What decides which kernels there are.
+
+    Args:
+        kind: The kind of device.
+        capability: The compute capability of a CUDA device.
+        dtype: The dtype of queries, keys and values.
+        head_dim: The width of a head.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    head_dim: int
+
+    @classmethod
+    def of(cls, x: Tensor, head_dim: int) -> "Place":
+        """Returns the place of a model with heads of this width whose blocks get `x`."""
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
+        return cls(x.device.type, read_capability(x.device), dtype, head_dim)
+
+    def find_older(self, least: tuple[int, int]) -> str | None:
+        """Returns an obstacle if this is no CUDA device of at least this compute capability."""
+        if self.kind != CUDA:
+            return f"it needs a CUDA device, and this is {self.kind}"
+        found = self.capability or (0, 0)
+        if found < least:
+            return f"it needs a GPU of compute capability {_show(least)} or newer, and this one has {_show(found)}"
+        return None
+
+
+def _show(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+class AttentionKernel(ABC):
+    """A way to attend within documents and windows, causally, where a key head may serve several query heads.
+
+    Attributes:
+        name: The name in recipes and in `AttentionMetadata`.
+        needs_offsets: Whether `prepare` reads where documents begin, which costs a wait if the loader has not counted.
+    """
+
+    name: str
+    needs_offsets: bool = True
+
+    def __init__(self) -> None:
+        self._distrusted: set[str] = set()
+
+    def describe(self) -> str:
+        """Returns the name of the kernel, with the version of its package if that is not torch."""
+        return self.name
+
+    def distrust(self, kind: str) -> None:
+        """Makes this kernel unavailable on a kind of device from now on, after it gave wrong results there."""
+        self._distrusted.add(kind)
+
+    def find_obstacle(self, place: Place) -> str | None:
+        """Returns why this kernel cannot run there, in a clause whose subject is the kernel; None if it can."""
+        if place.kind in self._distrusted:
+            return f"it gave wrong results on this {place.kind} device"
+        return self._find_obstacle(place)
+
+    @abstractmethod
+    def _find_obstacle(self, place: Place) -> str | None:
+        """Returns why this kernel cannot run there even if its results are right."""
+
+    @abstractmethod
+    def prepare(self, metadata: AttentionMetadata, rows: Rows) -> AttentionMetadata:
+        """Returns the metadata of a forward with what `attend` reads, computed once for all its layers."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Float[Tensor, "B S H E"],
+        key: Float[Tensor, "B L K E"],
+        value: Float[Tensor, "B L K E"],
+        metadata: AttentionMetadata,
+    ) -> Float[Tensor, "B S H E"]:
+        """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see."""
+
+    def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
+        """Returns the bytes of what `prepare` computes for all layers, beside the rotary tables."""
+        return 0
+
+    @abstractmethod
+    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
+        """Records `attend` without a cache.
+
+        Args:
+            tape: The tape.
+            query: Queries, of all heads.
+            key: Keys, of all their heads.
+            value: Values, likewise.
+            num_heads: Number of query heads.
+            window: The tokens that a token sees; None for all.
+        """

@@ -1,0 +1,107 @@
+"""Attention under a mask, or over whole rows, by torch's `scaled_dot_product_attention`: it runs everywhere.
+
+Letters as in `metadata`.
+"""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from genesis.model.attend.flash_limits import find_flash_obstacle
+from genesis.model.attend.kernel import CUDA, AttentionKernel, Place
+from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
+from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
+
+
+class MaskKernel(AttentionKernel):
+    """Torch's own attention with a mask of all pairs of tokens, which whole rows without a window do not need."""
+
+    name = "mask"
+
+    def _find_obstacle(self, place: Place) -> str | None:
+        return None
+
+    def prepare(self, metadata: AttentionMetadata, rows: Rows) -> AttentionMetadata:
+        """Makes the mask if tokens do not see whole rows."""
+        mask = None if rows.is_whole else document_mask(rows.find_ids(), rows.window)
+        expands_keys = needs_expanded_keys(rows.x, rows.head_dim, mask)
+        return metadata._replace(kernel=self.name, mask=mask, expands_keys=expands_keys)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attends under the mask, or over whole rows."""
+        return attend_rows(query, key, value, metadata.mask, expands_keys=metadata.expands_keys)
+
+    def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
+        """Returns the bytes of the mask, one for each pair of tokens."""
+        return setting.num_tokens * setting.seq_len if setting.has_documents or is_windowed else 0
+
+    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
+        """Records that it keeps its inputs, its result, the mask, and a number for each token and head."""
+        setting = tape.setting
+        is_masked = setting.has_documents or window is not None
+        if not setting.is_cpu:
+            # Where no fused kernel serves several query heads by one key head, keys and values are repeated.
+            key, value = (record_repeats(tape, part, query.num_elements) for part in (key, value))
+        sums = tape.value(setting.num_tokens * num_heads, FLOAT32_BYTES)
+        mask = (tape.value(setting.num_tokens * setting.seq_len, query.element_bytes),) if is_masked else ()
+        saved = (query, key, value, sums, *mask)  # the mask in the type of the scores, which each call makes
+        return tape.apply((query, key, value), query.num_elements, query.element_bytes, saved=saved, saves_output=True)
+
+
+def record_repeats(tape: Tape, part: Value, num_elements: int) -> Value:
+    """Records keys or values that are repeated for each query head of a group."""
+    return part if part.num_elements == num_elements else tape.apply((part,), num_elements, part.element_bytes)
+
+
+def needs_expanded_keys(x: Tensor, head_dim: int, mask: Tensor | None) -> bool:
+    """Whether torch lacks a fused kernel in which a key head serves several query heads.
+
+    On CUDA only the flash kernel does this, which supports no mask and no float32. Otherwise torch would hold the whole
+    matrix of scores.
+    """
+    if x.device.type != CUDA:
+        return False
+    return mask is not None or find_flash_obstacle(Place.of(x, head_dim)) is not None
+
+
+def attend_rows(
+    query: Float[Tensor, "B S H E"],
+    key: Float[Tensor, "B L K E"],
+    value: Float[Tensor, "B L K E"],
+    mask: Bool[Tensor, "B 1 S L"] | None,
+    *,
+    expands_keys: bool = False,
+) -> Float[Tensor, "B S H E"]:
+    """Returns attention under a mask; without one, over the tokens before each token, or over all for a single query.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        mask: The tokens that each token sees.
+        expands_keys: Whether keys and values are repeated for each query head of a group.
+    """
+    groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
+    if groups > 1 and seq_len == 1:
+        # The query heads of a group become queries of one head, so that the longer keys and values need no copy.
+        grouped = query.reshape(query.shape[0], key.shape[2], groups, -1)
+        out = _attend_heads(grouped, key.transpose(1, 2), value.transpose(1, 2), mask, is_causal=False)
+        return out.reshape(query.shape)
+    if groups > 1 and expands_keys:
+        key, value = (part.repeat_interleave(groups, dim=2) for part in (key, value))
+    is_causal = mask is None and seq_len > 1  # torch would align the queries with the first key
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    return _attend_heads(query, key, value, mask, is_causal=is_causal).transpose(1, 2)
+
+
+def _attend_heads(
+    query: Float[Tensor, "B H S E"],
+    key: Float[Tensor, "B K L E"],
+    value: Float[Tensor, "B K L E"],
+    mask: Bool[Tensor, "B 1 S L"] | None,
+    *,
+    is_causal: bool,
+) -> Float[Tensor, "B H S E"]:
+    has_groups = query.shape[1] != key.shape[1]
+    out: Tensor = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=has_groups)
+    return out
