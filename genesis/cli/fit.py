@@ -40,6 +40,7 @@ from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_so
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.float8 import list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
@@ -320,7 +321,10 @@ class GenesisCLI(LightningCLI):
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
-        self.checkpoint.device_proofs = (ATTENTION_PROOF, *linear_attention_proofs())
+        self.checkpoint.device_proofs = (
+            *(ATTENTION_PROOF, *linear_attention_proofs()),
+            *list_float8_proofs(self.model.float8),
+        )
         self.checkpoint.drift_policy = RECIPE_POLICY
         self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):

@@ -212,6 +212,10 @@ def read_recipe(
     if objective not in OBJECTIVES:
         assumptions.append(f"objective {objective} is counted as CrossEntropy")
         objective = "CrossEntropy"
+    if read.get("model.float8") is not None:
+        assumptions.append(
+            f"model.float8 is not counted: memory and speed are those of {precision}; float8 is faster and keeps less"
+        )
     seq_len = read.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = read.count("data.micro_batch_size", 1)
     num_ranks = num_ranks or _read_devices(read, assumptions)

@@ -28,6 +28,7 @@ from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.float8 import Float8Options, choose_layers, convert_layers
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
@@ -39,6 +40,7 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
+from genesis.train.float8 import prepare_float8
 from genesis.train.flops import WindowFlops
 from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
 from genesis.train.late_outcome import LateOutcome, read_together, refuse_device_norm, sum_on_device
@@ -87,6 +89,8 @@ class GenesisModule(pl.LightningModule):
         objective: What training minimises; None for the cross-entropy of the next token.
         gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
             the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
+        float8: Which linear layers of the blocks train with float8 products, by torchao; None for none. Parameters stay
+            what they are, so that a checkpoint does not depend on it.
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
@@ -105,6 +109,7 @@ class GenesisModule(pl.LightningModule):
         adapter: AdapterConfig | None = None,
         gradient_norm: Literal["host", "device"] = "host",
         objective: Objective | None = None,
+        float8: Float8Options | None = None,
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -112,6 +117,7 @@ class GenesisModule(pl.LightningModule):
         self.seed = seed
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
+        self.float8 = float8
         self.base_dtype = torch.float32
         self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
@@ -140,6 +146,14 @@ class GenesisModule(pl.LightningModule):
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)
         data = vars(self.trainer).get("datamodule")
+        training = data.training if isinstance(data, CorpusDataModule) else None
+        if self.float8 is not None:
+            prepare_float8(
+                self.trainer.strategy,
+                self.objective,
+                has_adapter=self.adapter_config is not None,
+                seq_len=None if training is None else training.options.seq_len,
+            )
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
             _check_pairs(self.objective, data.training)
@@ -155,7 +169,7 @@ class GenesisModule(pl.LightningModule):
             decoder = Decoder(self.decoder_config)
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
-        attempt_on_all(lambda: self._strategy.apply_to(decoder))
+        attempt_on_all(lambda: self._wrap(decoder))
         self._strategy.allocate(decoder)
         self._has_unset_weights = self.is_restored
         if self.is_restored:
@@ -164,6 +178,13 @@ class GenesisModule(pl.LightningModule):
         else:
             decoder.init_weights(self.seed)
         self.decoder = decoder
+
+    def _wrap(self, decoder: Decoder) -> None:
+        if self.float8 is not None:
+            choice = choose_layers(decoder, self.float8)
+            convert_layers(decoder, choice, self.trainer.strategy.root_device)
+            rank_zero_info(choice.describe())
+        self._strategy.apply_to(decoder)
 
     def _draw_what_was_not_restored(self) -> None:
         """Generates the initial weights if a restore was expected but did not happen. Does not communicate.

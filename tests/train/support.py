@@ -87,6 +87,8 @@ def build_strategy(name: str) -> Any:
         "reduced_each": lambda: Sharded(gradient_reduction="micro_batch"),
         "offload": lambda: Sharded(cpu_offload=True),
         "half_offload": lambda: Sharded(cpu_offload=0.5),
+        "float8_alone": lambda: Replicated(activation_checkpointing="block"),
+        "float8_shards": lambda: Sharded(activation_checkpointing="block", keep_gathered=True),
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),
