@@ -212,10 +212,6 @@ def read_recipe(
     if objective not in OBJECTIVES:
         assumptions.append(f"objective {objective} is counted as CrossEntropy")
         objective = "CrossEntropy"
-    if read.get("model.float8") is not None:
-        assumptions.append(
-            f"model.float8 is not counted: memory and speed are those of {precision}; float8 is faster and keeps less"
-        )
     seq_len = read.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = read.count("data.micro_batch_size", 1)
     num_ranks = num_ranks or _read_devices(read, assumptions)
@@ -327,6 +323,10 @@ def _class_name(value: Any) -> str | None:
 
 
 def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+    if read.get("model.float8") is not None:
+        assumptions.append(
+            "model.float8 is not counted: memory and speed are those of the precision; float8 keeps less and is faster"
+        )
     given = read.get("trainer.precision", FULL)
     if given == "auto":
         found = FULL if is_cpu else MIXED

@@ -73,9 +73,10 @@ class _Float8Weight:
         self.scale: Tensor | None = None
         assert isinstance(layer.weight, DTensor), "sharded, and not gathered"
         self._weight: Any = layer.weight
-        self._shard: Any = layer.weight._local_tensor
-        self._shard.fsdp_pre_all_gather = self._before_gather
-        self._shard.fsdp_post_all_gather = self._after_gather
+        shard: Any = layer.weight._local_tensor
+        shard.fsdp_pre_all_gather = self._before_gather
+        shard.fsdp_post_all_gather = self._after_gather
+        self._shard: Tensor = shard
 
     def find_largest(self) -> Tensor:
         """Returns the largest absolute value of this rank's rows; 0 without rows."""
@@ -86,7 +87,8 @@ class _Float8Weight:
     def _before_gather(
         self, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        rows = self._cast(self._shard.detach(), self.scale, self.dtype, self._mm_config, self._role)._data
+        assert self.scale is not None, "a forward of the decoder sets it"
+        rows: Tensor = self._cast(self._shard.detach(), self.scale, self.dtype, self._mm_config, self._role)._data
         data = rows.view(torch.uint8)  # gloo knows no float8
         # FSDP2 gathers as many rows from each rank.
         num_missing = -(-size[0] // mesh.size()) - len(data)

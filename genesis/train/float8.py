@@ -27,8 +27,8 @@ def prepare_float8(strategy: Strategy, objective: Objective, *, has_adapter: boo
     check_device(device)
     if has_adapter:
         raise UserError(
-            "model.float8 and model.adapter are both given: the base of adapters is frozen, and adapters are too narrow "
-            "for float8; leave out one of the two"
+            "model.float8 and model.adapter are both given: the base of adapters is frozen, and adapters are too "
+            "narrow for float8; leave out one of the two"
         )
     if objective.compares_forwards:
         raise UserError(
@@ -37,13 +37,13 @@ def prepare_float8(strategy: Strategy, objective: Objective, *, has_adapter: boo
         )
     if precision == "16-mixed" or (precision == FULL and not is_host(device.type)):
         raise UserError(
-            f"model.float8 is given, and trainer.precision is {precision!r}: give bf16-mixed or bf16-true, or leave out "
-            "model.float8"
+            f"model.float8 is given, and trainer.precision is {precision!r}: give bf16-mixed or bf16-true, or leave "
+            "out model.float8"
         )
     if offloaded := vars(strategy).get("cpu_offload"):
         raise UserError(
-            f"model.float8 is given, and trainer.strategy.cpu_offload is {offloaded:g}: FSDP2 gathers no float8 from the "
-            "host; set cpu_offload to 0 (optimizer_offload goes together with float8), or leave out model.float8"
+            f"model.float8 is given, and trainer.strategy.cpu_offload is {offloaded:g}: FSDP2 gathers no float8 from "
+            "the host; set cpu_offload to 0 (optimizer_offload goes together with float8), or leave out model.float8"
         )
     if seq_len is not None and seq_len % ALIGNMENT:
         raise UserError(

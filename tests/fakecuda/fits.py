@@ -29,6 +29,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.float8 import Float8Options, load_torchao
 from genesis.model.norm import NormConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
@@ -295,6 +296,7 @@ def run_fit(
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
     gradient_norm: Literal["host", "device"] = "host",
+    has_float8: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
@@ -307,12 +309,15 @@ def run_fit(
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
         gradient_norm: Of the module.
+        has_float8: Whether linear layers compute in float8.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
     cuda: Any = torch.cuda
     device.FREE_BYTES[0] = free_bytes
     cuda.get_device_capability = lambda device=None: tuple(capability)
+    if has_float8:
+        load_torchao()  # outside of the fake mode
     decoder: Any = Decoder
     decoder.init_weights = lambda self, seed: None  # fake tensors have no values
     module: Any = GenesisModule
@@ -353,6 +358,7 @@ def run_fit(
                 OptimizerOptions(name=combination.optimizer),
                 adapter=adapter,
                 gradient_norm=gradient_norm,
+                float8=Float8Options() if has_float8 else None,
                 objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
             module.base_dtype = choose_base_dtype(combination.adapter)

@@ -28,11 +28,13 @@ from genesis.objectives import DPO, GSPO
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Sharded
 from genesis.strategies.float8_gather import gather_in_float8
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
+from genesis_callbacks import AsyncProcessCheckpoint, TokenCounters
 from genesis_callbacks.testing import run_ranks
-from tests.train.support import COMPILE_SECONDS, TINY, build_strategy, build_trainer, loader, whole
+from tests.train.support import COMPILE_SECONDS, TINY, build_strategy, build_trainer, loader, run_in_turn, whole
 from tests.train.test_golden import KeepLosses
-from tests.train.test_ladder import KillAll, check_resumed, climb
+from tests.train.test_ladder import DECODER, KillAll, check_resumed, climb
 
 CPU = torch.device("cpu")
 STEPS = 20
@@ -58,15 +60,8 @@ def learn(precision: str, options: Float8Options | None) -> list[float]:
     keep = KeepLosses()
     trainer = build_trainer("auto", 1, STEPS, [keep], precision=precision, gradient_clip_val=1.0)
     module = GenesisModule(TINY, OptimizerOptions(name="adamw", lr=1e-2), float8=options)
-    trainer.fit(module, DataLoader(Counting(), batch_size=None))
+    trainer.fit(module, *[DataLoader(Counting(), batch_size=None)] * 2)
     return keep.losses
-
-
-def learn_with_fixed_scales() -> list[float]:
-    """Returns the losses of float8 whose scales do not follow from the largest value."""
-    utils: Any = import_module("torchao.float8.float8_scaling_utils")
-    utils.tensor_to_scale = lambda tensor, *_: torch.full((), 0.25)
-    return learn("bf16-mixed", Float8Options())
 
 
 def find_distance(losses: list[float], others: list[float]) -> float:
@@ -75,22 +70,25 @@ def find_distance(losses: list[float], others: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def bfloat16_losses() -> list[float]:
-    found: list[float] = run_ranks(learn, 1, "bf16-mixed", None)[0]
-    return found
+    return learn("bf16-mixed", None)
 
 
 @pytest.mark.xdist_group("float8_losses")
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("32-true", marks=pytest.mark.slow)])
 def test_the_losses_of_float8_stay_in_a_band_of_bfloat16(precision: str, bfloat16_losses: list[float]) -> None:
-    losses = run_ranks(learn, 1, precision, Float8Options())[0]
+    losses = learn(precision, Float8Options())
     assert losses[0] - losses[-1] > LEARNED_NATS
     assert 0.0 < find_distance(losses, bfloat16_losses) < BAND_NATS
 
 
 @pytest.mark.xdist_group("float8_losses")
-@pytest.mark.slow
-def test_scales_that_are_no_scales_of_the_tensors_leave_the_band(bfloat16_losses: list[float]) -> None:
-    assert find_distance(run_ranks(learn_with_fixed_scales, 1)[0], bfloat16_losses) > 2 * BAND_NATS
+def test_scales_that_do_not_follow_from_the_tensors_leave_the_band(
+    bfloat16_losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float8.load_torchao()
+    scaling = import_module("torchao.float8.float8_scaling_utils")
+    monkeypatch.setattr(scaling, "tensor_to_scale", lambda tensor, *_: torch.full((), 0.25))
+    assert find_distance(learn("bf16-mixed", Float8Options()), bfloat16_losses) > 2 * BAND_NATS
 
 
 # ---- ranks and saves
@@ -114,35 +112,70 @@ def train(strategy: str, precision: str, options: Float8Options | None, max_step
 @pytest.mark.each
 @pytest.mark.parametrize("strategy", ["replicated", "full", "hybrid"])
 def test_ranks_compute_the_loss_of_one_process(strategy: str) -> None:
-    (one,) = run_ranks(train, 1, "single", "32-true", Float8Options(), 1)
-    for rank in run_ranks(train, 2, strategy, "32-true", Float8Options(), 1):
-        assert rank["loss"] == pytest.approx(one["loss"], abs=2e-6)
-    (later,) = run_ranks(train, 1, "single", "32-true", Float8Options(), 6)
-    for rank in run_ranks(train, 2, strategy, "32-true", Float8Options(), 6):
+    fits = [("32-true", Float8Options(), 1), ("32-true", Float8Options(), 6)]
+    (one,) = run_ranks(run_in_turn, 1, train, [("single", *fit) for fit in fits])
+    for rank in run_ranks(run_in_turn, 2, train, [(strategy, *fit) for fit in fits]):
+        assert rank[0]["loss"] == pytest.approx(one[0]["loss"], abs=2e-6)
         # Sums of gradients in another order change bits, and a few of them a float8 value.
-        assert rank["loss"] == pytest.approx(later["loss"], abs=2e-3)
+        assert rank[1]["loss"] == pytest.approx(one[1]["loss"], abs=2e-3)
 
 
-def test_one_rank_that_shards_trains_the_bits_of_one_that_does_not() -> None:
-    (alone,) = run_ranks(train, 1, "single", "32-true", Float8Options(), 2)
-    (sharded,) = run_ranks(train, 1, "full", "32-true", Float8Options(), 2)
-    assert all(torch.equal(alone["weights"][name], sharded["weights"][name]) for name in alone["weights"])
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """Returns what two steps of one rank come to."""
+    kinds = {
+        "float8": ("single", "32-true", Float8Options(), 2),
+        "sharded float8": ("full", "32-true", Float8Options(), 2),
+        "sharded": ("full", "32-true", None, 2),
+    }
+    (found,) = run_ranks(run_in_turn, 1, train, list(kinds.values()))
+    return dict(zip(kinds, found, strict=True))
 
 
-def test_checkpoints_see_the_same_tensors_with_float8_and_without() -> None:
-    with_float8, without = (run_ranks(train, 1, "full", "32-true", given, 1)[0] for given in (Float8Options(), None))
-    assert with_float8["names"] == without["names"]
-    assert with_float8["types"] == without["types"] == {Tensor}
-    shapes = [
-        {name: (value.shape, value.dtype) for name, value in each["weights"].items()} for each in (with_float8, without)
-    ]
-    assert shapes[0] == shapes[1]
-    assert any(not torch.equal(with_float8["weights"][name], value) for name, value in without["weights"].items())
+@pytest.mark.slow
+@pytest.mark.xdist_group("float8_alone")
+def test_one_rank_that_shards_trains_the_bits_of_one_that_does_not(alone: dict[str, dict[str, Any]]) -> None:
+    weights = alone["float8"]["weights"]
+    assert all(torch.equal(value, alone["sharded float8"]["weights"][name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("float8_alone")
+def test_checkpoints_see_the_same_tensors_with_float8_and_without(alone: dict[str, dict[str, Any]]) -> None:
+    one, other = alone["sharded float8"], alone["sharded"]
+    assert one["names"] == other["names"]
+    assert one["types"] == other["types"] == {Tensor}
+    assert _list_forms(one) == _list_forms(other)
+    assert any(not torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+
+
+def _list_forms(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: (value.shape, value.dtype) for name, value in found["weights"].items()}
+
+
+def resume(directory: Path, corpus: Path, max_steps: int) -> dict[str, Tensor]:
+    """Trains to `max_steps`, from the newest checkpoint in `directory` if there is one; returns the weights."""
+    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=2, mode="sync")
+    trainer = build_trainer("auto", 1, max_steps, [TokenCounters(), checkpoint])
+    module = GenesisModule(DECODER, OptimizerOptions(name="adamw", lr=1e-2), float8=Float8Options())
+    data = CorpusDataModule(str(corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
+    trainer.fit(module, data, ckpt_path=checkpoint.latest())
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def test_two_and_two_steps_are_bit_equal_to_four(tmp_path: Path, tiny_corpus: Path) -> None:
+    straight = resume(tmp_path / "straight", tiny_corpus, 4)
+    before = resume(tmp_path / "resumed", tiny_corpus, 2)
+    after = resume(tmp_path / "resumed", tiny_corpus, 4)
+    assert all(torch.equal(value, after[name]) for name, value in straight.items())
+    assert not any(torch.equal(value, after[name]) for name, value in before.items() if value.ndim > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.each
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("float8_alone", 1), pytest.param("float8_shards", 2, marks=[pytest.mark.slow, pytest.mark.each])],
+    [("float8_alone", 1), ("float8_shards", 2)],
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:
     corpus, run_dir = str(tiny_corpus), str(tmp_path / "run")
@@ -190,7 +223,7 @@ def _describe(weight: Any) -> dict[str, Any]:
     return {"scale": float(weight._scale), "values": weight._data.float().tolist(), "dtype": str(weight._data.dtype)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])  # 16 rows are 6, 6 and 4
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])  # 16 rows are 6, 6 and 4
 def test_shards_are_gathered_in_float8_with_the_scale_of_the_whole_weight(world_size: int) -> None:
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     most = torch.finfo(torch.float8_e4m3fn).max
@@ -216,15 +249,11 @@ class BreakWeight(pl.Callback):
             pl_module.decoder.blocks[0].attention.query.weight[0, 0] = math.inf
 
 
-def skip_reason() -> str | None:
+def test_a_value_that_is_not_finite_skips_the_window() -> None:
     trainer = build_trainer("auto", 1, 1, [BreakWeight()])
     module = GenesisModule(TINY, OptimizerOptions(name="adamw"), float8=Float8Options())
-    trainer.fit(module, loader(1, 0, 1))
-    return module.skip_reason
-
-
-def test_a_value_that_is_not_finite_skips_the_window() -> None:
-    assert run_ranks(skip_reason, 1) == ["nonfinite_gradient"]
+    trainer.fit(module, *[DataLoader(Counting(), batch_size=None)] * 2)
+    assert module.skip_reason == "nonfinite_gradient"
 
 
 # ---- layers
@@ -280,26 +309,25 @@ def test_what_is_left_out_is_counted_and_named() -> None:
 
 
 def refuse(match: str, **changes: Any) -> None:
-    options = {"strategy": "auto", "precision": "32-true", "module": {}, **changes}
-    trainer = build_trainer(options["strategy"], 1, 1, [], precision=options["precision"])
+    options = {"strategy": "auto", "module": {}, **changes}
+    trainer = build_trainer(options["strategy"], 1, 1, [])
     arguments = {"decoder": TINY, "float8": Float8Options(), **options["module"]}
     with pytest.raises(UserError, match=match):
-        trainer.fit(GenesisModule(**arguments), loader(1, 0, 1))
+        trainer.fit(GenesisModule(**arguments), *[DataLoader(Counting(), batch_size=None)] * 2)
 
 
 @pytest.mark.parametrize(
     ("match", "changes"),
     [
-        ("model.float8 and model.adapter are both given", {"module": {"adapter": AdapterConfig()}}),
-        ("DPO compares probabilities of two forwards", {"module": {"objective": DPO()}}),
-        ("GSPO compares probabilities of two forwards", {"module": {"objective": GSPO()}}),
-        ("trainer.precision is '16-mixed': give bf16-mixed or bf16-true", {"precision": "16-mixed"}),
+        (r"model.float8 and model.adapter are both given", {"module": {"adapter": AdapterConfig()}}),
+        (r"DPO compares probabilities of two forwards", {"module": {"objective": DPO()}}),
+        (r"GSPO compares probabilities of two forwards", {"module": {"objective": GSPO()}}),
         (
-            "model.float8.include has '\\*.experts', which matches no linear layer of the blocks; their names are blocks.0",
+            r"model.float8.include has '\*.experts', which matches no linear layer",
             {"module": {"float8": Float8Options(include=("*.experts",))}},
         ),
         (
-            "model.float8 converts no layer .*2 have a width",
+            r"model.float8 converts no layer .*2 have a width",
             {
                 "module": {
                     "decoder": replace(TINY, ffn_dim=40),
@@ -314,7 +342,7 @@ def test_what_does_not_go_together_is_refused_by_name(match: str, changes: dict[
 
 
 def refuse_offload() -> None:
-    refuse("trainer.strategy.cpu_offload is 0.5: .*set cpu_offload to 0", strategy=Sharded(cpu_offload=0.5))
+    refuse(r"trainer.strategy.cpu_offload is 0.5: .*set cpu_offload to 0", strategy=Sharded(cpu_offload=0.5))
 
 
 def test_weights_in_the_hosts_memory_are_refused_by_name() -> None:
@@ -328,5 +356,5 @@ def test_float8_without_torchao_is_refused_with_the_remedy(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("value", [(), [1], "*"])
 def test_patterns_that_are_no_list_of_texts_are_refused(value: Any) -> None:
-    with pytest.raises(UserError, match="model.float8.include is"):
+    with pytest.raises(UserError, match=r"model.float8.include is"):
         Float8Options(include=value)
