@@ -66,7 +66,7 @@ class Float8Choice(NamedTuple):
 
     Args:
         layers: Those that are converted.
-        left_out: Those that keep the precision of the run although no option says so, with the reason.
+        left_out: Those that keep the precision of the run although a pattern includes them, with the reason.
     """
 
     layers: Mapping[str, nn.Linear]

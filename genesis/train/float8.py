@@ -1,11 +1,13 @@
 """Whether a run can train with float8 products (`model.float8`): checked before the model is built."""
 
+import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.device import is_host
 from genesis.errors import UserError
-from genesis.model.float8 import ALIGNMENT, check_device, load_torchao
+from genesis.model.decoder import Decoder
+from genesis.model.float8 import ALIGNMENT, Float8Options, check_device, choose_layers, convert_layers, load_torchao
 from genesis.objectives.objective import Objective
 from genesis.precision import FULL
 
@@ -56,3 +58,19 @@ def prepare_float8(strategy: Strategy, objective: Objective, *, has_adapter: boo
         rank_zero_info(
             "float8: without trainer.strategy.compile_blocks, casts to float8 take longer than the products save"
         )
+
+
+def apply_float8(decoder: Decoder, options: Float8Options, device: torch.device) -> None:
+    """Converts the layers of a decoder in place, before the strategy wraps it, and logs how many.
+
+    Args:
+        decoder: Newly built.
+        options: Which layers.
+        device: Where the model will be.
+
+    Raises:
+        UserError: A pattern matches no layer, or no layer remains.
+    """
+    choice = choose_layers(decoder, options)
+    convert_layers(decoder, choice, device)
+    rank_zero_info(choice.describe())

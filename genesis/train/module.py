@@ -16,7 +16,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +27,7 @@ from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.float8 import Float8Options, choose_layers, convert_layers
+from genesis.model.float8 import Float8Options
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
@@ -40,7 +39,7 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
-from genesis.train.float8 import prepare_float8
+from genesis.train.float8 import apply_float8, prepare_float8
 from genesis.train.flops import WindowFlops
 from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
 from genesis.train.late_outcome import LateOutcome, read_together, refuse_device_norm, sum_on_device
@@ -169,7 +168,13 @@ class GenesisModule(pl.LightningModule):
             decoder = Decoder(self.decoder_config)
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
-        attempt_on_all(lambda: self._wrap(decoder))
+
+        def wrap() -> None:
+            if self.float8 is not None:
+                apply_float8(decoder, self.float8, self.trainer.strategy.root_device)
+            self._strategy.apply_to(decoder)
+
+        attempt_on_all(wrap)
         self._strategy.allocate(decoder)
         self._has_unset_weights = self.is_restored
         if self.is_restored:
@@ -178,13 +183,6 @@ class GenesisModule(pl.LightningModule):
         else:
             decoder.init_weights(self.seed)
         self.decoder = decoder
-
-    def _wrap(self, decoder: Decoder) -> None:
-        if self.float8 is not None:
-            choice = choose_layers(decoder, self.float8)
-            convert_layers(decoder, choice, self.trainer.strategy.root_device)
-            rank_zero_info(choice.describe())
-        self._strategy.apply_to(decoder)
 
     def _draw_what_was_not_restored(self) -> None:
         """Generates the initial weights if a restore was expected but did not happen. Does not communicate.

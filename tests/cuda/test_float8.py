@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from genesis_callbacks.checkpoint import prove_device
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
-STEPS = 20
+STEPS, SAVED = 20, 10
 BAND_NATS = 0.05
 STRATEGIES = {
     "eager": (Replicated, {}),
@@ -37,8 +38,18 @@ def require_float8(kind: str) -> None:
         pytest.skip("the device multiplies no float8")
 
 
+class Stop(pl.Callback):
+    """Ends the fit after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
 def fit(
-    directory: str, kind: str, strategy: str, has_float8: bool, max_steps: int, saves: bool = False
+    directory: str, kind: str, strategy: str, has_float8: bool, stop: int = STEPS, saves: bool = False
 ) -> dict[str, Any]:
     """Trains in deterministic mode, from the newest checkpoint in `directory` if it saves.
 
@@ -49,13 +60,13 @@ def fit(
         os.environ.pop(name, None)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the device starts
     keep = KeepLosses()
-    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=max_steps, mode="sync")
+    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=SAVED, mode="sync")
     make, options = STRATEGIES[strategy]
     trainer = build_trainer(
         Task(kind, "tiny", directory),
         make(**options),
-        max_steps,
-        [keep, *([checkpoint] if saves else [])],
+        STEPS,
+        [keep, Stop(stop), *([checkpoint] if saves else [])],
         deterministic=True,
         enable_checkpointing=saves,
     )
@@ -78,15 +89,15 @@ def test_products_are_those_that_the_cpu_emulates(kind: str) -> None:
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_losses_stay_in_a_band_of_bfloat16(tmp_path: Path, kind: str, strategy: str) -> None:
-    plain, float8 = (run_ranks(fit, 1, str(tmp_path), kind, strategy, given, STEPS)[0] for given in (False, True))
+    plain, float8 = (run_ranks(fit, 1, str(tmp_path), kind, strategy, given)[0] for given in (False, True))
     distances = [abs(one - other) for one, other in zip(plain["losses"], float8["losses"], strict=True)]
     assert 0.0 < max(distances) < BAND_NATS
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path, kind: str, strategy: str) -> None:
-    straight = run_ranks(fit, 1, str(tmp_path / "straight"), kind, strategy, True, 8)[0]
-    run_ranks(fit, 1, str(tmp_path / "run"), kind, strategy, True, 4, True)
-    resumed = run_ranks(fit, 1, str(tmp_path / "run"), kind, strategy, True, 8, True)[0]
-    assert straight["losses"][4:] == resumed["losses"]
+    straight = run_ranks(fit, 1, str(tmp_path / "straight"), kind, strategy, True)[0]
+    run_ranks(fit, 1, str(tmp_path / "run"), kind, strategy, True, SAVED, True)
+    resumed = run_ranks(fit, 1, str(tmp_path / "run"), kind, strategy, True, STEPS, True)[0]
+    assert straight["losses"][SAVED:] == resumed["losses"]
     assert all(torch.equal(value, resumed["weights"][name]) for name, value in straight["weights"].items())
