@@ -103,24 +103,25 @@ def test_blocks_in_the_hosts_memory_are_updated_there_and_the_others_on_the_devi
 
 
 @pytest.mark.parametrize(
-    ("combination", "num_casts"),
+    ("combination", "num_searched"),
     [
-        # Each micro-batch casts weight and input of 14 layers in the forward and again in the backward.
-        (Combination(), 14 * 4 * NUM_MICRO_BATCHES),
-        # A sharded weight is cast before each of its two gathers instead.
+        # Each micro-batch searches weight, input and gradient of 14 layers twice for their largest value.
+        (Combination(), 14 * 6 * NUM_MICRO_BATCHES),
+        # Sharded weights have had their scales before they are gathered.
         (Combination("full", num_ranks=2), 14 * 4 * NUM_MICRO_BATCHES),
     ],
     ids=str,
 )
 def test_float8_products_run_on_the_device_and_add_no_wait(
-    fake_device: FakeDevice, combination: Combination, num_casts: int
+    fake_device: FakeDevice, combination: Combination, num_searched: int
 ) -> None:
     plain, float8 = run(fake_device, combination), run(fake_device, combination, has_float8=True)
     assert "refused" not in float8
-    assert float8["casts"]["float32 to float8_e4m3fn"] == num_casts
+    assert float8["casts"]["float32 to float8_e4m3fn"] == 14 * 4 * NUM_MICRO_BATCHES
     assert float8["casts"]["float32 to float8_e5m2"] == 14 * 2 * NUM_MICRO_BATCHES
     assert float8["syncs"] == plain["syncs"], float8["lines"]
     assert float8["memory"] == plain["memory"]
+    assert float8["kernels"]["max"] == num_searched
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def build_strategy(name: str) -> Any:
         "half_offload": lambda: Sharded(cpu_offload=0.5),
         "float8_alone": lambda: Replicated(activation_checkpointing="block"),
         "float8_shards": lambda: Sharded(activation_checkpointing="block", keep_gathered=True),
+        "float8_experts": lambda: Sharded(expert_parallel=2, activation_checkpointing="block"),
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),

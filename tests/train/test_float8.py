@@ -175,7 +175,7 @@ def test_two_and_two_steps_are_bit_equal_to_four(tmp_path: Path, tiny_corpus: Pa
 @pytest.mark.each
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("float8_alone", 1), ("float8_shards", 2)],
+    [("float8_alone", 1), ("float8_shards", 2), ("float8_experts", 2)],
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:
     corpus, run_dir = str(tiny_corpus), str(tmp_path / "run")
