@@ -251,6 +251,8 @@ EVERY_PART = [
     {"combination": Combination(optimizer="muon"), "parts": "linear"},
     {"combination": Combination(adapter="dora"), "parts": "shared"},
     {"combination": Combination(objective="distillation"), "parts": "windows"},
+    {"combination": Combination(), "has_float8": True},
+    {"combination": Combination("full", num_ranks=2), "has_float8": True},
 ]
 
 
