@@ -92,6 +92,13 @@ def read_capability(device: torch.device) -> tuple[int, int] | None:
     return found if isinstance(found, tuple) else None
 
 
+def has_float8(device: torch.device) -> bool:
+    """Returns whether a device multiplies float8 matrices: CUDA from capability 8.9 on, ROCm from gfx94 (MI300) on."""
+    least = (8, 9) if torch.version.hip is None else (9, 4)
+    found = read_capability(device)
+    return device.type == "cuda" and found is not None and found >= least
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor of the host on a device, without a wait for what the device has yet to do where that is safe.
 

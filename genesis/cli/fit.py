@@ -42,6 +42,7 @@ from genesis.deprecated_options import describe_deprecated, rename_in_arguments,
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import linear_attention_proofs
+from genesis.model.float8 import list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
@@ -353,7 +354,7 @@ class GenesisCLI(LightningCLI):
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
-        self.checkpoint.device_proofs = (*proofs, *linear_attention_proofs())
+        self.checkpoint.device_proofs = (*proofs, *linear_attention_proofs(), *list_float8_proofs(self.model.float8))
         self.checkpoint.drift_policy = build_policy(place)
 
     def _start_distillation(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ from genesis.doctor.recipe import (
     ObjectiveName,
     name_objective,
     plan_cuts,
+    plan_float8,
     plan_num_steps,
     plan_strategy,
 )
@@ -150,8 +151,8 @@ class _Protocol:
         decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
         capacity = self._capacity(probe)
         changes = plan_cuts(resolved, decoder, adapter, capacity, is_new=self._is_new)
-        strategy = plan_strategy(resolved)
-        self._found.changes = [*changes, *([] if strategy is None else [strategy])]
+        others = (plan_strategy(resolved), plan_float8(resolved))
+        self._found.changes = [*changes, *(change for change in others if change is not None)]
         self._found.notes.append(SINGLE_NOTE)
         self._options |= {change.key: change.now for change in self._found.changes}
         self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong

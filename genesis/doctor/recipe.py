@@ -169,6 +169,15 @@ def plan_strategy(resolved: Mapping[str, Any]) -> Change | None:
     return Change("trainer.strategy", name, now, "one device; the check `sharded` trains on two ranks")
 
 
+def plan_float8(resolved: Mapping[str, Any]) -> Change | None:
+    """Returns the change of a recipe with float8 products; None without them."""
+    given = resolved["model"].get("float8")
+    if given is None:
+        return None
+    reason = "the checks compare a token beside other tokens, on which float8's rounding depends"
+    return Change("model.float8", given, None, reason)
+
+
 def plan_cuts(
     resolved: Mapping[str, Any],
     decoder: DecoderConfig,

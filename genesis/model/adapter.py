@@ -280,11 +280,11 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
         UserError: A pattern matches nothing, or a layer cannot have the rank.
     """
     linears, stacks = find_linears(decoder), find_stacks(decoder)
-    _check_patterns("include", config.include, linears, "linear layer of the blocks")
-    _check_patterns("include_experts", config.include_experts, stacks, "stack of routed experts")
-    _check_patterns("exclude", config.exclude, {**linears, **stacks}, "linear layer of the blocks")
-    chosen = _choose(linears, config.include, config.exclude)
-    if not chosen and not _choose(stacks, config.include_experts, config.exclude):
+    check_patterns("model.adapter.include", config.include, linears, "linear layer of the blocks")
+    check_patterns("model.adapter.include_experts", config.include_experts, stacks, "stack of routed experts")
+    check_patterns("model.adapter.exclude", config.exclude, {**linears, **stacks}, "linear layer of the blocks")
+    chosen = choose_by_name(linears, config.include, config.exclude)
+    if not chosen and not choose_by_name(stacks, config.include_experts, config.exclude):
         raise UserError(
             f"model.adapter.exclude {list(config.exclude)} takes away every layer of include "
             f"{[*config.include, *config.include_experts]}: leave a layer"
@@ -300,7 +300,7 @@ def select_experts(decoder: Decoder, config: AdapterConfig) -> dict[str, Experts
     Raises:
         UserError: A stack cannot have the rank.
     """
-    chosen = _choose(find_stacks(decoder), config.include_experts, config.exclude)
+    chosen = choose_by_name(find_stacks(decoder), config.include_experts, config.exclude)
     for name, experts in chosen.items():
         _check_rank(config.rank, name, find_widths(experts, name.rpartition(".")[2]))
     return chosen
@@ -328,7 +328,8 @@ def find_stacks(decoder: Decoder) -> dict[str, Experts]:
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def _choose(found: Mapping[str, _Module], include: Sequence[str], exclude: Sequence[str]) -> dict[str, _Module]:
+def choose_by_name(found: Mapping[str, _Module], include: Sequence[str], exclude: Sequence[str]) -> dict[str, _Module]:
+    """Returns the modules whose name a pattern of `include` matches and none of `exclude`."""
     return {
         name: module
         for name, module in found.items()
@@ -337,14 +338,24 @@ def _choose(found: Mapping[str, _Module], include: Sequence[str], exclude: Seque
     }
 
 
-def _check_patterns(field: str, patterns: Sequence[str], found: Mapping[str, nn.Module], what: str) -> None:
+def check_patterns(option: str, patterns: Sequence[str], found: Mapping[str, nn.Module], what: str) -> None:
+    """Refuses a pattern that matches no module.
+
+    Args:
+        option: The name of the option that has the patterns.
+        patterns: As a shell writes them.
+        found: The modules that may be chosen, by name.
+        what: A noun for one of them.
+
+    Raises:
+        UserError: A pattern matches nothing.
+    """
     for pattern in patterns:
         if not found:
-            raise UserError(f"model.adapter.{field} has {pattern!r}, and the model has no {what}: leave it out")
+            raise UserError(f"{option} has {pattern!r}, and the model has no {what}: leave it out")
         if not any(fnmatchcase(name, pattern) for name in found):
             raise UserError(
-                f"model.adapter.{field} has {pattern!r}, which matches no {what}; their names are "
-                f"{_list_names(tuple(found))}"
+                f"{option} has {pattern!r}, which matches no {what}; their names are {list_names(tuple(found))}"
             )
 
 
@@ -357,7 +368,8 @@ def _check_rank(rank: int, name: str, widths: tuple[int, int]) -> None:
         )
 
 
-def _list_names(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
+    """Returns the names, or the first ones and the last, as a list in a sentence."""
     return ", ".join(names) if len(names) <= _NUM_NAMED else f"{', '.join(names[: _NUM_NAMED - 1])}, ..., {names[-1]}"
 
 

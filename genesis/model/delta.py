@@ -117,6 +117,7 @@ class GatedDelta(Part):
     """
 
     draws_random_numbers = False
+    precise_layers = ("beta", "decay")  # they decide what a state keeps over thousands of tokens
 
     def __init__(self, config: GatedDeltaConfig, dim: int) -> None:
         super().__init__()

@@ -56,10 +56,12 @@ class Part(nn.Module, ABC):
         draws_random_numbers: Whether the forward uses random numbers, so that activation checkpointing has to save and
             restore the generators' state, which costs host time for each block.
         keeps_float32: Whether its parameters are float32 under any precision; strategies then gather them as such.
+        precise_layers: The names of linear layers whose products are never in float8.
     """
 
     draws_random_numbers: bool = True
     keeps_float32: bool = False
+    precise_layers: Collection[str] = ()
 
     @abstractmethod
     def init_weights(self, initial: InitialValues) -> None:

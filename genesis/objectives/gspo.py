@@ -68,6 +68,8 @@ class GSPO(Objective):
         UserError: A value is out of its range.
     """
 
+    compares_forwards = True
+
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, kl: float = 0.0) -> None:
         if not 0.0 < clip_low < 1.0:
             raise UserError(f"model.objective.clip_low is {clip_low}; it must be above 0 and below 1")

@@ -73,9 +73,12 @@ class Objective(ABC):
 
     Attributes:
         needs_pairs: Whether its windows are pairs of answers (`genesis.data.pairs`) instead of sequences.
+        compares_forwards: Whether it compares the probabilities of a token in two forwards, so that both must compute a
+            token alike beside any other tokens.
     """
 
     needs_pairs: bool = False
+    compares_forwards: bool = False
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""

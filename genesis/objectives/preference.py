@@ -84,6 +84,7 @@ class DPO(Objective):
     """
 
     needs_pairs = True
+    compares_forwards = True
 
     def __init__(
         self,

@@ -325,6 +325,10 @@ def _class_name(value: Any) -> str | None:
 
 
 def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+    if read.get("model.float8") is not None:
+        assumptions.append(
+            "model.float8 is not counted: memory and speed are those of the precision; float8 keeps less and is faster"
+        )
     given = read.get("trainer.precision", FULL)
     if given == "auto":
         found = FULL if is_cpu else MIXED

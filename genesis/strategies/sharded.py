@@ -22,6 +22,7 @@ from genesis.offload_share import read_cpu_offload
 from genesis.recomputation import ActivationCheckpointing
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
+from genesis.strategies.float8_gather import gather_in_float8
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
@@ -213,6 +214,8 @@ class Sharded(ModelParallelStrategy):
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder, without values: offloaded ones in the host's memory."""
         allocate_sharded(decoder, self.root_device, self.blocks_per_unit, self.cpu_offload)
+        assert self._mesh is not None, "setup_environment makes the mesh"
+        gather_in_float8(decoder, self._mesh.shard)
 
     @property
     def computed_dtype(self) -> torch.dtype | None:

@@ -32,6 +32,7 @@ from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AttentionName, resolve_kernel
 from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.float8 import Float8Options
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
@@ -44,6 +45,7 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
+from genesis.train.float8 import apply_float8, prepare_float8
 from genesis.train.flops import WindowFlops
 from genesis.train.gradients import measure_gradients
 from genesis.train.lightning_signals import leave_signals_to_votes
@@ -99,6 +101,8 @@ class GenesisModule(pl.LightningModule):
             flash-attn-4), `flex` (torch's FlexAttention: GPUs since Ampere), `flash` (torch's flash kernels: GPUs since
             Ampere in 16 bits, and the CPU) or `mask` (everywhere); `auto` for the first of them that the device has.
             Kernels round differently; a run that continues keeps its own.
+        float8: Which linear layers of the blocks train with float8 products, by torchao; None for none. Parameters stay
+            what they are, so that a checkpoint does not depend on it.
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
@@ -117,6 +121,7 @@ class GenesisModule(pl.LightningModule):
         adapter: AdapterConfig | None = None,
         objective: Objective | None = None,
         attention: AttentionName = "auto",
+        float8: Float8Options | None = None,
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -124,6 +129,7 @@ class GenesisModule(pl.LightningModule):
         self.seed = seed
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
+        self.float8 = float8
         self.base_dtype = torch.float32
         self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
@@ -150,6 +156,14 @@ class GenesisModule(pl.LightningModule):
         prepare_precision(self.trainer.strategy)
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         data = vars(self.trainer).get("datamodule")
+        training = data.training if isinstance(data, CorpusDataModule) else None
+        if self.float8 is not None:
+            prepare_float8(
+                self.trainer.strategy,
+                self.objective,
+                has_adapter=self.adapter_config is not None,
+                seq_len=None if training is None else training.options.seq_len,
+            )
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
             _check_pairs(self.objective, data.training)
@@ -166,7 +180,13 @@ class GenesisModule(pl.LightningModule):
             decoder.attention_kernel = self.attention
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_dtype)
-        attempt_on_all(lambda: self._strategy.apply_to(decoder))
+
+        def wrap() -> None:
+            if self.float8 is not None:
+                apply_float8(decoder, self.float8, self.trainer.strategy.root_device)
+            self._strategy.apply_to(decoder)
+
+        attempt_on_all(wrap)
         self._strategy.allocate(decoder)
         self._has_unset_weights = self.is_restored
         if self.is_restored:

@@ -12,7 +12,15 @@ from genesis.doctor.forked_ranks import Step
 from genesis.doctor.observe import LiveTensors, StepPeak, count_tensors, find_slope, read_allocated_peak
 from genesis.doctor.planned import PlannedFit
 from genesis.doctor.protocol import check_split
-from genesis.doctor.recipe import Capacity, name_objective, plan_cuts, plan_num_steps, plan_strategy, to_arguments
+from genesis.doctor.recipe import (
+    Capacity,
+    name_objective,
+    plan_cuts,
+    plan_float8,
+    plan_num_steps,
+    plan_strategy,
+    to_arguments,
+)
 from genesis.doctor.run_checks import (
     Course,
     Peak,
@@ -258,6 +266,14 @@ def test_a_sharded_strategy_is_replaced_and_keeps_what_one_device_can_do() -> No
     assert change is not None
     assert change.now["init_args"] == {"activation_checkpointing": "block"}
     assert plan_strategy({"trainer": {"strategy": "replicated"}}) is None
+
+
+def test_a_recipe_with_float8_is_examined_without() -> None:
+    change = plan_float8({"model": {"float8": {"include": ["*"], "exclude": []}}})
+    assert change is not None
+    assert (change.key, change.now) == ("model.float8", None)
+    assert plan_float8({"model": {"float8": None}}) is None
+    assert plan_float8({"model": {}}) is None
 
 
 def test_an_objective_that_the_doctor_does_not_know_is_refused_by_name() -> None:

@@ -33,6 +33,7 @@ from genesis.model.attend import fa4, flex
 from genesis.model.attend.table import AttentionName
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.float8 import Float8Options, load_torchao
 from genesis.model.norm import NormConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
@@ -301,6 +302,7 @@ def run_fit(
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
     attention: AttentionName = "auto",
+    has_float8: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
@@ -313,6 +315,7 @@ def run_fit(
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
         attention: Of the module; for `fa4`, its package seems to be installed.
+        has_float8: Whether linear layers compute in float8.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
@@ -327,6 +330,8 @@ def run_fit(
     kernel.compile_kernel = lambda: flex.attend_blocks
     torchs: Any = flex_attention
     torchs._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    if has_float8:
+        load_torchao()  # outside of the fake mode
     decoder: Any = Decoder
     decoder.init_weights = lambda self, seed: None  # fake tensors have no values
     module: Any = GenesisModule
@@ -369,6 +374,7 @@ def run_fit(
                 OptimizerOptions(name=combination.optimizer),
                 adapter=adapter,
                 attention=attention,
+                float8=Float8Options() if has_float8 else None,
                 objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
             module.base_dtype = choose_base_dtype(combination.adapter)

@@ -102,6 +102,43 @@ def test_blocks_in_the_hosts_memory_are_updated_there_and_the_others_on_the_devi
         assert on_host + on_device == pytest.approx(whole[f"{kind} on cuda"], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("combination", "num_searched"),
+    [
+        # Each micro-batch searches weight, input and gradient of 14 layers twice for their largest value.
+        (Combination(), 14 * 6 * NUM_MICRO_BATCHES),
+        # Sharded weights have had their scales before they are gathered.
+        (Combination("full", num_ranks=2), 14 * 4 * NUM_MICRO_BATCHES),
+    ],
+    ids=str,
+)
+def test_float8_products_run_on_the_device_and_add_no_wait(
+    fake_device: FakeDevice, combination: Combination, num_searched: int
+) -> None:
+    plain, float8 = run(fake_device, combination), run(fake_device, combination, has_float8=True)
+    assert "refused" not in float8
+    assert float8["casts"]["float32 to float8_e4m3fn"] == 14 * 4 * NUM_MICRO_BATCHES
+    assert float8["casts"]["float32 to float8_e5m2"] == 14 * 2 * NUM_MICRO_BATCHES
+    assert float8["syncs"] == plain["syncs"], float8["lines"]
+    assert float8["memory"] == plain["memory"]
+    assert float8["kernels"]["max"] == num_searched
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "reason"),
+    [
+        ("bf16-mixed", (8, 6), "cuda:0 multiplies no float8 (CUDA devices of capability 8.9 or higher do"),
+        ("32-true", (9, 0), "trainer.precision is '32-true': give bf16-mixed or bf16-true"),
+        ("16-mixed", (9, 0), "trainer.precision is '16-mixed': give bf16-mixed or bf16-true"),
+    ],
+)
+def test_float8_is_refused_where_it_does_not_apply(
+    fake_device: FakeDevice, precision: str, capability: tuple[int, int], reason: str
+) -> None:
+    result = run(fake_device, Combination(precision=precision), has_float8=True, capability=list(capability))
+    assert reason in result["refused"]
+
+
 def test_ddp_is_built_on_the_current_stream(fake_device: FakeDevice) -> None:
     assert run(fake_device, Combination(num_ranks=2))["num_streams_entered"] == 0
 
@@ -213,6 +250,8 @@ EVERY_PART = [
     {"combination": Combination(optimizer="muon"), "parts": "linear"},
     {"combination": Combination(adapter="dora"), "parts": "shared"},
     {"combination": Combination(objective="distillation"), "parts": "windows"},
+    {"combination": Combination(), "has_float8": True},
+    {"combination": Combination("full", num_ranks=2), "has_float8": True},
 ]
 
 

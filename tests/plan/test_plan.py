@@ -51,6 +51,13 @@ def test_seven_billion_parameters_take_84_gb_and_112_with_master_weights() -> No
     assert (bill.without_master_weights, bill.with_master_weights) == (84 * GB, 112 * GB)
 
 
+def test_a_plan_says_that_it_does_not_count_float8() -> None:
+    plain, float8 = read("genesis-1b"), read("genesis-1b", ("model.float8", "{}"))
+    (line,) = set(float8.assumptions) - set(plain.assumptions)
+    assert line.startswith("model.float8 is not counted")
+    assert float8.workload == plain.workload
+
+
 def test_float32_weights_gradients_and_moments_take_sixteen_bytes_a_parameter() -> None:
     recipe = read("genesis-1b", num_ranks=1)
     model = build_model(recipe.workload)

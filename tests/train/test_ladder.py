@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import DecoderConfig
+from genesis.model.float8 import Float8Options
 from genesis.model.mixture import MixtureConfig
 from genesis.optim import OptimizerOptions
 from genesis.train.data_module import CorpusDataModule
@@ -65,7 +66,8 @@ class CutStates(pl.Callback):
 def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.Callback) -> dict[str, Any]:
     """Fits from the latest checkpoint in `directory` and returns what that came to."""
     decoder = MIXTURE if "experts" in strategy else DECODER
-    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3))
+    float8 = Float8Options() if "float8" in strategy else None
+    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), float8=float8)
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=1, keep_last=KEPT, mode=mode)  # type: ignore[arg-type]
     trainer = build_trainer(
