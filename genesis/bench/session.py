@@ -48,7 +48,6 @@ _TEST_LINE: Final = re.compile(
     re.M,
 )
 """A line of `pytest -v`, with pytest-xdist and without."""
-_SUMMARY_LINE: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?) - (.+)$", re.M)
 
 
 def main(argv: list[str]) -> int:
@@ -168,7 +167,12 @@ def _run(part: SessionPart, kind: str, limit_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, _scratch(part) as scratch:
         out = Path(directory) / f"{part.name}.json"
         words = [word.replace(OUT, str(out)).replace(SCRATCH, scratch) for word in part.words]
-        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1", "GENESIS_TEST_DEVICE": kind}
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "300",  # pytest cuts the reasons of failed tests to the width of the terminal
+            "GENESIS_TEST_DEVICE": kind,
+        }
         log = Path(directory) / "log"
         ending = run_limited([sys.executable, *words], limit_seconds, log, environment)
         figures = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -198,7 +202,12 @@ def read_tests(log: str) -> dict[str, Any]:
     for line in _TEST_LINE.finditer(log):
         name, outcome = line["worker"] or line["test"], line["with_xdist"] or line["alone"]
         outcomes.setdefault(outcome.lower(), []).append(name)
-    reasons = dict(_SUMMARY_LINE.findall(log))
+    reasons = {
+        name: found[1]
+        for names in outcomes.values()
+        for name in names
+        if (found := re.search(rf"^(?:FAILED|ERROR) {re.escape(name)} - (.+)$", log, re.M)) is not None
+    }
     failed = [*outcomes.get("failed", []), *outcomes.get("error", [])]
     counts = ", ".join(f"{len(names)} {outcome}" for outcome, names in sorted(outcomes.items()))
     findings = [f"failed {name}{f': {reasons[name]}' if name in reasons else ''}" for name in failed]
