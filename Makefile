@@ -103,7 +103,7 @@ define run_lowest
 endef
 
 $(LOWEST)/installed: pyproject.toml callbacks/pyproject.toml
-	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@$(PYTHON) -m venv --clear $(LOWEST)
 	@$(LOWEST)/bin/python -m pip --disable-pip-version-check -q install uv
 	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e callbacks -e ".[dev]"
 	@touch $@
