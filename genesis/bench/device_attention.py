@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from genesis.bench.workers.options import take_repeatable_kernels
@@ -98,7 +100,7 @@ def attend_by_flash(inputs: Inputs) -> Tensor:
     from_groups = inputs.query.shape[2] // inputs.key.shape[2]
     key, value = (part.repeat_interleave(from_groups, dim=2).flatten(0, 1) for part in (inputs.key, inputs.value))
     longest = inputs.query.shape[1]
-    out: Tensor = torch.nn.attention.varlen.varlen_attn(
+    out: Any = varlen_attn(
         inputs.query.flatten(0, 1),
         key,
         value,
@@ -108,20 +110,20 @@ def attend_by_flash(inputs: Inputs) -> Tensor:
         longest,
         window_size=(-1, 0),
     )
-    return out.view(inputs.query.shape)
+    found: Tensor = out.view(inputs.query.shape)
+    return found
 
 
 def build_flex(inputs: Inputs) -> Kernel:
     """Returns compiled FlexAttention of the documents, with the mask of blocks built."""
-    from_module = torch.nn.attention.flex_attention
     documents = inputs.documents
     rows, tokens = documents.shape
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (documents[row, query] == documents[row, key])
 
-    blocks = from_module.create_block_mask(is_seen, rows, None, tokens, tokens, device=documents.device.type)
-    compiled = torch.compile(from_module.flex_attention, dynamic=False)
+    blocks = create_block_mask(is_seen, rows, None, tokens, tokens, device=documents.device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(inputs: Inputs) -> Tensor:
         out: Tensor = compiled(*_heads_first(inputs), block_mask=blocks, enable_gqa=True)

@@ -182,11 +182,12 @@ def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor]
 
 
 def _with_experts(decoder: DecoderConfig) -> DecoderConfig:
+    assert decoder.num_heads is not None  # of the doctor's shapes
     return DecoderConfig(
         vocab_size=decoder.vocab_size,
         dim=decoder.dim,
         num_layers=min(4, decoder.num_layers),
         max_seq_len=decoder.max_seq_len,
-        attention=AttentionConfig(num_heads=decoder.num_heads, num_kv_heads=decoder.num_kv_heads),
+        attention=AttentionConfig(num_heads=decoder.num_heads, num_kv_heads=decoder.num_heads),
         feed_forward=MixtureConfig(num_experts=8, top_k=2, ffn_dim=decoder.dim),
     )
