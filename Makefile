@@ -1,5 +1,5 @@
 # The newcomer's entry: `make demo`, `make test`, `make check`; `make test-all` runs every test, `make docs`
-# builds the documentation site. Each makes .venv itself, once.
+# builds the documentation site. Each makes .venv itself, once. `make check-lowest` has an environment of its own.
 #
 #   PYTHON   the interpreter that .venv is made with (>= 3.11)
 #   WORKERS  how many processes run tests; each takes about 2 GB of memory
@@ -18,7 +18,7 @@ STAMP := .venv/installed
 
 #   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
 #   MINUTES  its time
-.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long stress check check-types check-rest docs format golden clean
+.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long stress check check-types check-rest check-lowest docs format golden clean
 
 install: $(STAMP)
 
@@ -87,6 +87,29 @@ stress: export T := $(value T)
 stress: $(STAMP)
 	@$(BIN)/python .ci/stress.py
 
+# The quick tests with the lowest versions that the two packages allow, in .venv-lowest (6 GB: the torch of PyPI brings the
+# libraries of CUDA). uv resolves them, because pip has no such choice. Versions that old warn of newer ones of what they
+# import: these warnings are no errors here. T selects tests: make check-lowest T=tests/strategies
+# The record of the options of `fit` is of the pinned Lightning, and ignored with another one: its tests are left out.
+LOWEST := .venv-lowest
+LOWEST_IGNORED := --ignore=tests/cli/test_option_names.py
+LOWEST_WARNINGS := -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning -W ignore::FutureWarning
+check-lowest: export OMP_NUM_THREADS := 1
+check-lowest: $(LOWEST)/installed
+	$(if $(T),,$(call run_lowest,callbacks,$(QUICK)))
+	$(call run_lowest,.,$(QUICK) and not demo,$(T))
+
+define run_lowest
+	@directory=$$(mktemp -d) && cd $(1) && $(CURDIR)/$(LOWEST)/bin/python $(PYTEST) --basetemp=$$directory/t $(LOWEST_WARNINGS) $(LOWEST_IGNORED) -m "$(2)" $(3) || \
+		{ echo "the tests' files: $$directory" >&2; exit 1; }; rm -rf "$$directory"
+endef
+
+$(LOWEST)/installed: pyproject.toml callbacks/pyproject.toml
+	@$(PYTHON) -m venv --clear $(LOWEST)
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check -q install uv
+	@$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e callbacks -e ".[dev]"
+	@touch $@
+
 # Everything that a borrowed GPU should answer, most important first; the record is written after every part. It installs
 # nothing and needs no network: .venv if there is one, or else the packages of PYTHON.
 DEVICE ?= cuda
@@ -124,4 +147,4 @@ golden: $(STAMP)
 	@cd callbacks && GENESIS_UPDATE_GOLDEN=1 ../$(BIN)/python -m pytest -q tests/test_schemas.py -k current
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-lowest build dist

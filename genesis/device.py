@@ -6,6 +6,7 @@ of the checkpoints has streams, events and pinned memory of its own in `genesis_
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -183,17 +184,22 @@ def record_timer(device: torch.device) -> torch.Event:
 @contextlib.contextmanager
 def warning_of_waits(kind: str) -> Iterator[bool]:
     """Makes each wait of the host for the device a warning, and yields whether torch can do that for this kind."""
-    module = _find_module(kind)
-    can_warn = hasattr(module, "set_sync_debug_mode")
-    if can_warn:
-        assert module is not None
-        module.set_sync_debug_mode("warn")
+    set_mode = getattr(_find_module(kind), "set_sync_debug_mode", None)
+    if set_mode is None:
+        yield False
+        return
+
+    def set_silently(mode: str) -> None:
+        # torch warns at the first call of a process that the mode is a prototype, which is no wait.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            set_mode(mode)
+
+    set_silently("warn")
     try:
-        yield can_warn
+        yield True
     finally:
-        if can_warn:
-            assert module is not None
-            module.set_sync_debug_mode("default")
+        set_silently("default")
 
 
 def can_access_peer(kind: str, index: int, peer: int) -> bool | None:

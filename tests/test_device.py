@@ -1,6 +1,7 @@
 """The device layer: no other module asks torch for a kind of accelerator, and what it answers where torch has none."""
 
 import ast
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,3 +112,20 @@ def test_waits_are_warned_of_within_the_block_alone(monkeypatch: pytest.MonkeyPa
         assert can_warn
         assert modes == ["warn"]
     assert modes == ["warn", "default"]
+
+
+def test_a_wait_is_seen_and_torchs_note_on_the_mode_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note names synchronizing operations, too, and torch prints it from whichever call is the first."""
+
+    def set_mode(mode: str) -> None:
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations",
+            stacklevel=2,
+        )
+
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(set_sync_debug_mode=set_mode))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with device.warning_of_waits("cuda"):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["called a synchronizing CUDA operation"]

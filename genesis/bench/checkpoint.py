@@ -55,6 +55,22 @@ MODELS = {
         micro_batch_size=3,
         precision="32-true",
     ),
+    "600m": Recipe(  # 604 million parameters: 7.2 GB of state
+        DecoderConfig(
+            vocab_size=49152,
+            dim=1536,
+            num_layers=16,
+            num_heads=12,
+            num_kv_heads=12,
+            ffn_dim=4096,
+            max_seq_len=1024,
+            has_tied_embeddings=False,
+        ),
+        OptimizerOptions(),
+        seq_len=1024,
+        micro_batch_size=8,
+        precision="auto",
+    ),
     "tiny": STEP_MODELS["tiny"],
     "smollm2-135m": Recipe(
         DecoderConfig(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -82,7 +82,8 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
     """Returns the contenders of a run.
 
     Args:
-        own: Names of `OWN`, separated by commas.
+        own: Names of `OWN`, separated by commas. Options of `genesis fit` may follow a name of ours:
+            `genesis+model.attention=flex+trainer.deterministic=false`.
         peers: `NAME` or `NAME=PYTHON` of `PEERS`, separated by commas; may be empty.
 
     Raises:
@@ -90,10 +91,14 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
     """
     known = {contender.name: contender for contender in OWN}
     chosen = []
-    for name in own.split(","):
+    for text in own.split(","):
+        name, *options = text.split("+")
         if name not in known:
             raise UserError(f"--contenders has {name!r}; there are {', '.join(known)}")
-        chosen.append(known[name])
+        contender = known[name]
+        if options and not contender.arguments:
+            raise UserError(f"--contenders has {text!r}, but {name} is no fit of genesis and takes no options")
+        chosen.append(replace(contender, name=text, arguments=(*contender.arguments, *options)))
     for peer in filter(None, peers.split(",")):
         name, _, python = peer.partition("=")
         if name not in PEERS:

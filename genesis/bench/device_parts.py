@@ -1,15 +1,15 @@
-"""Single parts before and after a change for GPUs: sampling, attention while decoding, chunks of the loss.
+"""Single parts of a session on a GPU: repeated fits, kernels of attention, a server under load, and parts of a step.
 
     python -m genesis.bench.device_parts sampling --device cuda --out sampling.json
 
-`genesis bench session` runs them. "before" is the slower way, which the code takes no more or only without a device;
+`genesis bench session` runs them. Sampling, attention while decoding and chunks of the loss are measured before and
+after a change for GPUs: "before" is the slower way, which the code takes no more or only without a device;
 "after" the one of now. A way that does not exist yet on this device has no figure and a reason.
 """
 
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from genesis import loss
 from genesis.arguments import Parser
+from genesis.bench.device_attention import measure_attention, time_work
+from genesis.bench.device_repeat import measure_repeats
+from genesis.bench.device_serving import measure_serving
 from genesis.device import (
     CPU,
     check_available,
@@ -37,24 +40,10 @@ from genesis.generate.sample import RowSampler, SamplingOptions
 from genesis.model.attend.cache import distrust_lengths, trust_lengths
 from genesis.model.decoder import Decoder, DecoderConfig
 
-_REPEATS: Final = 7
-
 SIZES: Final[dict[str, dict[str, int]]] = {
     "tiny": {"rows": 2, "vocab": 512, "dim": 64, "layers": 2, "tokens": 256, "new": 4, "heads": 4},
     "full": {"rows": 16, "vocab": 49152, "dim": 2048, "layers": 20, "tokens": 2048, "new": 64, "heads": 16},
 }
-
-
-def _time(kind: str, work: Callable[[], object]) -> float:
-    """Returns the seconds of `work`, the median of some runs after one that is not counted."""
-    found = []
-    for _ in range(_REPEATS + 1):
-        synchronize(kind)
-        begin = time.perf_counter()
-        work()
-        synchronize(kind)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
 
 
 # ---- sampling
@@ -87,7 +76,7 @@ def measure_sampling(kind: str, size: dict[str, int]) -> dict[str, Any]:
             tokens: list[int] = sampler.draw(logits, send(uniforms, device)).cpu().tolist()
             return tokens
 
-        result[name] = {"before": _time(kind, by_row), "after": _time(kind, together)}
+        result[name] = {"before": time_work(kind, by_row), "after": time_work(kind, together)}
     return result
 
 
@@ -173,7 +162,7 @@ def measure_loss(kind: str, size: dict[str, int]) -> dict[str, Any]:
     for name, context in (("before", _chunks_as_before), ("after", contextlib.nullcontext)):
         with context():
             reset_peak_memory(kind)
-            result[name] = _time(kind, step)
+            result[name] = time_work(kind, step)
             peak = read_peak_memory(kind)
             result[f"loss {name}"] = float(step().detach()) / size["tokens"]
         if peak is not None:
@@ -181,22 +170,30 @@ def measure_loss(kind: str, size: dict[str, int]) -> dict[str, Any]:
     return result
 
 
-PARTS: Final[dict[str, Callable[[str, dict[str, int]], dict[str, Any]]]] = {
-    "sampling": measure_sampling,
-    "decoding": measure_decoding,
-    "loss": measure_loss,
+def _sized(measure: Callable[[str, dict[str, int]], dict[str, Any]]) -> Callable[[str, str], dict[str, Any]]:
+    return lambda kind, size: measure(kind, SIZES[size])
+
+
+PARTS: Final[dict[str, Callable[[str, str], dict[str, Any]]]] = {
+    "repeat": measure_repeats,
+    "attention": measure_attention,
+    "serving": measure_serving,
+    "sampling": _sized(measure_sampling),
+    "decoding": _sized(measure_decoding),
+    "loss": _sized(measure_loss),
 }
+"""Each takes the kind of device and the name of a size. `failures` among its figures makes the part a failure."""
 
 
 def main(argv: list[str]) -> int:
-    """Measures one part and writes its figures."""
+    """Measures one part, writes its figures, and returns 1 if the part found a failure."""
     options = _parse(argv)
-    figures = PARTS[options.part](options.device, SIZES[options.size])
+    figures = PARTS[options.part](options.device, options.size)
     record = {"part": options.part, "device": name_device(options.device), "size": options.size, **figures}
     print(json.dumps(record, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    return 0
+    return 1 if figures.get("failures") else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from rich.console import Console
 from genesis import __version__
 from genesis.arguments import Parser, check_output
 from genesis.bench.record import anonymise, describe_hardware
+from genesis.bench.session_plan import OUT, PYTEST, ROOT, SCRATCH, SessionPart, plan_session
 from genesis.device import check_available, is_host, name_device, read_properties
 from genesis.errors import UserError
 from genesis.processes import Ending, run_limited
@@ -41,86 +42,12 @@ _LEAST_SECONDS: Final = 5.0
 """A part is not begun with less time than this."""
 _NO_TESTS_STATUS: Final = 5
 _INTERRUPTED: Final = 130
-_ROOT: Final = Path(__file__).parents[2]
-_OUT: Final = "{out}"
-_GENESIS: Final = "import sys; from genesis.cli.main import main; sys.exit(main())"
-
-
-@dataclass(frozen=True)
-class SessionPart:
-    """One part of a session.
-
-    Args:
-        name: As the record has it.
-        question: What it answers.
-        words: Arguments of Python; `{out}` stands for the file into which the part writes its figures.
-        limit_seconds: How long it may run.
-        needs: A package or a path of the checkout without which the part does not apply.
-    """
-
-    name: str
-    question: str
-    words: tuple[str, ...]
-    limit_seconds: float
-    needs: str | None = None
-
-
-def plan_session(kind: str, size: str) -> list[SessionPart]:
-    """Returns the parts of a session, most important first: correctness, memory, speed.
-
-    Args:
-        kind: Kind of device.
-        size: `full` for a GPU, `tiny` to try the session out.
-    """
-    is_tiny = size == "tiny"
-    device = ("--device", kind)
-
-    def genesis(*words: str) -> tuple[str, ...]:
-        return ("-c", _GENESIS, *words, *device)
-
-    def step(*words: str) -> tuple[str, ...]:
-        model = ("--model", "tiny") if is_tiny else ("--config", str(_ROOT / "configs/genesis-1b.yaml"))
-        pairs = (
-            ("--pairs", "1", "--burst-steps", "2", "--warmup-steps", "2")
-            if is_tiny
-            else ("--pairs", "3", "--burst-steps", "4")
-        )
-        return genesis("bench", "step", *model, *pairs, *words, "--out", _OUT)
-
-    def single(part: str) -> tuple[str, ...]:
-        return ("-m", "genesis.bench.device_parts", part, *device, "--size", size, "--out", _OUT)
-
-    checkpoint = ("--model", "tiny", "--pairs", "1", "--modes", "baseline,process") if is_tiny else ("--pairs", "2")
-    memory = () if is_host(kind) or read_properties(kind) is None else ("--memory-gib", "24")
-    doctor = ("--parts", "devices,proof,copies") if is_tiny else ()
-    parts = [
-        SessionPart("doctor", "does the device do what training needs", genesis("doctor", *doctor, "--out", _OUT), 150),
-        SessionPart(
-            "tests",
-            "the tests that need a GPU",
-            ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "cuda", str(_ROOT / "tests/cuda")),
-            180,
-            needs="tests/cuda",
-        ),
-        SessionPart("checkpoint", "what a save costs", genesis("bench", "checkpoint", *checkpoint, "--out", _OUT), 120),
-        SessionPart("step", "tokens per second and MFU", step("--contenders", "genesis,matmul"), 90),
-        *(
-            SessionPart(
-                f"step-micro-batch-{batch}{'-compiled' if compiled else ''}",
-                "tokens per second and memory on a card of 24 GB",
-                step("--contenders", "genesis", "--micro-batch-size", str(batch), *memory, *compiled),
-                90,
-            )
-            for batch in (1, 2)
-            for compiled in ((), ("--compile",))
-            if not compiled or kind in ("cpu", "cuda", "xpu")
-        ),
-        SessionPart("sampling", "sampling on the host and on the device", single("sampling"), 40),
-        SessionPart("decoding", "decoding with and without planned attention", single("decoding"), 60),
-        SessionPart("loss", "chunks of the loss", single("loss"), 40),
-    ]
-    # Tiny shapes are for a machine without a GPU, where imports take most of the time.
-    return [replace(part, limit_seconds=3 * part.limit_seconds) for part in parts] if is_tiny else parts
+_TEST_LINE: Final = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<with_xdist>[A-Z]+) (?P<worker>\S+::.+?)"
+    r"|(?P<test>\S+::.+?) (?P<alone>[A-Z]+)(?: .*)?)\s*$",
+    re.M,
+)
+"""A line of `pytest -v`, with pytest-xdist and without."""
 
 
 def main(argv: list[str]) -> int:
@@ -174,7 +101,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     is_large = not is_host(options.device) and read_properties(options.device) is not None
     options.size = options.size or ("full" if is_large else "tiny")
     slug = re.sub(r"[^a-z0-9]+", "-", name_device(options.device).lower()).strip("-")
-    options.out = (options.out or _ROOT / "benchmarks/records" / f"session-{slug}.json").with_suffix(".json")
+    options.out = (options.out or ROOT / "benchmarks/records" / f"session-{slug}.json").with_suffix(".json")
     check_output(options.out, "--out")
     if not options.out.parent.is_dir():
         raise UserError(f"--out is {options.out}: no such directory: {options.out.parent}")
@@ -225,9 +152,9 @@ def _begin(options: argparse.Namespace, argv: Sequence[str], parts: Sequence[Ses
 def _read_commit() -> str | None:
     """Returns the commit of the checkout and whether it was changed; None without a checkout or git."""
     git = shutil.which("git")
-    if git is None or not (_ROOT / ".git").exists():
+    if git is None or not (ROOT / ".git").exists():
         return None
-    command = [git, "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None
 
@@ -237,22 +164,70 @@ def _run(part: SessionPart, kind: str, limit_seconds: float) -> dict[str, Any]:
     missing = _find_missing(part)
     if missing is not None:
         return _describe(part, Ending(0, 0.0, ()), limit_seconds, {}, missing)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, _scratch(part) as scratch:
         out = Path(directory) / f"{part.name}.json"
-        words = [word.replace(_OUT, str(out)) for word in part.words]
-        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1", "GENESIS_TEST_DEVICE": kind}
+        words = [word.replace(OUT, str(out)).replace(SCRATCH, scratch) for word in part.words]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "300",  # pytest cuts the reasons of failed tests to the width of the terminal
+            "GENESIS_TEST_DEVICE": kind,
+        }
         log = Path(directory) / "log"
         ending = run_limited([sys.executable, *words], limit_seconds, log, environment)
         figures = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        if PYTEST in part.words:
+            figures = read_tests(log.read_text(encoding="utf-8", errors="replace"))
     return _describe(part, ending, limit_seconds, figures, None)
 
 
+@contextmanager
+def _scratch(part: SessionPart) -> Iterator[str]:
+    """Yields a directory beside the checkout's files for the parts that want one; the system's may lie in memory."""
+    if SCRATCH not in part.words:
+        yield ""
+        return
+    place = ROOT / "runs"
+    place.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix="session-") as directory:
+        yield directory
+
+
+def read_tests(log: str) -> dict[str, Any]:
+    """Returns the names of tests by outcome, from what `pytest -v -rfE` printed, also if it did not end.
+
+    `findings` has the failed ones with the first line of the reason, if the summary was reached.
+    """
+    outcomes: dict[str, list[str]] = {}
+    for line in _TEST_LINE.finditer(log):
+        name, outcome = line["worker"] or line["test"], line["with_xdist"] or line["alone"]
+        outcomes.setdefault(outcome.lower(), []).append(name)
+    reasons = {
+        name: found[1]
+        for names in outcomes.values()
+        for name in names
+        if (found := re.search(rf"^(?:FAILED|ERROR) {re.escape(name)} - (.+)$", log, re.M)) is not None
+    }
+    failed = [*outcomes.get("failed", []), *outcomes.get("error", [])]
+    counts = ", ".join(f"{len(names)} {outcome}" for outcome, names in sorted(outcomes.items()))
+    findings = [f"failed {name}{f': {reasons[name]}' if name in reasons else ''}" for name in failed]
+    return {"tests": outcomes, "findings": [counts, *findings] if outcomes else []}
+
+
 def _find_missing(part: SessionPart) -> str | None:
-    if part.needs is not None and not (_ROOT / part.needs).exists():
-        return f"this installation has no {part.needs}"
-    if "pytest" in part.words and importlib.util.find_spec("pytest") is None:
+    needs = part.needs
+    if needs is not None and not (ROOT / needs).exists() and not _is_installed(needs):
+        return f"this installation has no {needs}"
+    if PYTEST in part.words and not _is_installed(PYTEST):
         return "pytest is not installed"
     return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # a path, or a module of a package that is not installed
+        return False
 
 
 def _describe(
@@ -263,7 +238,7 @@ def _describe(
         status = "skipped"
     elif ending.status is None:
         status, reason = "failed", f"did not end within {limit_seconds:.0f} s"
-    elif ending.status == _NO_TESTS_STATUS and "pytest" in part.words:
+    elif ending.status == _NO_TESTS_STATUS and PYTEST in part.words:
         status, reason = "skipped", "no test applies to this device"
     elif ending.status != 0:
         status, reason = "failed", f"ended with status {ending.status}"

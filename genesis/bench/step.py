@@ -148,7 +148,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--contenders",
         default=",".join(contender.name for contender in OWN),
-        help="contenders of genesis to compare (default %(default)s)",
+        help="contenders of genesis to compare (default %(default)s); options of `genesis fit` may follow a name: "
+        "genesis+model.attention=flex+trainer.deterministic=false",
     )
     parser.add_argument(
         "--peers", default="", help="trainers of other projects: transformers,litgpt=PYTHON,olmo_core=PYTHON"
@@ -243,11 +244,12 @@ def _run(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workers: list[Worker] = []
         readies: dict[str, Ready] = {}
-        for contender in contenders:
+        for index, contender in enumerate(contenders):  # together: most of a warm-up is imports and compilation
             console.print(f"warming up {contender.name}: {contender.summary}", highlight=False)
             own_workload = replace(workload, documents=contender.documents)
-            workers.append(stack.enter_context(Worker(contender, own_workload, logs / contender.name)))
-            readies[contender.name] = workers[-1].wait_until_ready()
+            workers.append(stack.enter_context(Worker(contender, own_workload, logs / str(index))))
+        for worker in workers:
+            readies[worker.contender.name] = worker.wait_until_ready()
         for round_index in range(num_pairs):
             for worker in rotate_order(workers, round_index):
                 time.sleep(_PAUSE_SECONDS)

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_AT_EVERY_START: Final = re.compile("GPU available|TPU available|distributed_backend|Tip:")
+_AT_EVERY_START: Final = re.compile(
+    "GPU available|TPU available|distributed_backend|Tip:"
+    # Advice on the precision of float32 matmuls, printed before `genesis.train.precision` sets that precision.
+    "|that has Tensor Cores"
+)
 _USELESS_WARNINGS: Final = (
     r".*isinstance\(treespec, LeafSpec\).*",
     # Our metrics are already summed over all ranks.

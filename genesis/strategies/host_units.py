@@ -29,10 +29,19 @@ def count_host_units(model: nn.Module, device: torch.device, traffic: Traffic) -
         return
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in find_groups(module):
                 is_counted = "wait_for_unshard" in vars(group)  # by an earlier fit
                 if not is_counted and any(parameter.offload_to_cpu for parameter in group.fsdp_params):
                     _count_group(group, device, traffic)
+
+
+def find_groups(module: FSDPModule) -> list[Any]:
+    """Returns the groups of parameters that FSDP2 gathers together for a module, under any version of torch."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # before torch 2.13, which allows several
+    return [] if group is None else [group]
 
 
 def _count_group(group: Any, device: torch.device, traffic: Traffic) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from genesis.bench import device_parts, session
-from genesis.bench.session import SessionPart, main, plan_session
+from genesis.bench import device_parts, device_repeat, session
+from genesis.bench.session import main, read_tests
+from genesis.bench.session_plan import USUAL_SECONDS, SessionPart, plan_session
 from genesis.errors import UserError
 from genesis.processes import Ending
 from genesis.scrub import scrub
@@ -111,25 +113,132 @@ def test_a_mistake_is_one_line(words: list[str], message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_correctness_comes_before_speed() -> None:
-    names = [part.name for part in plan_session("cuda", "full")]
-    assert names[:4] == ["doctor", "tests", "checkpoint", "step"]
-    assert [name for name in names if "micro-batch" in name] == [
-        *("step-micro-batch-1", "step-micro-batch-1-compiled", "step-micro-batch-2", "step-micro-batch-2-compiled")
-    ]
-    assert names[-3:] == ["sampling", "decoding", "loss"]
+def test_repeatability_comes_first_and_the_usual_parts_fit_ten_minutes() -> None:
+    parts = plan_session("cuda", "full")
+    names = [part.name for part in parts]
+    assert names[:6] == ["repeat", "attention", "step-fa4", "step-flex", "step-flash", "tests"]
+    usual = parts[: names.index("serving") + 1]
+    assert {"doctor", "save-memory", "save-disk", "lora"} < {part.name for part in usual}
+    assert sum(part.limit_seconds for part in usual) <= USUAL_SECONDS
+    assert {"step-float8", "step-beside-transformers", "step-beside-litgpt"} < set(names) - {
+        part.name for part in usual
+    }
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", device_parts.PARTS)
+def test_each_kernel_is_measured_as_the_command_line_names_it() -> None:
+    words = {part.name: " ".join(part.words) for part in plan_session("cuda", "full")}
+    for kernel in ("fa4", "flex", "flash"):
+        for choice in ("true", "false"):
+            asked = f"genesis-packed+model.attention={kernel}+trainer.deterministic={choice}"
+            assert asked in words[f"step-{kernel}"]
+    assert "no:benchmark" in words["tests"]
+
+
+PYTEST_LOG = """
+[gw0] [  5%] PASSED tests/cuda/test_device.py::test_one
+[gw1] [ 10%] FAILED tests/cuda/test_device.py::test_two[a - b]
+tests/cuda/test_device.py::test_three SKIPPED (no kernel)     [ 15%]
+tests/cuda/test_device.py::test_four PASSED                   [ 20%]
+[gw0] [ 25%] ERROR tests/cuda/test_device.py::test_five
+=========================== short test summary info ============================
+FAILED tests/cuda/test_device.py::test_two[a - b] - RuntimeError: no kernel image
+"""
+
+
+def test_failed_tests_are_named_with_their_reason() -> None:
+    found = read_tests(PYTEST_LOG)
+    assert found["tests"]["passed"] == ["tests/cuda/test_device.py::test_one", "tests/cuda/test_device.py::test_four"]
+    assert found["tests"]["skipped"] == ["tests/cuda/test_device.py::test_three"]
+    assert found["findings"][1:] == [
+        "failed tests/cuda/test_device.py::test_two[a - b]: RuntimeError: no kernel image",
+        "failed tests/cuda/test_device.py::test_five",
+    ]
+
+
+@pytest.mark.process
+def test_the_names_of_tests_of_a_real_run_are_in_the_record(tmp_path: Path, plan: list[SessionPart]) -> None:
+    tests = tmp_path / "test_tries.py"
+    tests.write_text("def test_good(): pass\ndef test_bad():\n    assert 1 == 2\n")
+    words = ("-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tests))
+    plan.append(SessionPart("tests", "what is tests", words, 60.0))
+    status, (entry,) = run(tmp_path / "record.json")
+    assert status == 1
+    ((good,), (bad,)) = (entry["figures"]["tests"][outcome] for outcome in ("passed", "failed"))
+    assert good.endswith("test_tries.py::test_good")
+    assert bad.endswith("test_tries.py::test_bad")
+    assert "assert 1 == 2" in (tmp_path / "record.md").read_text()
+
+
+def test_a_module_that_is_not_installed_is_the_reason_to_skip(tmp_path: Path, plan: list[SessionPart]) -> None:
+    plan += [
+        SessionPart("fa4", "needs a package", ("-c", ""), 5.0, needs="no_such_package.cute"),
+        SessionPart("torch", "needs torch", ("-c", ""), 20.0, needs="torch.nn"),
+    ]
+    _, entries = run(tmp_path / "record.json")
+    assert [entry["status"] for entry in entries] == ["skipped", "passed"]
+    assert entries[0]["reason"] == "this installation has no no_such_package.cute"
+
+
+def test_two_runs_that_differ_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that depends on how often it was run stands for kernels that add in any order."""
+    calls = iter(range(100))
+
+    def train(kind: str, size: str, setting: Any) -> Any:
+        value = 0.0 if setting.optimizer == "adamw" else float(next(calls))
+        return {"weight": torch.tensor(value)}, [1.0, 1.0, value], 0.1
+
+    monkeypatch.setattr(device_repeat, "_train", train)
+    found = device_repeat.measure_repeats("cpu", "tiny")
+    assert found["failures"] == ["muon: differs from step 3"]
+    assert found["settings"]["as genesis fit"]["is_bit_equal"]
+
+
+def test_what_need_not_repeat_may_differ_and_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(kind: str, size: str, setting: Any) -> Any:
+        if "model.attention=fa4" in setting.options:
+            raise UserError("attention fa4 needs the package flash-attn-4")
+        value = torch.rand(()) if "trainer.deterministic=false" in setting.options else torch.zeros(())
+        return {"weight": value}, [1.0, 1.0], 0.1
+
+    monkeypatch.setattr(device_repeat, "_train", train)
+    found = device_repeat.measure_repeats("cuda", "full")
+    assert found["failures"] == []
+    assert found["settings"]["fa4, compiled"] == {"reason": "attention fa4 needs the package flash-attn-4"}
+    assert not found["settings"]["not deterministic"]["is_bit_equal"]
+
+
+@pytest.mark.parametrize("name", ["sampling", "decoding", "loss", "attention"])
 def test_single_parts_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
     out = tmp_path / "part.json"
     assert device_parts.main([name, "--device", "cpu", "--size", "tiny", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
+    if name == "attention":
+        kernels = record["kernels"]
+        assert kernels.keys() > {"mask, documents", "torch, rows, deterministic"}
+        assert all(kernel["is_repeatable"] and kernel["forward_ms"] > 0 for kernel in kernels.values())
+        return
     sides = record["greedy"] if name == "sampling" else record
     assert sides.get("after", sides.get("before")) > 0
     if name == "loss":
         assert record["loss before"] == pytest.approx(record["loss after"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.each
+@pytest.mark.parametrize("name", ["repeat", "serving"])
+def test_parts_that_train_and_serve_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "part.json"
+    words = [name, "--device", "cpu", "--size", "tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "genesis.bench.device_parts", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    record = json.loads(out.read_text())
+    if name == "repeat":
+        assert all(setting["is_bit_equal"] for setting in record["settings"].values())
+    else:
+        assert record["1 clients"]["tokens"] > 0
+        assert record["4 clients"]["tokens_per_second"] > 0
 
 
 @pytest.mark.slow

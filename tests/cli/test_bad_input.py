@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,8 @@ def test_a_file_whose_aliases_repeat_billions_of_values_is_refused(
     outcome = genesis(*(files.get(word, word) for word in command.split()))
     # A file that an option names is known by its beginning alone.
     named = "begins with 'model: decoder:" if command.startswith("fit") and "--config FILE" not in command else path
+    # With a Lightning whose options are not recorded, the doctor begins before it reads the file.
+    outcome = replace(outcome, err=outcome.err.removeprefix("doctor: reading the recipe\n"))
     check_is_one_line(outcome, str(named), " has aliases (*name) that repeat more than 100,000 values")
 
 

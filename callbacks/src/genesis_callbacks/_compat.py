@@ -1,6 +1,7 @@
-"""Every private name of torch and Lightning that this package uses, in one place, with a test for each.
+"""The workings of torch and Lightning on which this package relies, in one place, with a test for each.
 
-The names that only the reading of state dicts needs are in `_state_dicts`, likewise with tests.
+What only the reading of state dicts needs is in `_state_dicts`, likewise with tests. `tests/private_names.py` of the
+repository lists every private name of other packages that any module uses.
 This module does not import Lightning, so that the engine may use it: trainers and strategies are arguments.
 """
 

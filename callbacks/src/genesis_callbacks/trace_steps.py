@@ -70,7 +70,8 @@ class TraceSteps(pl.Callback):
         if self._ranks is not None and trainer.global_rank not in self._ranks:
             return
         self._traced, self._last_traced = (step, self._ends[step]), step
-        self._profile = profile(activities=_choose_activities(), **self._options)  # type: ignore[arg-type]
+        # Without `acc_events`, torch 2.11 warns that events of earlier cycles are dropped; a trace is one cycle.
+        self._profile = profile(activities=_choose_activities(), acc_events=True, **self._options)  # type: ignore[arg-type]
         self._profile.start()
         listen_to_actions(trainer, self._begin_action, self._end_action)
 

@@ -1,7 +1,8 @@
 """Our trainer as `genesis fit` sets it up: Lightning's Trainer, our module, loader, clocks, schedule, log and bar.
 
 Only checkpoints are left out, because `genesis bench checkpoint` measures them. The second argument is the strategy:
-`replicated`, the default of `genesis fit`, or `auto`, Lightning's own strategy for one device.
+`replicated`, the default of `genesis fit`, or `auto`, Lightning's own strategy for one device. Further arguments are
+options of `genesis fit`, such as `model.attention=flex` or `trainer.deterministic=false`.
 """
 
 import math
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 
+from genesis.bench.workers.options import read_fit_options, take_repeatable_kernels
 from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
@@ -90,6 +92,8 @@ def _build_strategy(name: str, is_compiled: bool) -> Strategy | str:
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
+    options = read_fit_options(arguments[2:], workload.device)
+    take_repeatable_kernels(options.deterministic)
     gatekeeper = _Gatekeeper(workload)
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = pl.Trainer(
@@ -97,6 +101,7 @@ def main(arguments: list[str]) -> None:
             devices=1,
             strategy=_build_strategy(arguments[1], workload.is_compiled),
             precision=workload.precision,
+            deterministic=options.deterministic,
             max_steps=ENDLESS,
             max_epochs=-1,
             gradient_clip_val=1.0,
@@ -109,7 +114,9 @@ def main(arguments: list[str]) -> None:
             logger=CSVLog(RunDirectory(Path(run_dir)).metrics),
             callbacks=[gatekeeper, TokenCounters(), SkipAwareLR(warmup_updates=100), GenesisProgressBar()],
         )
-        module = GenesisModule(DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer))
+        module = GenesisModule(
+            DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer), **options.model
+        )
         with suppress(NoMoreStepsError):
             trainer.fit(module, datamodule=_RandomWindows(workload))
 

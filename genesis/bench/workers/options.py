@@ -1,0 +1,57 @@
+"""Options of the module and the Trainer as a recipe and the command line write them: `model.attention=flex`."""
+
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser
+
+from genesis.device import is_host
+from genesis.errors import UserError
+from genesis.train.module import GenesisModule
+
+_OF_THE_SHAPE = {"decoder", "optimizer"}
+"""Arguments of the module that follow from the workload."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The options of a fit of a benchmark.
+
+    Args:
+        model: Keyword arguments of `GenesisModule`.
+        deterministic: That of the Trainer: None for Lightning's default, on the CPU.
+    """
+
+    model: dict[str, Any]
+    deterministic: bool | None
+
+
+def read_fit_options(options: Sequence[str], device: str) -> FitOptions:
+    """Returns the options of a fit on a kind of device.
+
+    Args:
+        options: `NAME=VALUE`, such as `model.attention=flex` and `trainer.deterministic=false`. A Trainer without the
+            latter takes only kernels that repeat on accelerators, as `genesis fit` does.
+        device: The kind of device.
+
+    Raises:
+        UserError: `genesis fit` has no such option or value.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(GenesisModule, "model", skip=set(_OF_THE_SHAPE), instantiate=False)
+    parser.add_argument("--trainer.deterministic", choices=("auto", "true", "false"), default="auto")
+    try:
+        parsed = parser.instantiate_classes(parser.parse_args([f"--{option}" for option in options]))
+    except ArgumentError as error:
+        raise UserError(f"{' '.join(options)}: {' '.join(str(error).split())}") from error
+    deterministic = parsed.trainer.deterministic != "false"
+    return FitOptions(vars(parsed.model), None if is_host(device) else deterministic)
+
+
+def take_repeatable_kernels(deterministic: bool | None) -> None:
+    """Keeps torch's deterministic mode from filling each new tensor, a kernel each, which repeating does not need."""
+    if deterministic:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's module
