@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from genesis.compilation import CompileBlocks, resolve_compilation
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
@@ -46,7 +47,7 @@ class Replicated(DDPStrategy):
             pass through the device, piece by piece, and the device updates.
         optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
             and not in the host's memory. Each rank reads and writes its part in every step.
-        compile_blocks: Whether each block is compiled by torch.compile.
+        compile_blocks: Whether each block is compiled by torch.compile; `auto` for CUDA devices with Triton alone.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
             names the rank for which the others wait, or 1,800 s without `HangWatch`.
@@ -65,7 +66,7 @@ class Replicated(DDPStrategy):
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
         optimizer_offload_directory: str | None = None,
-        compile_blocks: bool = False,
+        compile_blocks: CompileBlocks = False,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class Replicated(DDPStrategy):
             optimizer_share=optimizer_offload,
             optimizer_directory=optimizer_offload_directory,
         )
-        self.compile_blocks = compile_blocks
+        self.compile_blocks = resolve_compilation(compile_blocks)
         self.timeout_seconds = timeout_seconds
         self.hang_seconds: float | None = None
         self.start = Start()
