@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,7 +12,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -225,7 +225,7 @@ class Replicated(DDPStrategy):
         Raises:
             UserError: Under ZeRO-1, because one rank's part would be saved as the whole state.
         """
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if self.optimizer_states == "sharded" and not self.is_alone:
             raise UserError(
                 "optimizer_states is 'sharded': Lightning's own checkpoints would hold only one rank's "
                 "part; save with AsyncProcessCheckpoint, which stores the parts of all ranks"
@@ -236,4 +236,7 @@ class Replicated(DDPStrategy):
 def _spread(optimizer: Optimizer) -> Optimizer:
     """Returns `optimizer`'s groups under ZeRO-1."""
     groups = [dict(group) for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    # Imported here: its package compiles ten optimizers by TorchScript when it is imported, for most fits in vain.
+    zero: Any = import_module("torch.distributed.optim")
+    spread: Optimizer = zero.ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    return spread
