@@ -57,6 +57,8 @@ def _describe(kernels: str, device: torch.device) -> Mapping[str, str]:
         "capability": str(read_capability(device)),
         "driver": next((path.read_text(encoding="utf-8") for path in _DRIVERS if path.is_file()), ""),
         "torch": torch.__version__,
+        # Without measurements Triton takes other forms of the kernels.
+        "choice": "first" if torch.are_deterministic_algorithms_enabled() else "fastest",
         "triton": _find_version("triton"),
         "genesis": __version__,
     }

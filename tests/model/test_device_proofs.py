@@ -175,17 +175,22 @@ def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) 
     proof.prove(CPU)
 
 
-@pytest.mark.parametrize("changed", ["kernels", "name_device", "read_capability", "__version__", "torch", "_DRIVERS"])
+@pytest.mark.parametrize(
+    "changed", ["kernels", "name_device", "read_capability", "__version__", "torch", "_DRIVERS", "choice"]
+)
 def test_another_device_or_version_is_proved_again(
     installed: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
 ) -> None:
     (proof,) = linear_attention_proofs(LINEAR)
     proof.prove(CPU)
     num_calls = len(installed.names)
+    monkeypatch.setattr(delta_kernel, "pin_triton_choices", lambda: None)
     if changed == "kernels":
         monkeypatch.setattr(device_proofs, "find_version", lambda: "1.2.4")
     elif changed == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9.9")
+    elif changed == "choice":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     elif changed == "_DRIVERS":
         (tmp_path / "driver").write_text("580.0")
         monkeypatch.setattr(proof_memory, changed, (tmp_path / "driver",))
@@ -279,7 +284,7 @@ def test_no_measurement_chooses_the_kernels_of_a_run_whose_kernels_repeat(
     monkeypatch.setattr(delta_kernel, "import_module", modules.__getitem__)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     delta_kernel.pin_triton_choices.cache_clear()
-    (proof,) = linear_attention_proofs()
+    (proof,) = linear_attention_proofs(LINEAR)
     proof.prove(CPU)
     assert OfThisTest().choose() == chosen
     assert installed.names
