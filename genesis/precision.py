@@ -10,7 +10,7 @@ from genesis.device import has_bfloat16, is_available
 AUTO: Final = "auto"
 FULL: Final = "32-true"
 MIXED: Final = "bf16-mixed"
-_CUDA_ACCELERATORS: Final = ("auto", "cuda", "gpu")
+CUDA_ACCELERATORS: Final = ("auto", "cuda", "gpu")
 _SPELLINGS: Final = {None: FULL, 32: FULL, "32": FULL, "bf16": MIXED, 16: "16-mixed", "16": "16-mixed"}
 
 
@@ -20,7 +20,7 @@ def choose_precision(accelerator: str) -> str:
     Args:
         accelerator: As the Trainer takes it.
     """
-    is_cuda = accelerator in _CUDA_ACCELERATORS and is_available("cuda")
+    is_cuda = accelerator in CUDA_ACCELERATORS and is_available("cuda")
     return MIXED if is_cuda and has_bfloat16("cuda") else FULL
 
 

@@ -159,16 +159,13 @@ def run_limited(
     return Ending(status, time.monotonic() - begin_seconds, last)
 
 
-def run_together(
-    module: str, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, check: bool = True
-) -> list[int]:
-    """Runs a module once for each list of arguments, all at the same time, and returns their exit statuses.
+def run_together(module: str, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
+    """Runs a module once for each list of arguments, all at the same time. If one fails, the others are killed.
 
     Args:
         module: Run as `python -m`.
         arguments: Of each process.
         environments: Variables of each process beside those of this one.
-        check: Whether a status other than 0 is an error; the other processes are killed then.
 
     Raises:
         RunEndedError: A process failed.
@@ -179,17 +176,16 @@ def run_together(
     ]
     try:
         while None in (found := [process.poll() for process in processes]):
-            if check and any(found):
+            if any(found):
                 break
             time.sleep(_POLL_SECONDS)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    if check and any(found):  # before the others were killed
+    if any(found):  # before the others were killed
         number = next(number for number, status in enumerate(found) if status)
         raise RunEndedError(f"process {number} of {len(found)} ended with status {found[number]}")
-    return [process.returncode for process in processes]
 
 
 # ---- processes that carry a mark

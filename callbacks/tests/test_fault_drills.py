@@ -441,12 +441,29 @@ def test_a_writer_that_starts_is_deaf_to_sigterm(tmp_path):
 
 
 @pytest.mark.usefixtures("started_writers")
-def test_a_writer_that_does_not_start_ends_the_run_by_name_before_the_first_step(tmp_path):
+def test_a_writer_that_does_not_start_ends_the_run_by_name_before_the_first_save(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run_training(2, tmp_path, "ddp", 2, mode="process", callbacks=(SignalAtStart(1, signal.SIGKILL),))
     reason = "SaveFailedError: starting the writer: rank 1: the writer process ended at its start: killed by SIGKILL"
     assert str(caught.value).count(reason) == 2
     assert committed(tmp_path) == []
+
+
+class LookForWriter(Callback):
+    """Notes at each step whether the run has waited for the writer."""
+
+    def __init__(self) -> None:
+        self.waited: list[bool] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.waited.append(trainer.checkpoint_callback._session.saves.pipeline._writer._is_ready)
+        assert self.waited == [step > 0 for step in range(len(self.waited))]
+
+
+def test_the_first_window_is_trained_while_the_writer_imports(tmp_path):
+    (run,) = run_training(1, tmp_path, "single", 2, mode="process", callbacks=(LookForWriter(),))
+    assert run["failed"] == 0
+    assert committed(tmp_path) == ["step-00000002"]
 
 
 class RaiseOnce(Callback):

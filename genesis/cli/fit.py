@@ -354,7 +354,11 @@ class GenesisCLI(LightningCLI):
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
-        self.checkpoint.device_proofs = (*proofs, *linear_attention_proofs(), *list_float8_proofs(self.model.float8))
+        self.checkpoint.device_proofs = (
+            *proofs,
+            *linear_attention_proofs(self.model.decoder_config),
+            *list_float8_proofs(self.model.float8),
+        )
         self.checkpoint.drift_policy = build_policy(place)
 
     def _start_distillation(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 from genesis.checkpoint_reference import Reference
+from genesis.compilation import choose_compilation, read_compilation
 from genesis.determinism import AUTO as AUTO_DETERMINISTIC
 from genesis.determinism import choose_deterministic
 from genesis.device import CPU, find_kind
@@ -73,6 +74,11 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
             choose_precision(trainer["accelerator"])
             if recipe is None
             else unify_precision({"trainer": {}} | recipe)["trainer"].get("precision")
+        )
+    options = getattr(trainer.get("strategy"), "init_args", None)
+    if options and options.get("compile_blocks") == AUTO:
+        options["compile_blocks"] = (
+            choose_compilation(trainer["accelerator"]) if recipe is None else read_compilation(recipe)
         )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from genesis.cache_directory import find_cache_directory
 from genesis.data.remote import RemoteFile, download
 from genesis.data.store import StoreOptions, WriteError
 from genesis.errors import UserError
@@ -48,8 +49,6 @@ class CacheOptions:
         Raises:
             UserError: GENESIS_CACHE_BYTES is not a number of bytes.
         """
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = Path(os.environ.get("GENESIS_CACHE_DIR") or caches / "genesis")
         text = os.environ.get("GENESIS_CACHE_BYTES") or str(cls.max_bytes)
         try:
             max_bytes = int(text)
@@ -57,7 +56,7 @@ class CacheOptions:
             max_bytes = 0
         if max_bytes < 1:
             raise UserError(f"GENESIS_CACHE_BYTES is {text!r}; give a whole number of bytes above 0")
-        return cls(directory, max_bytes)
+        return cls(find_cache_directory(), max_bytes)
 
 
 @contextmanager

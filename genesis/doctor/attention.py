@@ -1,4 +1,4 @@
-"""The part of the doctor that runs every proof from the start of a fit."""
+"""The part of the doctor that runs the proofs from the start of a fit."""
 
 import torch
 
@@ -7,12 +7,8 @@ from genesis.doctor.machine import run_proofs
 from genesis.doctor.probe import Probe
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import KERNELS, MASK
-from genesis.model.device_proofs import (
-    CACHED_ATTENTION_PROOF,
-    ProvedShape,
-    attention_proof,
-    linear_attention_proofs,
-)
+from genesis.model.delta_kernel import PACKAGE, find_version
+from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, ProvedShape, attention_proof
 
 
 def run_all_proofs(probe: Probe) -> None:
@@ -26,4 +22,10 @@ def run_all_proofs(probe: Probe) -> None:
             probe.note(f"attention by {name} is not proved: {obstacle}")
         elif name != MASK.name:  # with which the others are compared
             proofs.append(attention_proof(name, label=f"attention by {name}"))
-    run_proofs(probe, (*proofs, CACHED_ATTENTION_PROOF, *linear_attention_proofs()))
+    run_proofs(probe, (*proofs, CACHED_ATTENTION_PROOF))
+    found = find_version()
+    if found is not None:
+        probe.note(
+            f"{PACKAGE} {found} is installed: the first start with a model that has linear layers proves its kernels, "
+            "which takes about a minute"
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from genesis_callbacks import SkipAwareLR, TokenCounters
 
 ENDLESS: Final = 10**6
 _NUM_MICRO_BATCHES: Final = 2
+_DOCUMENT_ENDS: Final = (0.125, 0.75)
+"""Where documents end within a sequence, as shares of its length."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class Size:
 
     decoder: DecoderConfig
     micro_batch_size: int
+
+    @property
+    def longest_document(self) -> int:
+        """The tokens of the longest document of a sequence."""
+        cuts = (0, *(int(end * self.decoder.max_seq_len) for end in _DOCUMENT_ENDS), self.decoder.max_seq_len)
+        return max(end - begin for begin, end in pairwise(cuts))
 
 
 SIZES: Final = {
@@ -46,6 +55,13 @@ SIZES: Final = {
             vocab_size=32768, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=1024
         ),
         4,
+    ),
+    # For runs that are saved, killed and compared: a save takes milliseconds, and its documents are long.
+    "resumed": Size(
+        DecoderConfig(
+            vocab_size=4096, dim=128, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=384, max_seq_len=1024
+        ),
+        1,
     ),
 }
 
@@ -70,7 +86,8 @@ class RandomWindows(pl.LightningDataModule):
         numbers = np.random.default_rng((step, self._rank))
         rows = numbers.integers(decoder.vocab_size, size=(_NUM_MICRO_BATCHES * batch, seq_len + 1), dtype=np.uint16)
         ends = np.zeros((len(rows), seq_len), np.bool_)
-        ends[:, seq_len // 3 :: seq_len // 3] = True
+        for end in _DOCUMENT_ENDS:
+            ends[:, int(end * seq_len)] = True
         return build_window(rows, form, batch, step + 1, ends)
 
     def train_dataloader(self) -> WindowLoader:

@@ -40,9 +40,15 @@ def _call(function: Any, arguments: tuple[Any, ...], probe: Any) -> None:
 PARTS = (
     Part("devices", "names, memory, drivers", 60, "machine:inspect_devices"),
     Part("proof", "what a fit proves at its start", 90, "attention:run_all_proofs"),
-    Part("resume-thread", "save, SIGKILL and resume, saves by a thread", 240, "training:kill_and_resume", ("thread",)),
     Part(
-        "resume-process", "save, SIGKILL and resume, saves by a process", 240, "training:kill_and_resume", ("process",)
+        "resume-thread", "save, SIGKILL and resume, saves by a thread", 120, "killed_run:kill_and_resume", ("thread",)
+    ),
+    Part(
+        "resume-process",
+        "save, SIGKILL and resume, saves by a process",
+        120,
+        "killed_run:kill_and_resume",
+        ("process",),
     ),
     Part("waits", "training steps, and where they wait for the device", 180, "training:watch_waits"),
     Part("ddp", "strategy replicated over all devices", 180, "training:train_on_all", ("ddp",)),

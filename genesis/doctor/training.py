@@ -1,7 +1,6 @@
-"""Parts of the doctor that train: waits by line, speed and memory, all devices, and a killed run."""
+"""Parts of the doctor that train: waits by line, speed and memory, and all devices."""
 
 import os
-import signal
 import time
 import traceback
 import warnings
@@ -39,8 +38,6 @@ from genesis.doctor.probe import Probe, SkippedError, Task
 from genesis.model.describe import count_flops_per_token, describe
 from genesis.processes import run_together
 from genesis.strategies import Replicated, Sharded
-from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks.checkpoint import find_latest, read_tensors
 from genesis_callbacks.device_peaks import choose_peak_type, compute_mfu, read_peak_flops
 
 _WARMUP_STEPS: Final = 5
@@ -48,9 +45,6 @@ _STEPS: Final = 20
 _RANK_STEPS: Final = 4
 _WORST_LOSS_DIFFERENCE: Final = 0.05
 """Largest difference between losses on a device and on the CPU, in nats: bfloat16 against float32."""
-_SAVE_EVERY: Final = 3
-_KILL_AT: Final = 8
-_END_AT: Final = 12
 _WAIT_MESSAGE: Final = "synchroniz"
 _ROOTS: Final = {
     module.__name__: str(Path(module.__file__ or "").parent) + os.sep for module in (genesis, genesis_callbacks, pl)
@@ -207,7 +201,9 @@ def train_on_all(probe: Probe, variant: str, num_ranks: int | None = None) -> No
     probe.figure("ranks", num_ranks)
     probe.figure("backend", name_collectives(task.kind))
     ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
-    run_together("genesis.doctor.rank", [[rank.to_json(), variant] for rank in ranks], _rank_environments(num_ranks))
+    run_together(
+        "genesis.doctor.rank", [[rank.to_json(), variant] for rank in ranks], build_rank_environments(num_ranks)
+    )
     results = [torch.load(Path(task.directory) / f"rank-{rank.rank}.pt", weights_only=True) for rank in ranks]
     first = results[0]
     probe.check("all ranks have the same parameters", all(_is_equal(first["tensors"], of["tensors"]) for of in results))
@@ -226,7 +222,8 @@ def _has_collectives(kind: str) -> bool:
     return dist.is_available() and dist.is_backend_available(name_collectives(kind))
 
 
-def _rank_environments(num_ranks: int) -> list[dict[str, str]]:
+def build_rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Returns the variables by which each rank knows its place."""
     numbers = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": 0} for rank in range(num_ranks)]
     return [{name: str(number) for name, number in of.items()} for of in numbers]
 
@@ -235,13 +232,13 @@ def _is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def _needs_group(task: Task, variant: str) -> bool:
+def needs_group(task: Task, variant: str) -> bool:
     """Returns whether a strategy needs a process group: `Sharded` always, `Replicated` with several ranks."""
     build, _ = VARIANTS[variant]
     return task.num_ranks > 1 or (build.func if isinstance(build, partial) else build) is Sharded
 
 
-def _join(task: Task, store: str) -> None:
+def join_ranks(task: Task, store: str) -> None:
     """Creates the process group of the ranks without a port."""
     select_device(task.kind, task.rank)
     dist.init_process_group(
@@ -254,8 +251,8 @@ def _join(task: Task, store: str) -> None:
 
 def train_one_rank(task: Task, variant: str) -> None:
     """Trains as one rank of `train_on_all`, and writes its results at the end."""
-    if _needs_group(task, variant):
-        _join(task, "store")
+    if needs_group(task, variant):
+        join_ranks(task, "store")
     losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
     build, precision = VARIANTS[variant]
     options = {} if precision is None else {"precision": precision}
@@ -289,61 +286,3 @@ def _read_parameters(module: pl.LightningModule) -> list[Tensor]:
         (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
         for parameter in module.parameters()
     ]
-
-
-# ---- a killed run
-
-
-class _KillSelf(pl.Callback):
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, batch_idx: int
-    ) -> None:
-        if trainer.global_step == _KILL_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fit_for_kill(task: Task, variant: str, mode: Any, name: str, is_killed: bool) -> None:
-    """Trains a run, from its newest checkpoint if there is one, to its end or until its ranks kill themselves."""
-    if _needs_group(task, variant):
-        _join(task, f"store-{name}-{is_killed}")
-    pl.seed_everything(0, verbose=False)  # so that the state of generators in checkpoints is also compared
-    run_dir = Path(task.directory) / name
-    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=_SAVE_EVERY, mode=mode)
-    callbacks: list[pl.Callback] = [checkpoint, *([_KillSelf()] if is_killed else [])]
-    build, _ = VARIANTS[variant]
-    trainer = build_trainer(task, build(), _END_AT, callbacks, enable_checkpointing=True)
-    latest = checkpoint.latest()
-    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size], task.rank), ckpt_path=latest)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def kill_and_resume(probe: Probe, mode: str, variant: str = "ddp", num_ranks: int = 1) -> None:
-    """Kills a run by SIGKILL, resumes it, and compares its end, bit for bit, with a run that was not killed."""
-    task = probe.task
-    ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
-
-    def start(name: str, is_killed: bool) -> list[int]:
-        ends = [variant, mode, name, "killed" if is_killed else "whole"]
-        arguments = [[rank.to_json(), *ends] for rank in ranks]
-        return run_together("genesis.doctor.rank", arguments, _rank_environments(num_ranks), check=not is_killed)
-
-    start("straight", is_killed=False)
-    statuses = start("killed", is_killed=True)
-    found = ", ".join(map(str, statuses))
-    probe.check("SIGKILL ended the run", -signal.SIGKILL in statuses, f"exit status {found}")
-    saved = find_latest(Path(task.directory) / "killed")
-    if saved is None:
-        probe.check("a checkpoint was left", False)
-        return
-    probe.figure("newest checkpoint after the kill", saved.name)
-    start("killed", is_killed=False)
-    ends = [find_latest(Path(task.directory) / name) for name in ("straight", "killed")]
-    if any(end is None or end.name != f"step-{_END_AT:08d}" for end in ends):
-        found = ", ".join("no checkpoint" if end is None else end.name for end in ends)
-        probe.check("both runs reached their end", False, found)
-        return
-    straight, killed = (read_tensors(end) for end in ends if end is not None)
-    wrong = [name for name in straight if name not in killed or not torch.equal(straight[name], killed[name])]
-    probe.figure("tensors compared", len(straight))
-    probe.check("the resumed run ends bit for bit as one that was not killed", not wrong, ", ".join(wrong[:3]))

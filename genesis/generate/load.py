@@ -21,7 +21,7 @@ from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.attend.flash_limits import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_linear_layers
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
@@ -92,6 +92,7 @@ def load_decoder(
                 f"{path} is an export, beside which no adapters are loaded; convert it with `genesis import`"
             )
         config, state, found = _read_export(reference.path, tokenizer)
+        prepare_linear_layers(config, torch.device(device))
         decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
         return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, reference.path)
     checkpoint = reference.find_checkpoint(level="quick")
@@ -102,6 +103,7 @@ def load_decoder(
     key = f"{base_hash} {device} {dtype}"
     with bases.loading(key) as shared:
         decoder, in_base = _read_checkpoint(checkpoint, manifest, adapter, shared)
+        prepare_linear_layers(decoder.config, torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
         bases.add(key, decoder, in_base)
     return Loaded(decoder, found, checkpoint, sum(shared[name].nbytes for name in in_base & shared.keys()))
@@ -132,9 +134,8 @@ def prepare_device(device: torch.device) -> None:
 @cache  # once per process
 def _prove_attention(device_type: str, *, has_flash: bool) -> None:
     device = torch.device(device_type)
-    # Attention by documents or lengths is for devices with flash kernels; linear layers use theirs on any CUDA device.
-    flash = (TORCH_ATTENTION_PROOF, CACHED_ATTENTION_PROOF) if has_flash else ()
-    for proof in (*flash, *linear_attention_proofs()):
+    # Attention by documents or lengths is for devices with flash kernels.
+    for proof in (TORCH_ATTENTION_PROOF, CACHED_ATTENTION_PROOF) if has_flash else ():
         try:
             proof.prove(device)
         except Exception as error:  # a missing or wrong kernel is no error, because torch has other kernels

@@ -1,6 +1,7 @@
 """Tests of an accelerator's attention kernels before Genesis uses them."""
 
-from functools import partial
+import logging
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from genesis.model.attend.cache import distrust_lengths
 from genesis.model.attend.metadata import CachedTokens, document_offsets
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.decoder import DecoderConfig
 from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked
+from genesis.model.proof_memory import prove_once
 from genesis_callbacks.checkpoint import DeviceProof
 
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
@@ -21,6 +24,8 @@ _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
 _TOLERANCE, _GRADIENT_TOLERANCE = 2e-2, 4e-2
 _MAX_PROVED_TOKENS = 16_384
 """The mask of a longer sequence would take gigabytes."""
+_LINEAR_NAME: Final = "linear_attention"
+_log = logging.getLogger(__name__)
 
 
 class ProvedShape(NamedTuple):
@@ -171,10 +176,38 @@ CACHED_ATTENTION_PROOF: Final = DeviceProof(
 )
 
 
-def linear_attention_proofs() -> tuple[DeviceProof, ...]:
-    """Returns the proof of the kernels of linear layers, if their package is installed; its name has the version."""
+def linear_attention_proofs(config: DecoderConfig) -> tuple[DeviceProof, ...]:
+    """Returns the proof of the kernels of linear layers, if a model has such layers and their package is installed.
+
+    The proof runs once on a machine (`proof_memory`), because Triton tries many forms of each kernel meanwhile.
+    """
+    return () if config.linear_attention is None else _list_linear_proofs()
+
+
+def prepare_linear_layers(config: DecoderConfig, device: torch.device) -> None:
+    """Selects the kernels of a model's linear layers on a CUDA device, for a model that no fit trains.
+
+    Kernels that fail their proof are not used in this process; a warning names them.
+    """
+    if device.type == "cuda" and config.linear_attention is not None:
+        _prove_linear_layers(device)
+
+
+def _list_linear_proofs() -> tuple[DeviceProof, ...]:
     found = find_version()
     if found is None:
         return ()
     quick = f"{PACKAGE} {found}"
-    return (DeviceProof("linear_attention", quick, "chunks", prove_linear_attention, distrust_kernel),)
+    prove = partial(prove_once, _LINEAR_NAME, quick, prove_linear_attention)
+    return (DeviceProof(_LINEAR_NAME, quick, "chunks", prove, distrust_kernel),)
+
+
+@cache  # once per process, also where the proof fails
+def _prove_linear_layers(device: torch.device) -> None:
+    for proof in _list_linear_proofs():
+        try:
+            proof.prove(device)
+        except Exception as error:  # missing or wrong kernels are no error, because the computation in chunks remains
+            proof.take_slow(device)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            _log.warning("%s: %s instead of %s in linear layers: %s", device, proof.slow, proof.fast, reason)

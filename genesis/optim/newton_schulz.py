@@ -37,7 +37,12 @@ def orthogonalize(matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None
     """
     results: dict[int, Tensor] = {}
     for batch in plan_batches([matrix.shape for matrix in matrices], count_ranks(replicas)):
-        directions = orthogonalize_batch([matrices[i] for i in batch.members].__getitem__, batch.owners, replicas)
+        members = [matrices[i] for i in batch.members]
+        directions = orthogonalize_batch(
+            lambda numbers, members=members: [members[number] for number in numbers],  # type: ignore[misc]
+            batch.owners,
+            replicas,
+        )
         for index, direction in zip(batch.members, directions, strict=True):
             results[index] = turn_back(direction, matrices[index].shape).to(matrices[index].dtype)
     return [results[index] for index in range(len(matrices))]
@@ -95,7 +100,7 @@ def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Ba
 
 
 def orthogonalize_batch(
-    read: Callable[[int], Tensor], owners: Sequence[int], replicas: dist.ProcessGroup | None = None
+    read: Callable[[Sequence[int]], list[Tensor]], owners: Sequence[int], replicas: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """Returns the orthogonalised matrices of one batch of `plan_batches`, transposed to be wide, in bfloat16.
 
@@ -103,18 +108,18 @@ def orthogonalize_batch(
     even with different GPUs, and no rank repeats another's work. Every rank of the group calls it; it communicates.
 
     Args:
-        read: Returns a matrix of the batch by its number; in a shared batch only this rank's matrices are read, or one.
+        read: Returns matrices of the batch by their numbers; in a shared batch only this rank's are read, or one.
         owners: The rank of each matrix within the group.
         replicas: Ranks that hold the same matrices.
     """
     rank = 0 if replicas is None else dist.get_rank(replicas)
-    own = [_to_wide(read(number)).to(_DTYPE) for number, owner in enumerate(owners) if owner == rank]
-    results = list(_iterate(torch.stack(own))) if own else []
+    own = [number for number, owner in enumerate(owners) if owner == rank]
+    results = _orthogonalize_alike(read(own)) if own else []
     if replicas is None:
         return results
     num_ranks = dist.get_world_size(replicas)
     # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which no rank reads.
-    like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
+    like = results[0] if own else torch.zeros_like(_to_wide(read([0])[0]), dtype=_DTYPE)
     per_rank = max(owners.count(other) for other in range(num_ranks))
     given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
     gathered = given.new_empty((num_ranks * per_rank, *like.shape))
@@ -130,6 +135,38 @@ def orthogonalize_batch(
 def turn_back(direction: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns a matrix of a batch in its original orientation, that of `shape`."""
     return direction if direction.shape == shape else direction.mT
+
+
+def stack_as(
+    matrices: Sequence[Shaped[Tensor, "rows columns"]], dtype: torch.dtype, *, is_turned: bool = False
+) -> Shaped[Tensor, "N rows_or_columns columns_or_rows"]:
+    """Returns copies of matrices in another dtype, each of them transposed if `is_turned`.
+
+    On a GPU that is one kernel, or two, however many matrices there are: small models wait for launches.
+    """
+    like = matrices[0]
+    # What is turned exists twice for a moment, so that the copy to turn has the smaller dtype.
+    held = min(like.dtype, dtype, key=lambda one: one.itemsize) if is_turned else dtype
+    stacked = like.new_empty((len(matrices), *like.shape), dtype=held)
+    torch._foreach_copy_(list(stacked.unbind()), list(matrices))
+    return stacked.mT.to(dtype, memory_format=torch.contiguous_format) if is_turned else stacked
+
+
+def _orthogonalize_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the orthogonalised matrices, of one shape up to transposition, as wide matrices in bfloat16."""
+    by_turn: dict[bool, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        by_turn.setdefault(matrix.shape[0] > matrix.shape[1], []).append(number)
+    parts = [
+        stack_as([matrices[number] for number in numbers], _DTYPE, is_turned=is_tall)
+        for is_tall, numbers in by_turn.items()
+    ]
+    del matrices  # a whole batch of updates in float32
+    if len(parts) > 1:
+        parts = [torch.cat(parts)]
+    directions = _iterate(parts.pop())
+    found = dict(zip((number for numbers in by_turn.values() for number in numbers), directions, strict=True))
+    return [found[number] for number in range(len(found))]
 
 
 def _to_wide(matrix: Tensor) -> Tensor:

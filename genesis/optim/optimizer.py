@@ -24,7 +24,7 @@ from genesis.optim.newton_schulz import (
     orthogonalize_sharded,
     plan_batches,
     require_whole_matrices,
-    turn_back,
+    stack_as,
 )
 from genesis.optim.offload import PIECE_BYTES, Slices, StateOffload
 from genesis.optim.piece_memory import DiskRates
@@ -276,26 +276,32 @@ class GroupedOptimizer(Optimizer):
         # Decoupled decay scales only the parameter and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
 
-        def update_of(index: _Matrix) -> Tensor:
-            gradient = _select(gradients[index.parameter], index)
-            if index.parameter not in buffers:
-                return gradient
-            buffer = _select(buffers[index.parameter], index)
-            return torch.lerp(gradient, buffer, group["momentum"]) if group["nesterov"] else buffer
+        def updates_of(indices: Sequence[_Matrix]) -> list[Tensor]:
+            updates = [_select(gradients[index.parameter], index) for index in indices]
+            here = [number for number, index in enumerate(indices) if index.parameter in buffers]
+            found = [_select(buffers[indices[number].parameter], indices[number]) for number in here]
+            if found and group["nesterov"]:
+                found = list(torch._foreach_lerp([updates[number] for number in here], found, group["momentum"]))
+            for number, update in zip(here, found, strict=True):
+                updates[number] = update
+            return updates
 
-        def apply(index: _Matrix, direction: Tensor) -> None:
-            parameter = parameters[index.parameter]
-            lr = group["lr"] * lr_ratio(parameter.shape[-2:], group["adjust_lr_fn"])
-            _select(_local(parameter), index).add_(direction, alpha=-lr)
+        def apply(indices: Sequence[_Matrix], directions: Sequence[Tensor]) -> None:
+            weights = [_select(_local(parameters[index.parameter]), index) for index in indices]
+            for alike in _list_alike(weights, directions):
+                of_whole = parameters[indices[alike[0]].parameter].shape[-2:]
+                _add_all(
+                    [weights[number] for number in alike],
+                    [directions[number] for number in alike],
+                    -group["lr"] * lr_ratio(of_whole, group["adjust_lr_fn"]),
+                )
 
         def apply_batches(matrices: Sequence[_Matrix], replicas: dist.ProcessGroup | None) -> None:
             # Each batch is applied and freed before the next: the updates of a whole model would not fit into memory.
             shapes = [parameters[index.parameter].shape[-2:] for index in matrices]
             for batch in plan_batches(shapes, count_ranks(replicas)):
                 members = [matrices[number] for number in batch.members]
-                directions = orthogonalize_batch(partial(_read, update_of, members), batch.owners, replicas)
-                for number, index, direction in zip(batch.members, members, directions, strict=True):
-                    apply(index, turn_back(direction, shapes[number]))
+                apply(members, orthogonalize_batch(partial(_read, updates_of, members), batch.owners, replicas))
 
         sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
         apply_batches(
@@ -308,9 +314,7 @@ class GroupedOptimizer(Optimizer):
             apply_batches(matrices, None)
         rows = [_Matrix(i) for i in sharded if i not in stacks]
         if rows:
-            directions = orthogonalize_sharded([update_of(index) for index in rows], [sharded[i] for i, _ in rows])
-            for index, direction in zip(rows, directions, strict=True):
-                apply(index, direction)
+            apply(rows, orthogonalize_sharded(updates_of(rows), [sharded[i] for i, _ in rows]))
 
 
 def _divides_in_kernel(group: dict[str, Any]) -> bool:
@@ -369,8 +373,26 @@ def _select(tensor: Tensor, index: _Matrix) -> Tensor:
     return tensor if index.number is None else tensor[index.number]
 
 
-def _read(update_of: Callable[[_Matrix], Tensor], members: Sequence[_Matrix], number: int) -> Tensor:
-    return update_of(members[number])
+def _read(
+    updates_of: Callable[[Sequence[_Matrix]], list[Tensor]], members: Sequence[_Matrix], numbers: Sequence[int]
+) -> list[Tensor]:
+    return updates_of([members[number] for number in numbers])
+
+
+def _list_alike(weights: Sequence[Tensor], directions: Sequence[Tensor]) -> list[list[int]]:
+    """Returns the numbers of the matrices that are updated together: of one shape, direction and device."""
+    found: dict[Any, list[int]] = {}
+    for number, (weight, direction) in enumerate(zip(weights, directions, strict=True)):
+        found.setdefault((weight.shape, direction.shape, weight.device), []).append(number)
+    return list(found.values())
+
+
+def _add_all(weights: Sequence[Tensor], directions: Sequence[Tensor], factor: float) -> None:
+    """Adds the directions times a factor to weights of one shape, transposed where they lie the other way round."""
+    like, is_turned = weights[0], weights[0].shape != directions[0].shape
+    if is_turned or directions[0].dtype != like.dtype:
+        directions = stack_as(directions, like.dtype, is_turned=is_turned).unbind()
+    torch._foreach_add_(list(weights), list(directions), alpha=factor)
 
 
 def lr_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:

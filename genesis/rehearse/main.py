@@ -82,6 +82,7 @@ class _Rehearsal:
             num_wanted=options.num_kills,
             max_steps=recipe.max_steps,
             every_n_steps=recipe.every_n_steps,
+            seq_len=recipe.seq_len,
             hardware=f"{os.cpu_count()}-core {platform.machine()}",
         )
 

@@ -20,10 +20,12 @@ class RehearsedRecipe:
     Args:
         max_steps: The last step of the run.
         every_n_steps: Steps from one save to the next.
+        seq_len: Tokens of a sequence.
     """
 
     max_steps: int
     every_n_steps: int
+    seq_len: int
 
 
 def check_extra(extra: Sequence[str]) -> None:
@@ -74,7 +76,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         )
     if trainer.get("logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    return RehearsedRecipe(max_steps, every_n_steps)
+    return RehearsedRecipe(max_steps, every_n_steps, resolved["data"]["seq_len"])
 
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from genesis.key_blocks import ENOUGH_BLOCKS, KEY_BLOCK, count_key_blocks
 from genesis.rehearse.compare import CheckpointComparison, LossDifference
 from genesis.rehearse.plan import Aim, Pace, Phase, Victim
 
@@ -90,6 +91,7 @@ class Report:
         num_wanted: Number of requested kills.
         max_steps: Number of steps in the recipe.
         every_n_steps: Steps from one save to the next.
+        seq_len: Tokens of a sequence, which is the recipe's own: a run of this recipe is what the rehearsal is about.
         num_ranks: Number of ranks that trained.
         pace: The pace of the straight run.
         hardware: A description of the machine.
@@ -108,6 +110,7 @@ class Report:
     num_wanted: int
     max_steps: int
     every_n_steps: int
+    seq_len: int
     num_ranks: int = 0
     pace: Pace | None = None
     hardware: str = ""
@@ -135,7 +138,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report in plain types."""
-        return {"verdict": self.verdict, "lost_steps": self.lost_steps, **asdict(self)}
+        return {
+            "verdict": self.verdict,
+            "lost_steps": self.lost_steps,
+            "key_blocks": count_key_blocks(self.seq_len),
+            **asdict(self),
+        }
 
 
 def build_kill_table(kills: Sequence[KillRecord]) -> Table:
@@ -179,6 +187,13 @@ def summarise(report: Report) -> list[str]:
     for each in report.rounds:
         lines += _describe_round(each)
     lines += [] if report.note is None else [report.note]
+    num_blocks = count_key_blocks(report.seq_len)
+    if num_blocks < ENOUGH_BLOCKS:
+        lines.append(
+            f"sequences of {report.seq_len} tokens have at most {num_blocks} blocks of keys: the verdict is about this "
+            f"length, and on a GPU not for {ENOUGH_BLOCKS * KEY_BLOCK} tokens and more, whose attention adds more "
+            "gradients; rehearse a longer data.seq_len by itself"
+        )
     lines += [f"{process} still ran after the end and was killed" for process in report.left_over]
     return [*lines, *_describe_verdict(report)]
 

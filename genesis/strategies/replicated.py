@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,10 +12,10 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from genesis.compilation import CompileBlocks, resolve_compilation
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
@@ -46,7 +47,7 @@ class Replicated(DDPStrategy):
             pass through the device, piece by piece, and the device updates.
         optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
             and not in the host's memory. Each rank reads and writes its part in every step.
-        compile_blocks: Whether each block is compiled by torch.compile.
+        compile_blocks: Whether each block is compiled by torch.compile; `auto` for CUDA devices with Triton alone.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
             names the rank for which the others wait, or 1,800 s without `HangWatch`.
@@ -65,7 +66,7 @@ class Replicated(DDPStrategy):
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
         optimizer_offload_directory: str | None = None,
-        compile_blocks: bool = False,
+        compile_blocks: CompileBlocks = False,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class Replicated(DDPStrategy):
             optimizer_share=optimizer_offload,
             optimizer_directory=optimizer_offload_directory,
         )
-        self.compile_blocks = compile_blocks
+        self.compile_blocks = resolve_compilation(compile_blocks)
         self.timeout_seconds = timeout_seconds
         self.hang_seconds: float | None = None
         self.start = Start()
@@ -224,7 +225,7 @@ class Replicated(DDPStrategy):
         Raises:
             UserError: Under ZeRO-1, because one rank's part would be saved as the whole state.
         """
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if self.optimizer_states == "sharded" and not self.is_alone:
             raise UserError(
                 "optimizer_states is 'sharded': Lightning's own checkpoints would hold only one rank's "
                 "part; save with AsyncProcessCheckpoint, which stores the parts of all ranks"
@@ -235,4 +236,7 @@ class Replicated(DDPStrategy):
 def _spread(optimizer: Optimizer) -> Optimizer:
     """Returns `optimizer`'s groups under ZeRO-1."""
     groups = [dict(group) for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    # Imported here: its package compiles ten optimizers by TorchScript when it is imported, for most fits in vain.
+    zero: Any = import_module("torch.distributed.optim")
+    spread: Optimizer = zero.ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    return spread

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
+from genesis.compilation import CompileBlocks, resolve_compilation
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.expert_share import check_expert_share
@@ -70,7 +71,7 @@ class Sharded(ModelParallelStrategy):
             pass through the device, piece by piece, and the device updates.
         optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
             and not in the host's memory. Each rank reads and writes its part in every step.
-        compile_blocks: Whether each block is compiled by torch.compile.
+        compile_blocks: Whether each block is compiled by torch.compile; `auto` for CUDA devices with Triton alone.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
@@ -100,7 +101,7 @@ class Sharded(ModelParallelStrategy):
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
         optimizer_offload_directory: str | None = None,
-        compile_blocks: bool = False,
+        compile_blocks: CompileBlocks = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
@@ -134,7 +135,7 @@ class Sharded(ModelParallelStrategy):
             optimizer_directory=optimizer_offload_directory,
             has_units=self.cpu_offload > 0.0,
         )
-        self.compile_blocks = compile_blocks
+        self.compile_blocks = resolve_compilation(compile_blocks)
         self.desync_seconds = desync_seconds
         self.timeout_seconds = timeout_seconds
         self.hang_seconds: float | None = None

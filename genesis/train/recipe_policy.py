@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from genesis.compilation import unify_compilation
 from genesis.deprecated_options import rename_in_recipe
 from genesis.determinism import unify_deterministic
 from genesis.model.attend.table import FLASH
@@ -43,7 +44,8 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
-    return fill_attention(unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe)))))
+    unified = unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe))))
+    return fill_attention(unify_compilation(unified))
 
 
 def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mapping[str, Any]:
@@ -59,6 +61,8 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("allow", "model.decoder.dropout"),
         ("allow", "trainer.limit_train_batches"),
         ("allow", "model.adapter.dropout"),
+        # Compiled kernels round in other places.
+        ("allow", "trainer.strategy.init_args.compile_blocks"),
         # The base is compared by hash, and `start` affects only the first start.
         ("free", "model.adapter.base"),
         ("free", "model.adapter.start"),

@@ -1,6 +1,8 @@
 """Which kernels of linear layers a fit has proved is in the manifest of its checkpoints."""
 
+import json
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -11,9 +13,10 @@ from tests.model.test_device_proofs import Kernels
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     """An installed package, on a CPU whose proofs run as those of an accelerator do."""
     kernels = Kernels()
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     for module in (delta_kernel, device_proofs):
         monkeypatch.setattr(module, "find_version", lambda: "1.2.3")
     monkeypatch.setattr(delta_kernel, "import_module", lambda name: kernels)
@@ -25,11 +28,23 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return kernels
 
 
-def fit(genesis: Genesis, recipe: Path) -> str:
+LINEAR: Final = {"num_key_heads": 1, "num_value_heads": 2, "key_dim": 8, "value_dim": 8, "attention_every": 2}
+
+
+def fit(genesis: Genesis, recipe: Path, *, is_linear: bool = True) -> str | None:
     """Returns what the manifest of a fit's last checkpoint has about linear layers."""
-    outcome = genesis("fit", "--config", str(recipe))
+    arguments = [f"--model.decoder.linear_attention={json.dumps(LINEAR)}"] if is_linear else []
+    outcome = genesis("fit", "--config", str(recipe), *arguments)
     assert outcome.status == 0, outcome.err
-    return read_manifest(recipe.parent / "run/checkpoints/step-00000004").versions["device.linear_attention"]
+    return read_manifest(recipe.parent / "run/checkpoints/step-00000004").versions.get("device.linear_attention")
+
+
+def test_a_model_without_linear_layers_starts_without_their_proof(
+    genesis: Genesis, recipe: Path, kernels: Kernels
+) -> None:
+    kernels.factor = 1.5  # a proof would fail
+    assert fit(genesis, recipe, is_linear=False) is None
+    assert kernels.names == []
 
 
 @pytest.mark.usefixtures("kernels")

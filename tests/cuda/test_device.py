@@ -9,13 +9,14 @@ from torch import Tensor
 
 from genesis.device import find_missing_compiler, has_bfloat16
 from genesis.doctor.probe import Probe, SkippedError
-from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
+from genesis.doctor.training import VARIANTS, train_on_all, watch_waits
 from genesis.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts, suits_grouped
 from genesis.model.norm import RMSNorm
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis_callbacks.checkpoint import prove_device
+from tests.killed_run import kill_alone
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
 
@@ -160,7 +161,7 @@ def test_steps_have_finite_losses(probe: Probe) -> None:
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_run_that_is_killed_resumes_bit_for_bit(probe: Probe, mode: str) -> None:
-    kill_and_resume(probe, mode)
+    kill_alone(probe, mode)
     check(probe)
 
 
@@ -170,7 +171,7 @@ def test_a_run_on_all_devices_resumes_bit_for_bit(probe: Probe, variant: str, al
         pytest.skip("there is one device: the test before this one has run it")
     if variant == "fsdp2" and probe.task.kind not in ("cuda", "xpu"):
         pytest.skip("torch.distributed has no backend for the device")
-    kill_and_resume(probe, "process", variant, all_devices)
+    kill_alone(probe, "process", variant, all_devices)
     check(probe)
 
 

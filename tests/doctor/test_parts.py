@@ -18,9 +18,11 @@ from genesis.doctor.attention import run_all_proofs
 from genesis.doctor.machine import inspect_devices, measure_copies, measure_disk, measure_products
 from genesis.doctor.parts import PARTS, find_part
 from genesis.doctor.probe import Probe, SkippedError, Task
-from genesis.doctor.training import counting_waits, kill_and_resume, measure_training, train_on_all, watch_waits
+from genesis.doctor.training import counting_waits, measure_training, train_on_all, watch_waits
+from genesis.key_blocks import ENOUGH_BLOCKS
 from genesis_callbacks.checkpoint import DeviceReport
 from genesis_callbacks.checkpoint.device import DevicePath
+from tests.killed_run import kill_alone
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -139,9 +141,20 @@ def test_two_gloo_ranks_train_alike(probe: Probe, variant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_run_resumes_bit_for_bit(probe: Probe) -> None:
-    kill_and_resume(probe, "process")
+    kill_alone(probe, "process")
     check(probe)
     assert len(probe.findings.checks) == 2
+    found = values(probe)
+    assert int(str(found["longest document"])) >= 512
+    assert int(str(found["blocks of keys in it"])) >= ENOUGH_BLOCKS
+    assert int(str(found["bytes of a save"])) < 32 << 20  # a save takes milliseconds
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_resumed_run_that_ends_with_other_bits_fails(probe: Probe) -> None:
+    kill_alone(probe, "thread", "ddp", 1, "planted")
+    assert [found["passed"] for found in probe.findings.checks] == [True, False]
 
 
 @pytest.mark.slow

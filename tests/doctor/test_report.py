@@ -101,7 +101,6 @@ def test_ranks_end_together(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="process 1 of 2 ended with status 4"):
         run_together("sleeper", [["0"], ["1"]], [environment] * 2)
     assert time.monotonic() - begin < 30
-    assert run_together("sleeper", [["1"]], [environment], check=False) == [4]
 
 
 # ---- privacy

@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate import load
 from genesis.generate.load import load_decoder
+from genesis.model.delta import GatedDeltaConfig
 from genesis_callbacks.checkpoint import DeviceProof
 from tests.tiny_runs import build_decoder, save
 
@@ -157,8 +159,8 @@ def test_a_kernel_that_fails_its_proof_is_named_and_not_used(
     assert caplog.messages == ["cpu: slow instead of fast for attention: wrong on cpu"]
 
 
-@pytest.mark.parametrize(("capability", "proved"), [((7, 5), ["linear"]), ((9, 0), ["flash", "cached", "linear"])])
-def test_kernels_of_linear_layers_are_proved_on_cards_of_any_age(
+@pytest.mark.parametrize(("capability", "proved"), [((7, 5), []), ((9, 0), ["flash", "cached"])])
+def test_kernels_of_attention_are_proved_once_and_on_cards_that_have_them(
     capability: tuple[int, int], proved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
@@ -168,7 +170,6 @@ def test_kernels_of_linear_layers_are_proved_on_cards_of_any_age(
 
     monkeypatch.setattr(load, "TORCH_ATTENTION_PROOF", build_proof("flash"))
     monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", build_proof("cached"))
-    monkeypatch.setattr(load, "linear_attention_proofs", lambda: (build_proof("linear"),))
     monkeypatch.setattr(load, "read_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
     load._prove_attention.cache_clear()
@@ -176,3 +177,20 @@ def test_kernels_of_linear_layers_are_proved_on_cards_of_any_age(
     load.prepare_device(torch.device("cuda"))
     load._prove_attention.cache_clear()
     assert found == proved
+
+
+def test_the_kernels_of_linear_layers_are_asked_for_with_the_model_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[bool, str]] = []
+    monkeypatch.setattr(
+        load,
+        "prepare_linear_layers",
+        lambda config, device: asked.append((config.linear_attention is not None, device.type)),
+    )
+    run = save(tmp_path, 1, build_decoder(1), {})
+    load_decoder(run)
+    linear = GatedDeltaConfig(1, 2, 8, 8, attention_every=2)
+    decoder = build_decoder(1, linear_attention=linear)
+    load_decoder(save(tmp_path / "linear", 1, decoder, {}, linear_attention=asdict(linear)))
+    assert asked == [(False, "cpu"), (True, "cpu")]

@@ -1,6 +1,8 @@
 """The proof of attention when a fit starts: it holds, it sees wrong kernels, and then masks are used."""
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
-from genesis.model import delta_kernel, device_proofs
+from genesis.model import delta_kernel, device_proofs, proof_memory
 from genesis.model.attend import flash, flex
 from genesis.model.attend.flex import BLOCK_TOKENS
 from genesis.model.attend.table import FLASH
@@ -17,7 +19,7 @@ from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig, build_delta_metadata
 from genesis.model.delta_rule import DeltaInputs, chunked
-from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, linear_attention_proofs
+from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, linear_attention_proofs, prepare_linear_layers
 from tests.tiny_runs import decides_decays
 
 CPU = torch.device("cpu")
@@ -133,22 +135,131 @@ class Kernels:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     kernels = Kernels()
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(delta_kernel, "find_version", lambda: "1.2.3")
-    monkeypatch.setattr("genesis.model.device_proofs.find_version", lambda: "1.2.3")
+    monkeypatch.setattr(device_proofs, "find_version", lambda: "1.2.3")
     monkeypatch.setattr(delta_kernel, "import_module", lambda name: kernels)
     return kernels
 
 
 def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed: Kernels) -> None:
-    (proof,) = linear_attention_proofs()
+    (proof,) = linear_attention_proofs(LINEAR)
     assert proof.fast == "flash-linear-attention 1.2.3"
     proof.prove(CPU)
     assert {*installed.names} == {"chunk", "recurrent"}
+
+
+def test_a_model_without_linear_layers_needs_no_proof_of_their_kernels(installed: Kernels) -> None:
+    assert linear_attention_proofs(replace(LINEAR, linear_attention=None)) == ()
+
+
+def test_a_proof_that_held_is_not_run_again_on_the_same_machine(installed: Kernels) -> None:
+    (proof,) = linear_attention_proofs(LINEAR)
+    proof.prove(CPU)
+    num_calls = len(installed.names)
+    assert num_calls
+    (again,) = linear_attention_proofs(LINEAR)
+    again.prove(CPU)
+    assert len(installed.names) == num_calls
+
+
+def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) -> None:
+    (proof,) = linear_attention_proofs(LINEAR)
     installed.factor = 1.5
-    with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
-        proof.prove(CPU)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
+            proof.prove(CPU)
+    installed.factor = 1.0
+    proof.prove(CPU)
+
+
+@pytest.mark.parametrize(
+    "changed", ["kernels", "name_device", "read_capability", "__version__", "torch", "_DRIVERS", "choice"]
+)
+def test_another_device_or_version_is_proved_again(
+    installed: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
+) -> None:
+    (proof,) = linear_attention_proofs(LINEAR)
+    proof.prove(CPU)
+    num_calls = len(installed.names)
+    monkeypatch.setattr(delta_kernel, "pin_triton_choices", lambda: None)
+    if changed == "kernels":
+        monkeypatch.setattr(device_proofs, "find_version", lambda: "1.2.4")
+    elif changed == "torch":
+        monkeypatch.setattr(torch, "__version__", "9.9.9")
+    elif changed == "choice":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    elif changed == "_DRIVERS":
+        (tmp_path / "driver").write_text("580.0")
+        monkeypatch.setattr(proof_memory, changed, (tmp_path / "driver",))
+    else:
+        other = {"name_device": lambda kind, index: "H100", "read_capability": lambda device: (9, 0)}
+        monkeypatch.setattr(proof_memory, changed, other.get(changed, "9.9.9"))
+    (other_proof,) = linear_attention_proofs(LINEAR)
+    other_proof.prove(CPU)
+    assert len(installed.names) == 2 * num_calls
+
+
+def test_a_damaged_memory_of_a_proof_is_one_line_and_the_proof_runs(
+    installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (proof,) = linear_attention_proofs(LINEAR)
+    proof.prove(CPU)
+    num_calls = len(installed.names)
+    (path,) = (tmp_path / "cache/proofs").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    proof.prove(CPU)
+    assert caplog.messages == [f"{path} is damaged: its proof runs again"]
+    assert len(installed.names) == 2 * num_calls
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_and_no_error(
+    installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    (proof,) = linear_attention_proofs(LINEAR)
+    proof.prove(CPU)
+    assert len(caplog.messages) == 2  # it can be neither read nor written
+    assert "the next start proves flash-linear-attention 1.2.3 again" in caplog.messages[1]
+
+
+def test_a_command_without_a_fit_proves_linear_layers_once_and_names_kernels_that_fail(
+    installed: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        proved.append(arguments)
+        raise RuntimeError("wrong\nin two lines")
+
+    proved: list[object] = []
+    monkeypatch.setattr(device_proofs, "prove_once", fail)
+    monkeypatch.setattr(delta_kernel, "_distrusted_devices", set())
+    cuda = torch.device("cuda")
+    device_proofs._prove_linear_layers.cache_clear()
+    prepare_linear_layers(replace(LINEAR, linear_attention=None), cuda)
+    prepare_linear_layers(LINEAR, CPU)
+    assert proved == []
+    for _ in range(2):
+        prepare_linear_layers(LINEAR, cuda)
+    device_proofs._prove_linear_layers.cache_clear()
+    assert len(proved) == 1
+    assert delta_kernel._distrusted_devices == {"cuda"}
+    assert caplog.messages == ["cuda: chunks instead of flash-linear-attention 1.2.3 in linear layers: wrong"]
+
+
+LINEAR = DecoderConfig(
+    vocab_size=31,
+    dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_dim=16,
+    max_seq_len=64,
+    linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2),
+)
 
 
 class Autotuner:
@@ -173,26 +284,14 @@ def test_no_measurement_chooses_the_kernels_of_a_run_whose_kernels_repeat(
     monkeypatch.setattr(delta_kernel, "import_module", modules.__getitem__)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     delta_kernel.pin_triton_choices.cache_clear()
-    (proof,) = linear_attention_proofs()
+    (proof,) = linear_attention_proofs(LINEAR)
     proof.prove(CPU)
     assert OfThisTest().choose() == chosen
     assert installed.names
 
 
 def build_linear(dtype: torch.dtype) -> Decoder:
-    linear = GatedDeltaConfig(1, 2, 8, 8, attention_every=2)
-    decoder = Decoder(
-        DecoderConfig(
-            vocab_size=31,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            ffn_dim=16,
-            max_seq_len=64,
-            linear_attention=linear,
-        )
-    )
+    decoder = Decoder(LINEAR)
     decoder.init_weights(0)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -269,5 +368,5 @@ def test_documents_without_offsets_are_left_to_the_computation_in_chunks(suited:
 def test_without_the_package_there_is_no_proof_and_no_kernel() -> None:
     if delta_kernel.find_version() is not None:
         pytest.skip("flash-linear-attention is installed")
-    assert linear_attention_proofs() == ()
+    assert linear_attention_proofs(LINEAR) == ()
     assert not delta_kernel.suits_kernel(torch.device("cuda"), torch.bfloat16)

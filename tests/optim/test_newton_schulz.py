@@ -1,5 +1,7 @@
 """Orthogonalised matrices: torch's own where there is one rank, the same rows where there are several."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Muon
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from genesis.optim import newton_schulz
+from genesis.optim import GroupedOptimizer, newton_schulz
 from genesis.optim.newton_schulz import (
     _plan_owners,
     count_flops,
@@ -113,12 +116,46 @@ def test_ranks_share_the_operations_evenly(num_ranks: int) -> None:
     assert max(by_rows) <= bound
 
 
-def test_matrices_are_cast_before_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    stacked: list[torch.dtype] = []
-    stack = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda tensors: stacked.append(tensors[0].dtype) or stack(tensors))
-    orthogonalize(_matrices())
-    assert set(stacked) == {torch.bfloat16}
+class Made(TorchDispatchMode):
+    """Notes the dtype of each stack of matrices that is made, and the names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name)
+        if isinstance(made, Tensor) and made.ndim == 3 and made.numel():
+            self.dtypes.add(made.dtype)
+        return made
+
+
+def test_no_stack_of_matrices_is_in_float32() -> None:
+    with Made() as made:
+        orthogonalize(_matrices())
+    assert made.dtypes == {torch.bfloat16}
+
+
+def count_operators(num_layers: int) -> int:
+    """Returns how many operators a step of Muon calls for layers of two shapes, one of them in both directions."""
+    shapes = [(8, 8), (24, 8), (8, 24)] * num_layers
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = GroupedOptimizer([{"params": parameters, "algorithm": "muon"}])
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()  # makes the momenta
+    with Made() as made:
+        optimizer.step()
+    no_kernel = {"select", "unbind", "transpose", "expand", "view", "_unsafe_view", "new_empty"}
+    names = [name.removeprefix("aten::") for name in made.names if name.startswith("aten::")]
+    return sum(name not in no_kernel for name in names)
+
+
+def test_a_step_of_muon_calls_as_many_operators_for_eight_layers_as_for_two() -> None:
+    """On a GPU each is a kernel, whose launches a small model waits for."""
+    assert count_operators(8) == count_operators(2) <= 51
 
 
 def _orthogonalize_on_unlike_ranks() -> tuple[list[Tensor], int]:

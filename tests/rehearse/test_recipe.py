@@ -11,12 +11,13 @@ from genesis.rehearse.recipe import RehearsedRecipe, check_extra, read_recipe
 def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None) -> dict[str, Any]:
     return {
         "trainer": {"max_steps": max_steps, "logger": logger},
+        "data": {"seq_len": 256},
         "checkpoint": {"every_n_steps": every_n_steps, "mode": "sync"},
     }
 
 
 def test_a_recipe_with_an_end_and_saves_is_taken() -> None:
-    assert read_recipe(resolved()) == RehearsedRecipe(max_steps=60, every_n_steps=10)
+    assert read_recipe(resolved()) == RehearsedRecipe(max_steps=60, every_n_steps=10, seq_len=256)
 
 
 @pytest.mark.parametrize(

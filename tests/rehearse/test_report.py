@@ -33,7 +33,7 @@ def kill(number: int) -> KillRecord:
     )
 
 
-def report(*rounds: Round, num_kills: int = 2, failure: str | None = None) -> Report:
+def report(*rounds: Round, num_kills: int = 2, failure: str | None = None, seq_len: int = 2048) -> Report:
     return Report(
         command="genesis rehearse --config c.yaml",
         directory="runs/rehearsals/c",
@@ -41,6 +41,7 @@ def report(*rounds: Round, num_kills: int = 2, failure: str | None = None) -> Re
         num_wanted=2,
         max_steps=60,
         every_n_steps=10,
+        seq_len=seq_len,
         kills=[kill(number) for number in range(1, num_kills + 1)],
         rounds=list(rounds),
         failure=failure,
@@ -56,6 +57,15 @@ def test_equal_rounds_with_all_kills_are_equal() -> None:
     assert found.verdict == "equal"
     assert found.lost_steps == 18
     assert "bit for bit" in summarise(found)[-1]
+
+
+@pytest.mark.parametrize(("seq_len", "num_blocks"), [(256, 2), (385, 4), (384, 3), (2048, 16)])
+def test_sequences_of_few_blocks_of_keys_are_named(seq_len: int, num_blocks: int) -> None:
+    found = report(round_of(EQUAL), round_of(EQUAL), seq_len=seq_len)
+    lines = [line for line in summarise(found) if "blocks of keys" in line]
+    assert len(lines) == (num_blocks < 4)
+    assert all(f"{seq_len} tokens have at most {num_blocks} blocks" in line for line in lines)
+    assert found.to_json()["key_blocks"] == num_blocks
 
 
 @pytest.mark.parametrize(

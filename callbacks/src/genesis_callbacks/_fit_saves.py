@@ -92,13 +92,10 @@ class FitSaves:
         self._updates_at_last = 0
         self._last_begin_seconds = time.monotonic()
         self._has_reserved = False
+        self._has_writer = False
 
     def start_pipeline(self, writer: WriterProcess | None, device_path: DevicePath | None = None) -> None:
-        """Prepares for saves and takes over `writer`, which mode `process` has. Communicates.
-
-        Raises:
-            SaveFailedError: The writer of some rank did not start; on every rank alike.
-        """
+        """Prepares for saves and takes over `writer`, which mode `process` has. No communication."""
         self.pipeline = SavePipeline(
             self.target,
             # A dry run has no writer, and saves nothing.
@@ -108,7 +105,6 @@ class FitSaves:
             time_limit_seconds=self._options.save_timeout_seconds,
             device_path=device_path,
         )
-        self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
         self._watch = StepWatch(
             self._trainer.optimizers,
             # In automatic optimization the optimizer's step runs the closure (forward and backward) first. A wait in
@@ -118,6 +114,16 @@ class FitSaves:
             has_scaler=getattr(self._trainer.precision_plugin, "scaler", None) is not None,
             names={parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()},
         )
+
+    def wait_writer(self) -> None:
+        """Waits until the writer has finished its imports, which ran beside the first window. Communicates, once.
+
+        Raises:
+            SaveFailedError: The writer of some rank did not start; on every rank alike.
+        """
+        if self.pipeline is not None and not self._has_writer:
+            self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
+            self._has_writer = True
 
     @property
     def elapsed_seconds(self) -> float:

@@ -380,6 +380,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         session = self._session
         if session is None or session.saves is None or not session.take_window(trainer.global_step):
             return
+        session.saves.wait_writer()
         with session.saves.stalling():
             vote = session.vote(session.saves)
             # The vote is the same on all ranks, so they stop, settle and save at the same window.

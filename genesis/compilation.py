@@ -1,0 +1,58 @@
+"""`compile_blocks` of the strategies: what `auto` stands for on a device, and one spelling to compare recipes by."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Final, Literal
+
+import torch
+
+from genesis.device import is_available, read_capability
+from genesis.precision import AUTO, CUDA_ACCELERATORS
+
+CompileBlocks = Literal["auto"] | bool
+_CUDA: Final = torch.device("cuda")
+_OPTION: Final = "compile_blocks"
+_TRITON_CAPABILITY: Final = (7, 0)
+
+
+def choose_compilation(accelerator: str) -> bool:
+    """Returns what `auto` stands for: true on CUDA devices for which Triton is installed, else false.
+
+    Triton builds a part of each kernel by a C compiler, without which it fails in the first step.
+
+    Args:
+        accelerator: As the Trainer takes it.
+    """
+    if accelerator not in CUDA_ACCELERATORS or not is_available("cuda") or find_spec("triton") is None:
+        return False
+    compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
+    has_compiler = any(shutil.which(name) is not None for name in compilers if name)
+    return has_compiler and (read_capability(_CUDA) or (0, 0)) >= _TRITON_CAPABILITY
+
+
+def resolve_compilation(given: CompileBlocks, accelerator: str = AUTO) -> bool:
+    """Returns whether blocks are compiled: `given`, or what `auto` stands for."""
+    return choose_compilation(accelerator) if given == AUTO else bool(given)
+
+
+def unify_compilation(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe whose strategy is a class with `compile_blocks`, as a strategy that is only named has it."""
+    trainer = recipe.get("trainer")
+    if not isinstance(trainer, Mapping) or not isinstance(trainer.get("strategy"), str | Mapping):
+        return recipe
+    given = trainer["strategy"]
+    strategy = {"class_path": given} if isinstance(given, str) else given
+    options = strategy.get("init_args") or {}
+    if not isinstance(options, Mapping):
+        return recipe
+    options = {**options, _OPTION: options.get(_OPTION, False)}
+    return {**recipe, "trainer": {**trainer, "strategy": {**strategy, "init_args": options}}}
+
+
+def read_compilation(recipe: Mapping[str, Any]) -> bool:
+    """Returns whether a run's recipe, which is resolved, compiles its blocks; false without a strategy of ours."""
+    trainer = unify_compilation(recipe).get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+    return isinstance(strategy, Mapping) and strategy.get("init_args", {}).get(_OPTION) is True
