@@ -25,13 +25,16 @@ def test_a_run_records_its_layers_and_goes_on_with_others_only_by_permission(
     assert first.status == 0, first.err
     assert "float8: the CPU emulates the products, which is slow" in caplog.text
     assert "float8: 4 linear layers" in caplog.text
-    caplog.clear()
     run_dir = recipe.parent / "run"
     saved = json.loads((run_dir / "checkpoints/step-00000004" / MANIFEST_NAME).read_text())["recipe"]
     written = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert saved["model"]["float8"] == written["model"]["float8"] == {"include": ["*.attention.*"], "exclude": []}
     for other in ("null", "{}"):
-        check_is_one_line(genesis(*fit, *LATEST, "[trainer.max_steps]", "--model.float8", other), "model.float8")
+        refused = genesis(*fit, *LATEST, "[trainer.max_steps]", "--model.float8", other)
+        assert refused.status == 2
+        assert "model.float8" in refused.err
+        assert "--checkpoint.allow_changed" in refused.err
+    caplog.clear()
     without = genesis(*fit, *LATEST, "[trainer.max_steps,model.float8*]", "--model.float8", "null")
     assert without.status == 0, without.err
     assert "linear layers" not in caplog.text
