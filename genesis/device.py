@@ -100,6 +100,14 @@ def has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and found is not None and found >= least
 
 
+def leave_memory_unfilled() -> None:
+    """Keeps torch's deterministic mode from filling each tensor that it allocates, a kernel each, in this process.
+
+    Only a computation that reads memory before it writes there would need that.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's module
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor of the host on a device, without a wait for what the device has yet to do where that is safe.
 

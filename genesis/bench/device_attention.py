@@ -17,8 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from genesis.bench.workers.options import take_repeatable_kernels
-from genesis.device import is_host, synchronize
+from genesis.device import is_host, leave_memory_unfilled, synchronize
 
 try:
     from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -168,7 +167,7 @@ def list_kernels(kind: str, inputs: Inputs, is_deterministic: bool) -> dict[str,
 
 @contextmanager
 def _deterministic(is_on: bool) -> Iterator[None]:
-    take_repeatable_kernels(is_on)
+    leave_memory_unfilled()
     torch.use_deterministic_algorithms(is_on)
     try:
         yield

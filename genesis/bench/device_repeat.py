@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from genesis.bench.workers.options import read_fit_options, take_repeatable_kernels
+from genesis.bench.workers.options import read_fit_options
 from genesis.data.window import AccumulationWindow
-from genesis.device import is_host, synchronize
+from genesis.device import is_host, leave_memory_unfilled, synchronize
 from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
 from genesis.doctor.probe import Task
 from genesis.errors import UserError
@@ -158,7 +158,8 @@ class _Clock(pl.Callback):
 def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor], list[float], float]:
     """Returns the weights on the host, the losses, and the seconds of a step."""
     options = read_fit_options(setting.options, kind)
-    take_repeatable_kernels(options.deterministic)
+    if options.deterministic:
+        leave_memory_unfilled()
     shape = SIZES[size]
     if setting.has_experts:
         shape = replace(shape, decoder=_with_experts(shape.decoder))

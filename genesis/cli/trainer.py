@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
@@ -11,7 +10,7 @@ from genesis.checkpoint_reference import Reference
 from genesis.compilation import choose_compilation, read_compilation
 from genesis.determinism import AUTO as AUTO_DETERMINISTIC
 from genesis.determinism import choose_deterministic
-from genesis.device import CPU, find_kind
+from genesis.device import CPU, find_kind, leave_memory_unfilled
 from genesis.errors import UserError
 from genesis.precision import AUTO, choose_precision, unify_precision
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
@@ -41,9 +40,7 @@ class GenesisTrainer(Trainer):
         resolved: Any = choose_precision("auto") if precision == AUTO else precision
         if _has_accelerator(kwargs.get("accelerator", "auto")):
             kwargs["deterministic"] = deterministic in (AUTO_DETERMINISTIC, None, True)
-            # torch would also fill each tensor that it allocates, which takes a kernel each time. Only a computation
-            # that reads memory before it writes there would need that.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's module
+            leave_memory_unfilled()
         super().__init__(precision=resolved, **kwargs)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
-from genesis.device import is_host
+from genesis.device import is_host, leave_memory_unfilled
 from genesis.doctor.probe import Task
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
@@ -114,7 +114,8 @@ def build_strategy(is_compiled: bool = False) -> Strategy:
 def build_trainer(
     task: Task, strategy: Strategy, max_steps: int, callbacks: Sequence[pl.Callback] = (), **options: Any
 ) -> pl.Trainer:
-    """Returns our Trainer, without logs and bars."""
+    """Returns our Trainer, without logs and bars, which on an accelerator takes kernels that repeat, as a fit does."""
+    leave_memory_unfilled()
     return pl.Trainer(
         strategy=strategy,
         accelerator=build_accelerator(task.kind),
@@ -130,6 +131,7 @@ def build_trainer(
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         inference_mode=False,
+        deterministic=options.pop("deterministic", None if is_host(task.kind) else True),
         default_root_dir=Path(task.directory),
         callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), *callbacks],
         **options,

@@ -16,12 +16,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from genesis.bench.workers.options import read_fit_options, take_repeatable_kernels
+from genesis.bench.workers.options import read_fit_options
 from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
-from genesis.device import CPU
+from genesis.device import CPU, leave_memory_unfilled
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
@@ -93,7 +93,8 @@ def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
     options = read_fit_options(arguments[2:], workload.device)
-    take_repeatable_kernels(options.deterministic)
+    if options.deterministic:
+        leave_memory_unfilled()
     gatekeeper = _Gatekeeper(workload)
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = pl.Trainer(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jsonargparse import ArgumentParser
 
 from genesis.device import is_host
@@ -49,9 +48,3 @@ def read_fit_options(options: Sequence[str], device: str) -> FitOptions:
         raise UserError(f"{' '.join(options)}: {' '.join(str(error).split())}") from error
     deterministic = parsed.trainer.deterministic != "false"
     return FitOptions(vars(parsed.model), None if is_host(device) else deterministic)
-
-
-def take_repeatable_kernels(deterministic: bool | None) -> None:
-    """Keeps torch's deterministic mode from filling each new tensor, a kernel each, which repeating does not need."""
-    if deterministic:
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's module
