@@ -98,7 +98,9 @@ class StepPeak:
         # A step begins by removing the gradients of the one before, and the profiler does not see that.
         gradients = [each.grad for each in module.parameters() if each.grad is not None]
         self._held_bytes = count_tensors(gradients).num_bytes
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
         self._profile.start()
 
     def stop(self) -> int | None:

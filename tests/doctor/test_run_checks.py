@@ -106,7 +106,9 @@ def test_the_peak_of_a_step_counts_what_stays_and_what_comes_and_goes_but_no_gra
 
 
 def test_a_profile_that_recorded_no_allocation_has_no_peak() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         pass
     assert read_allocated_peak(profiled) is None
 

@@ -177,7 +177,7 @@ def measure_allocated_peak(step: Callable[[], None]) -> int:
     # The allocator knows what it gave out under earlier profiles: garbage of those would count as released here.
     gc.collect()
     for _ in range(_MAX_PROFILES):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             step()
         peak = read_allocated_peak(profiled)
         if peak is not None:
