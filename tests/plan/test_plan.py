@@ -71,8 +71,8 @@ def test_one_billion_sharded_over_two_cards_fits_into_what_its_authors_report() 
     recipe = read("genesis-1b", num_ranks=2)
     whole = replace(recipe.layout, activation_checkpointing="none")
     peaks = [play_step(recipe.workload, layout).peak_bytes / GB for layout in (recipe.layout, whole)]
-    assert peaks[0] == pytest.approx(11.9, abs=0.1)
-    assert peaks[1] == pytest.approx(14.7, abs=0.1)
+    assert peaks[0] == pytest.approx(11.5, abs=0.1)
+    assert peaks[1] == pytest.approx(14.3, abs=0.1)
     assert max(peaks) < 21
 
 
