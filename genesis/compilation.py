@@ -1,8 +1,8 @@
-"""`compile_blocks` of the strategies: what `auto` stands for on a device, and one spelling to compare recipes by."""
+"""Compiled functions with one form for each shape; what `compile_blocks: auto` stands for, and its spelling."""
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Final, Literal
 
@@ -15,6 +15,7 @@ CompileBlocks = Literal["auto"] | bool
 _CUDA: Final = torch.device("cuda")
 _OPTION: Final = "compile_blocks"
 _TRITON_CAPABILITY: Final = (7, 0)
+_MAX_FORMS: Final = 64
 
 
 def choose_compilation(accelerator: str) -> bool:
@@ -30,6 +31,22 @@ def choose_compilation(accelerator: str) -> bool:
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
     has_compiler = any(shutil.which(name) is not None for name in compilers if name)
     return has_compiler and (read_capability(_CUDA) or (0, 0)) >= _TRITON_CAPABILITY
+
+
+def compile_each_shape(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+    """Returns `function` with a compiled form for each shape, whatever other shapes the process has met before.
+
+    A form for all shapes would follow from the first ones: its sums may then differ between a run that was never killed
+    and a resumed run, whose first batch is another one. A validation, a skipped window and each kind of block have
+    forms of their own, so that torch's limit of forms is raised.
+
+    Args:
+        function: What is compiled; forwards of several blocks share a limit.
+        fullgraph: Whether it is an error if torch cannot compile all of it.
+    """
+    torch._dynamo.config.recompile_limit = max(_MAX_FORMS, torch._dynamo.config.recompile_limit)
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=fullgraph, dynamic=False)
+    return compiled
 
 
 def resolve_compilation(given: CompileBlocks, accelerator: str = AUTO) -> bool:

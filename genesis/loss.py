@@ -152,7 +152,9 @@ class _SumCrossEntropy(torch.autograd.Function):
                 loss_sum += losses.sum()
                 grad_hidden[start : start + step] = grad_logits @ low_weight
                 if grad_weight is not None:
-                    grad_weight = add_product(grad_weight, grad_logits.t(), chunk)
+                    grad_weight = add_product(
+                        grad_weight, grad_logits.t(), chunk.masked_fill(target == IGNORE_INDEX, 0)
+                    )
                 del grad_logits  # before the logits of the next chunk exist
                 continue
             is_ignored = target == IGNORE_INDEX
@@ -227,7 +229,8 @@ class _TokenLosses(torch.autograd.Function):
                     if grad_hidden is not None:
                         grad_hidden[run] = grad_logits @ low_weight
                     if grad_weight is not None:
-                        grad_weight = add_product(grad_weight, grad_logits.t(), chunk)
+                        valid = chunk.masked_fill(target == IGNORE_INDEX, 0)
+                        grad_weight = add_product(grad_weight, grad_logits.t(), valid)
                     del grad_logits
                     continue
                 is_ignored = target == IGNORE_INDEX
@@ -249,14 +252,24 @@ class _TokenLosses(torch.autograd.Function):
 Rows = Callable[..., Any]
 
 
-@functools.cache
+_by_operators: set[str] = set()
+
+
+def distrust_fused(device: torch.device) -> None:
+    """Makes the loss run operator by operator on this type of device from now on, after its proof failed."""
+    _by_operators.add(device.type)
+
+
 def _is_fused(kind: str) -> bool:
     """Returns whether the logits of a chunk pass through one compiled function: on accelerators with a compiler.
 
     On a CPU the chunk lies in the caches, and other operators would change the last bits of every loss.
     """
-    if is_host(kind):
-        return False
+    return not is_host(kind) and kind not in _by_operators and not _lacks_compiler(kind)
+
+
+@functools.cache
+def _lacks_compiler(kind: str) -> bool:
     missing = find_missing_compiler(kind)
     if missing is not None:
         warnings.warn(
@@ -264,7 +277,7 @@ def _is_fused(kind: str) -> bool:
             "in the last bits: install a C++ compiler and Triton",
             stacklevel=2,
         )
-    return missing is None
+    return missing is not None
 
 
 @functools.cache
@@ -275,14 +288,17 @@ def _compile(function: Rows) -> Rows:
 def fuse(function: Rows) -> Rows:
     """Returns `function`, a pure function of logits and of columns with as many rows, compiled for any number of rows.
 
-    A validation, or the last chunk, has other numbers of rows than a window; the vocabulary stays part of the code.
+    A validation, or the last chunk, has other numbers of rows than a window; the vocabulary stays part of the code. The
+    compiler gets the same number as a hint in every process: it decides by that how a row is summed, and a resumed run
+    may meet another number first.
     """
 
     def run(logits: Tensor, *columns: Tensor | None) -> Any:
         torch._dynamo.mark_static(logits, 1)
+        num_rows = chunk_tokens(logits.shape[1], logits.device)
         for tensor in (logits, *columns):
-            if tensor is not None:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if tensor is not None and tensor.shape[0] > 1:  # torch always has a form of its own for one row
+                torch._dynamo.mark_dynamic(tensor, 0, hint_override=num_rows)
         return _compile(function)(logits, *columns)
 
     return run

@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import genesis.loss
-from genesis.loss import IGNORE_INDEX, lose_rows_with_gradient, split_tokens, sum_cross_entropy, token_losses
+from genesis.loss import (
+    IGNORE_INDEX,
+    chunk_tokens,
+    lose_rows_with_gradient,
+    split_tokens,
+    sum_cross_entropy,
+    token_losses,
+)
+from genesis.model import device_proofs
+from genesis.model.device_proofs import LOSS_PROOF
 from tests.commands import REPOSITORY
 
 VOCAB_SIZE, DIM = 50, 16
@@ -123,13 +133,55 @@ def test_generated_code_gives_the_same_and_serves_any_number_of_rows(
         assert_near(compute(128, dtype), eager[128])
 
 
+@pytest.mark.parametrize("num_first", [33, 70])
+def test_the_compiler_gets_one_hint_whichever_number_of_rows_comes_first(
+    monkeypatch: pytest.MonkeyPatch, num_first: int
+) -> None:
+    """It decides by the hint how a row is summed: a resumed run may begin with another number than the run before."""
+    hints: list[int] = []
+
+    def keep_hint(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+        shapes = torch._guards.detect_fake_mode(inputs).shape_env
+        hints.extend(shapes.var_to_hint_override.values())
+        return graph.forward
+
+    monkeypatch.setattr(genesis.loss, "_is_fused", lambda kind: True)
+    monkeypatch.setattr(genesis.loss, "_compile", lambda function: torch.compile(function, backend=keep_hint))
+    torch.compiler.reset()
+    hidden, weight = torch.ones(num_first, DIM, requires_grad=True), torch.ones(VOCAB_SIZE, DIM)
+    sum_cross_entropy(hidden, weight, torch.zeros(num_first, dtype=torch.int64))
+    assert {*hints} == {chunk_tokens(VOCAB_SIZE, hidden.device)}
+
+
+def test_a_compiled_loss_that_is_wrong_or_has_no_compiler_runs_operator_by_operator(
+    fused: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(device_proofs, "find_missing_compiler", lambda kind: None)
+    LOSS_PROOF.prove(cpu)
+    monkeypatch.setattr(genesis.loss, "_lose", lambda logits, labels: (logits[:, :1].float(), logits.float()))
+    with pytest.raises(RuntimeError, match="the loss in one kernel differs from the slower way"):
+        LOSS_PROOF.prove(cpu)
+    monkeypatch.setattr(device_proofs, "find_missing_compiler", lambda kind: "no compiler: gone")
+    with pytest.raises(RuntimeError, match="no compiler: gone"):
+        LOSS_PROOF.prove(cpu)
+
+
+def test_the_failed_proof_of_the_loss_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(genesis.loss, "_by_operators", set())
+    monkeypatch.setattr(genesis.loss, "_lacks_compiler", lambda kind: False)
+    assert genesis.loss._is_fused("cuda")
+    LOSS_PROOF.take_slow(torch.device("cuda"))
+    assert not genesis.loss._is_fused("cuda")
+
+
 def test_without_a_compiler_the_operators_run_and_one_line_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(genesis.loss, "find_missing_compiler", lambda kind: "torch.compile finds no compiler: gone")
-    genesis.loss._is_fused.cache_clear()
+    genesis.loss._lacks_compiler.cache_clear()
     with pytest.warns(UserWarning, match="no compiler: gone; the loss runs operator by operator on cuda, .* Triton"):
         assert not genesis.loss._is_fused("cuda")
     assert not genesis.loss._is_fused("cuda")  # without a second warning
-    genesis.loss._is_fused.cache_clear()
+    genesis.loss._lacks_compiler.cache_clear()
     assert not genesis.loss._is_fused("cpu")
     assert split_tokens(70, VOCAB_SIZE, torch.device("cpu")) > 70
 

@@ -41,7 +41,7 @@ from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_so
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.attend.table import AUTO
-from genesis.model.device_proofs import linear_attention_proofs
+from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
 from genesis.model.float8 import list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -356,6 +356,7 @@ class GenesisCLI(LightningCLI):
         )
         self.checkpoint.device_proofs = (
             *proofs,
+            LOSS_PROOF,
             *linear_attention_proofs(self.model.decoder_config),
             *list_float8_proofs(self.model.float8),
         )

@@ -1,4 +1,4 @@
-"""Tests of an accelerator's attention kernels before Genesis uses them."""
+"""Tests of an accelerator's kernels of attention, linear layers and the loss before Genesis uses them."""
 
 import logging
 from functools import cache, partial
@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from genesis.device import find_missing_compiler
+from genesis.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
 from genesis.model.attend.cache import distrust_lengths
 from genesis.model.attend.metadata import CachedTokens, document_offsets
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
@@ -22,6 +24,7 @@ _DOCUMENT_LENGTHS = (1, 20, 7, 36)
 _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
 # bfloat16 has 8 bits of mantissa, and the two kernels add in different orders.
 _TOLERANCE, _GRADIENT_TOLERANCE = 2e-2, 4e-2
+_VOCAB_SIZE = 1000
 _MAX_PROVED_TOKENS = 16_384
 """The mask of a longer sequence would take gigabytes."""
 _LINEAR_NAME: Final = "linear_attention"
@@ -144,11 +147,13 @@ def _draw_cached(batch_size: int, num_queries: int, device: torch.device) -> tup
     return query, key, value
 
 
-def _compare(name: str, found: Tensor, wanted: Tensor, tolerance: float = _TOLERANCE) -> None:
+def _compare(
+    name: str, found: Tensor, wanted: Tensor, tolerance: float = _TOLERANCE, *, subject: str = "attention"
+) -> None:
     found, wanted = found.detach().float(), wanted.detach().float()
     difference = float((found - wanted).abs().max())
     if not difference <= tolerance * max(1.0, float(wanted.abs().max())):  # NaN also counts as a difference
-        raise RuntimeError(f"attention {name} differs from the slower way by {difference:.3g}")
+        raise RuntimeError(f"{subject} {name} differs from the slower way by {difference:.3g}")
 
 
 def attention_proof(name: str, shape: ProvedShape = _SMALL, label: str = "attention") -> DeviceProof:
@@ -174,6 +179,34 @@ TORCH_ATTENTION_PROOF: Final = attention_proof(FLASH.name)
 CACHED_ATTENTION_PROOF: Final = DeviceProof(
     "cached_attention", "lengths", "mask", prove_cached_attention, distrust_lengths
 )
+
+
+def prove_loss(device: torch.device) -> None:
+    """Compares the compiled loss of a chunk, and its gradient, with separate operators, in 16 bits.
+
+    Raises:
+        RuntimeError: They differ, the function cannot be compiled, or there is no compiler.
+    """
+    missing = find_missing_compiler(device.type)
+    if missing is not None:
+        raise RuntimeError(f"{missing}; without it the loss is slower and takes more memory")
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_NUM_TOKENS, _VOCAB_SIZE, generator=generator).to(device, torch.bfloat16)
+    labels = torch.randint(_VOCAB_SIZE, (_NUM_TOKENS, 1), generator=generator)
+    labels[::5] = IGNORE_INDEX
+    labels = labels.to(device)
+    losses, gradient = fuse(lose_rows_with_gradient)(logits, labels, None)
+    probs, log_normaliser = normalise(logits)
+    is_ignored = labels == IGNORE_INDEX
+    target = labels.masked_fill(is_ignored, 0)
+    wanted = (log_normaliser - logits.gather(1, target)).float().masked_fill(is_ignored, 0)
+    is_label = torch.arange(_VOCAB_SIZE, device=device) == target
+    _compare("in one kernel", losses, wanted, subject="the loss")
+    expected = (probs - is_label.float()).masked_fill(is_ignored, 0)
+    _compare("in one kernel", gradient, expected, subject="the gradient of the loss")
+
+
+LOSS_PROOF: Final = DeviceProof("loss", "compiled", "operators", prove_loss, distrust_fused)
 
 
 def linear_attention_proofs(config: DecoderConfig) -> tuple[DeviceProof, ...]:

@@ -26,6 +26,7 @@ from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from genesis.compilation import compile_each_shape
 from genesis.device import CPU, find_kind
 from genesis.errors import UserError
 from genesis.model.attend.metadata import AttentionMetadata
@@ -98,7 +99,7 @@ def apply_wrappers(
         )
     if has_compiled_blocks:
         for block in decoder.blocks:
-            block.forward = partial(_run_compiled, torch.compile(block.forward))
+            block.forward = partial(_run_compiled, compile_each_shape(block.forward))
     apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation, offload)
     if shard is not None:
         is_group = blocks_per_recomputation > 1 or offload is not None
@@ -112,8 +113,8 @@ def _run_compiled(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    # Torch treats every size as fixed until it changes, and the number of documents is a size. With the mark, the
-    # first compilation already serves all numbers. If a kernel needs a fixed size after all, torch ignores the mark.
+    # The number of documents is a size, too. With the mark, one form serves all numbers. If a kernel needs a fixed size
+    # after all, torch ignores the mark.
     if isinstance(metadata, AttentionMetadata) and metadata.offsets is not None:
         maybe_mark_dynamic(metadata.offsets, 0)
     return compiled(x, metadata, *arguments, **options)

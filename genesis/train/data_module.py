@@ -39,6 +39,7 @@ from genesis.device import is_host
 from genesis.errors import UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
+from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import load_reward
 from genesis.train.rollout import Rollouts, check_rollouts
 
@@ -230,7 +231,7 @@ class CorpusDataModule(pl.LightningDataModule):
         """Whether each answer of a pair has a row of its own."""
         if self._pads_pairs_option is not None or self.trainer is None:
             return bool(self._pads_pairs_option)
-        return bool(getattr(self.trainer.strategy, "compile_blocks", False))
+        return has_fixed_rows(self.trainer)
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences

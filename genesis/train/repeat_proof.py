@@ -1,7 +1,7 @@
 """A proof at the start of a fit that this accelerator gives the same gradients for the same micro-batch twice.
 
 A kernel that adds in any order, as by atomics, shows only where many parts are added. So the proof takes what the run
-itself does: its first micro-batch, with the run's model, documents, kernels and ranks. It costs two forwards and
+itself does: its first micro-batch, with the run's model, documents and kernels. It costs two forwards and
 backwards and changes nothing.
 """
 
@@ -27,7 +27,7 @@ class Repetition:
     Args:
         names: The loss, and the parameters with a gradient, in the order of the model.
         differing: Those of them whose bits differ between the passes.
-        seconds: The time of the second pass, without its digests' wait for the first one.
+        seconds: The time of the second pass with its digests, which needs no compilation.
     """
 
     names: tuple[str, ...]

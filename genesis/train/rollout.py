@@ -50,6 +50,7 @@ from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import Reward
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.files import replace_file
@@ -283,7 +284,9 @@ class Rollouts:
     def _build(self, rows: Sequence[_Row]) -> AccumulationWindow:
         """Returns a window of one micro-batch, in which the tokens of the answers are the labels."""
         longest = max(len(row.prompt) + len(row.answer) for row in rows) - 1
-        width = min(-(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._data.options.seq_len)
+        seq_len = self._data.options.seq_len
+        multiple = seq_len if has_fixed_rows(self._trainer) else _ROW_MULTIPLE
+        width = min(-(-longest // multiple) * multiple, seq_len)
         ids = np.full((len(rows), width + 1), self._data.sequence_format.padding_id, np.int64)
         has_label = np.zeros(ids.shape, np.bool_)
         lengths = np.empty(len(rows), np.int64)

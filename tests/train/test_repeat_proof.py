@@ -18,6 +18,7 @@ from genesis.doctor import fits
 from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, Size, build_strategy
 from genesis.doctor.probe import Task
 from genesis.errors import QuietExit, UserError
+from genesis.key_blocks import KEY_BLOCK
 from genesis.model import attention
 from genesis.optim import OptimizerOptions
 from genesis.train import module as module_file
@@ -28,8 +29,6 @@ from genesis_callbacks.testing import run_ranks
 from tests.fakecuda.compiler import find_compiler
 from tests.train.support import COMPILE_SECONDS, TINY, build_trainer, whole
 from tests.train.support import build_strategy as build_ranks_strategy
-
-KEY_BLOCK = 128
 
 
 class AddsInAnyOrder(torch.autograd.Function):

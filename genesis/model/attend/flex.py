@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from genesis.compilation import compile_each_shape
 from genesis.model.attend.kernel import AMPERE, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, KeyBlocks, Rows, document_positions
 from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
@@ -52,8 +53,12 @@ class FlexKernel(AttentionKernel):
         """Attends by the compiled kernel."""
         assert metadata.blocks is not None
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast casts no inputs of this kernel
-        run = attend_blocks if torch.compiler.is_compiling() else compile_kernel()
-        out: Tensor = run(query, key, value, metadata.blocks)
+        if torch.compiler.is_compiling():
+            return attend_blocks(query, key, value, metadata.blocks)
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            # One form of the kernel, whichever of them have adapters.
+            query, key, value = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
+        out: Tensor = compile_kernel()(query, key, value, metadata.blocks)
         return out
 
     def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
@@ -78,7 +83,7 @@ class FlexKernel(AttentionKernel):
 @cache
 def compile_kernel() -> Callable[..., Any]:
     """Returns `attend_blocks` as a compiled function; what torch cannot compile is an error, and never runs eagerly."""
-    return torch.compile(attend_blocks, fullgraph=True)
+    return compile_each_shape(attend_blocks, fullgraph=True)
 
 
 def attend_blocks(

@@ -1,0 +1,17 @@
+"""Whether all rows of a run have one length, because torch.compile makes a kernel of its own for each other length.
+
+The form of a kernel for several lengths would follow from the first length that a process meets, so that a resumed run
+could compute other bits than one that was never killed.
+"""
+
+import lightning.pytorch as pl
+
+from genesis.device import is_host
+from genesis.model.attend.table import AUTO, FLEX
+
+
+def has_fixed_rows(trainer: pl.Trainer) -> bool:
+    """Returns whether the rows of a Trainer's run are padded to one length: with compiled blocks or attention."""
+    kernel = getattr(trainer.lightning_module, "attention", None)
+    is_kernel_compiled = kernel in (AUTO, FLEX.name) and not is_host(trainer.strategy.root_device.type)
+    return bool(getattr(trainer.strategy, "compile_blocks", False)) or is_kernel_compiled
