@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 3
 # pip would compile 25,000 modules, one after another, and most are never imported. These are, by many processes at once.
 # Python compiles the others when it imports them. A package may hold modules for another version of Python.
-COMPILED := torch lightning pytorch_lightning torchmetrics sympy scipy numpy transformers
+COMPILED := torch torchao lightning pytorch_lightning torchmetrics sympy scipy numpy transformers
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed

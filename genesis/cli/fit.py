@@ -354,12 +354,8 @@ class GenesisCLI(LightningCLI):
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
-        self.checkpoint.device_proofs = (
-            *proofs,
-            LOSS_PROOF,
-            *linear_attention_proofs(self.model.decoder_config),
-            *list_float8_proofs(self.model.float8),
-        )
+        others = (LOSS_PROOF, *linear_attention_proofs(self.model.decoder_config))
+        self.checkpoint.device_proofs = (*proofs, *others, *list_float8_proofs(self.model.float8))
         self.checkpoint.drift_policy = build_policy(place)
 
     def _start_distillation(self) -> dict[str, str]:

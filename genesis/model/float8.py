@@ -10,6 +10,7 @@ in float32, for proofs and not for speed.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,13 +170,15 @@ def load_torchao() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides log lines while torchao is imported: that it cannot load kernels of its own, which float8 does not use."""
+    """Hides what the import of torchao prints: that it cannot load kernels, which float8 does not use, and a warning."""
     loggers = (logging.getLogger(PACKAGE), logging.getLogger("torch.utils._pytree"))
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "invalid escape sequence")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -726,7 +726,8 @@ def test_genesis_tells_free_from_what_must_be_allowed_and_what_never_changes(tmp
         "data.micro_batch_size",
         "checkpoint.every_n_steps",
         "trainer.devices",
-        "trainer.strategy",
+        "trainer.strategy.class_path",
+        "trainer.strategy.a",
         "trainer.logger",
     }
 
