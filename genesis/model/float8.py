@@ -170,7 +170,7 @@ def load_torchao() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what the import of torchao prints: kernels that it cannot load, which float8 does not use, and a warning."""
+    """Hides what the import of torchao prints: kernels that it cannot load, which float8 does not use; a warning."""
     loggers = (logging.getLogger(PACKAGE), logging.getLogger("torch.utils._pytree"))
     levels = [logger.level for logger in loggers]
     try:
