@@ -56,7 +56,7 @@ def main() -> int:
     """Returns 0 if the test passed each time, 1 if it failed, and 2 if there is no such test."""
     test = os.environ.get("T")
     if not test:
-        print("no test: say make stress T=PATH, with a path or an id of pytest", file=sys.stderr)
+        print("no test: run make stress T=PATH, with a path or an id of pytest", file=sys.stderr)
         return 2
     num_failed, first = 0, ""
     with load():

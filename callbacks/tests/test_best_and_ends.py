@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -21,13 +22,23 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks._best_watch import BestWatch
 from genesis_callbacks._rank_watch import RankWatch
-from genesis_callbacks.checkpoint import CheckpointError, find_best, find_latest, read_manifest, read_tensors, verify
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    find_best,
+    find_latest,
+    read_manifest,
+    read_tensors,
+    verify,
+    writer,
+)
 from genesis_callbacks.checkpoint.best import Measured, MonitorMode, read_best
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
+from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.phases import PhaseListener
 from genesis_callbacks.run_directory import RunDirectory
 from genesis_callbacks.testing import run_ranks
 
-METRIC = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 2.5, 6: 2.5, 7: 9.0, 8: float("nan")}
+METRIC = {0: 6.0, 1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 2.5, 6: 2.5, 7: 9.0, 8: float("nan")}
 
 
 class ValidatedModel(PlainModel):
@@ -50,7 +61,18 @@ class FailsAt(Callback):
             raise ValueError("on purpose")
 
 
-def fit(run_dir, strategy, max_steps, *, ckpt_path=None, callbacks=(), is_failing=False, **options):
+def fit(
+    run_dir,
+    strategy,
+    max_steps,
+    *,
+    ckpt_path=None,
+    callbacks=(),
+    is_failing=False,
+    val_check_interval=1,
+    accumulate_grad_batches=1,
+    **options,
+):
     """Trains with a validation at every step and returns losses, weights and the callback's view of this rank."""
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -63,7 +85,8 @@ def fit(run_dir, strategy, max_steps, *, ckpt_path=None, callbacks=(), is_failin
         devices=world_size,
         strategy=build_strategy(strategy, world_size),
         max_steps=max_steps,
-        val_check_interval=1,
+        val_check_interval=val_check_interval,
+        accumulate_grad_batches=accumulate_grad_batches,
         num_sanity_val_steps=0,
         inference_mode=False,
         logger=False,
@@ -144,6 +167,51 @@ def test_a_run_goes_on_from_the_best_bit_for_bit(tmp_path, strategy):
         for name, tensor in run["weights"].items():
             assert torch.equal(tensor, other["weights"][name]), name
     assert read_best(tmp_path / "run").name == "step-00000004"  # it remembers: 2.5 is no best
+
+
+class NotesPhases(Callback, PhaseListener):
+    """Keeps the phases that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def enter_phase(self, phase: str) -> None:
+        self.phases.append(phase)
+
+    def leave_phase(self) -> None:
+        self.phases.pop()
+
+
+def validate_within_the_first_window(run_dir: Path) -> tuple[list[tuple[str, list[str]]], dict[str, object]]:
+    """Validates, and saves the best, before the first step; the writer starts slowly."""
+    notes = NotesPhases()
+    read_memory = writer.read_own_memory_bytes
+
+    def start_slowly() -> int:
+        time.sleep(0.5)
+        return read_memory()
+
+    writer.read_own_memory_bytes = start_slowly  # a forked writer inherits it
+    waits: list[tuple[str, list[str]]] = []
+    wait_ready = WriterProcess.wait_ready
+
+    def note(self: WriterProcess, *arguments: float) -> None:
+        if not self._is_ready:
+            waits.append((threading.current_thread().name, [*notes.phases]))
+        wait_ready(self, *arguments)
+
+    WriterProcess.wait_ready = note
+    options = {"mode": "process", "monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
+    return waits, fit(
+        run_dir, "single", 2, val_check_interval=2, accumulate_grad_batches=4, callbacks=(notes,), **options
+    )
+
+
+def test_a_validation_within_the_first_window_saves_after_the_writer_has_started(tmp_path):
+    ((waits, run),) = run_ranks(validate_within_the_first_window, 1, tmp_path)
+    assert waits == [("MainThread", ["save"])]
+    assert run["best"] == tmp_path / "checkpoints/step-00000002"
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in range(3)]
 
 
 def test_each_of_two_callbacks_has_its_own_best(tmp_path):

@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.device import is_host
-from genesis.errors import RunEndedError
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AUTO, FLASH, KERNELS, MASK, choose_kernel, list_worse, resolve_kernel
 from genesis.model.device_proofs import ProvedShape, attention_proof, prove_kernel
 from genesis.train.module import GenesisModule
 from genesis.train.recipe_policy import RECIPE_POLICY, fill_attention, unify_recipe
 from genesis_callbacks.checkpoint import DeviceProof, DriftPolicy
+
+_PROOF: Final = "attention_kernel"
+"""Not `attention`: under that name manifests of earlier versions have another value for the same kernel."""
 
 
 def resolve_attention(given: str, place: Place, restored: Mapping[str, Any] | None) -> str:
@@ -64,6 +66,9 @@ def build_proofs(
     If it fails, the run takes the next kernel, and its recipe names that one; a checkpoint with another kernel in its
     recipe is then refused like after any other change. A kernel that the user has named is never replaced.
 
+    A failed proof ends no rank alone: the module has the kernel that this rank would take, or why it has none, and all
+    ranks agree in its `setup`, which follows the proofs.
+
     Args:
         model: The module, whose kernel is resolved.
         recipe: The resolved recipe of the run.
@@ -76,22 +81,25 @@ def build_proofs(
         return ()
     config = model.decoder_config.parts.attention
     shape = ProvedShape(config.num_heads, config.num_kv_heads, place.head_dim, seq_len, place.dtype)
-    proof, following = attention_proof(name, shape), list_worse(name, place)[0]
+    proof, following = attention_proof(name, shape, _PROOF), list_worse(name, place)[0]
 
     def take_next(device: torch.device) -> None:
         KERNELS[name].distrust(device.type)
         if is_given:
-            raise RunEndedError(
-                f"model.attention is {name}, which does not attend correctly on {device}; give --model.attention "
+            model.attention_failure = (
+                f"model.attention is {name}, which does not attend correctly on {device.type}; give --model.attention "
                 f"{following}, or auto"
             )
+            return
         if following != MASK.name:
             try:
                 prove_kernel(following, shape, device)
-            except Exception as error:
-                raise RunEndedError(
-                    f"neither {name} nor {following} attends correctly on {device}; give --model.attention {MASK.name}"
-                ) from error
+            except Exception:  # the module's `setup` ends the run
+                model.attention_failure = (
+                    f"neither {name} nor {following} attends correctly on {device.type}; give --model.attention "
+                    f"{MASK.name}"
+                )
+                return
         model.attention = recipe["model"]["attention"] = following
 
     return (replace(proof, slow=following, take_slow=take_next),)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from genesis.model.attend.table import MASK, TORCH_KERNEL
 from genesis.model.decoder import DecoderConfig
-from genesis.model.tape import ACTIVATIONS, FLOAT32_BYTES, LOSS, Bytes
+from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
 from genesis.plan.bill import CACHE, WHOLE
 from genesis.plan.layout import Layout, Workload
-from genesis.plan.sections import build_sections, build_setting
+from genesis.plan.sections import Sections, build_sections, build_setting
 from genesis.plan.state import Model, build_model
 from genesis.precision import FULL
 
@@ -61,8 +61,12 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     return TeacherBytes(weights, forward, classes)
 
 
-def count_answers(workload: Workload, layout: Layout, model: Model) -> Bytes:
-    """Returns what writing answers takes beside the state: the cache, and the whole model if ranks share it."""
+def count_answers(workload: Workload, layout: Layout, model: Model, sections: Sections, setting: Setting) -> Bytes:
+    """Returns what writing answers takes beside the state: the cache, and the whole model if ranks share it.
+
+    Where autocast keeps its copies of weights for a window (`genesis.train.precision`), it keeps them for all answers,
+    the output weight's included.
+    """
     found: Bytes = Counter()
     if not workload.num_answer_rows:
         return found
@@ -70,6 +74,10 @@ def count_answers(workload: Workload, layout: Layout, model: Model) -> Bytes:
     element_bytes = next(one.element_bytes for one in model.parameters if one.name == "embedding.weight")
     found[CACHE] = _count_cache(decoder, num_rows, workload.seq_len, element_bytes)
     found[LOSS] = 2 * num_rows * decoder.vocab_size * FLOAT32_BYTES
+    if setting.is_autocast and not layout.is_sharded and layout.activation_checkpointing == "none":
+        output = model.decoder.output_weight
+        found[CASTS] = sum(block.cached_casts for block in sections.blocks)
+        found[CASTS] += output.numel() * setting.product_bytes if output.requires_grad else 0
     if layout.is_sharded:
         found[WHOLE] = sum(one.num_elements * one.element_bytes for one in model.parameters)
     return found

@@ -204,7 +204,7 @@ class _Player:
         if self.teacher is not None:
             bill.change(TEACHER, self.teacher.weights)
         bill.enter("rest")
-        answers = count_answers(self.workload, layout, self.model)
+        answers = count_answers(self.workload, layout, self.model, self.sections, self.setting)
         if answers:
             bill.enter("answers")
             bill.see(answers)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from genesis.errors import QuietExit, UserError
+from genesis.errors import QuietExit, RunEndedError, UserError
 from genesis_callbacks.checkpoint import Ranks
 
 T = TypeVar("T")
@@ -42,6 +42,48 @@ def attempt_on_all(function: Callable[[], T]) -> T:
     raise common from refusal
 
 
+def agree_on_kernel(kernel: str, failure: str | None) -> None:
+    """Ends all ranks if one of them has no kernel of attention, or another one than rank 0.
+
+    Communicates, over a group of its own. Every rank calls it at the same point.
+
+    Args:
+        kernel: The kernel that this rank would take.
+        failure: Why it has none; None if it has one.
+
+    Raises:
+        RunEndedError: On every rank; the message names the ranks.
+    """
+    found = [(kernel, failure)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = Ranks(timeout_seconds=_ANSWER_SECONDS).gather((kernel, failure))
+    reason = find_disagreement(found)
+    if reason is not None:
+        error = RunEndedError(reason)
+        error.ends_all_ranks = True
+        raise error
+
+
+def find_disagreement(found: Sequence[tuple[str, str | None]]) -> str | None:
+    """Returns why ranks cannot train with their kernels of attention, in one line; None if they can. Pure.
+
+    Args:
+        found: By rank, its kernel, and why it has none or None.
+    """
+    failures = [failure for _, failure in found]
+    if any(failures):
+        return describe_refusals(failures)
+    kernels = [kernel for kernel, _ in found]
+    if len({*kernels}) == 1:
+        return None
+    by_kernel = {kernel: [rank for rank, own in enumerate(kernels) if own == kernel] for kernel in kernels}
+    taken = "; ".join(f"{kernel} on {_name_ranks(ranks)}" for kernel, ranks in by_kernel.items())
+    return (
+        f"the proof of attention failed on some ranks alone, which would train with other kernels ({taken}): check the "
+        "devices of these ranks, or give all ranks one of the kernels by --model.attention"
+    )
+
+
 def describe_refusals(refusals: Sequence[str | None]) -> str:
     """Returns the reasons of ranks in one line: the same reason once, with its ranks unless all of them have it. Pure.
 
@@ -55,7 +97,11 @@ def describe_refusals(refusals: Sequence[str | None]) -> str:
     (first, ranks), *others = by_reason.items()
     if not others and len(ranks) == len(refusals):
         return first
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    where = _name_ranks(ranks)
     rest = sum(len(ranks) for _, ranks in others)
     more = f" (and {rest} other {'rank' if rest == 1 else 'ranks'} refused)" if rest else ""
     return f"{where}: {first}{more}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

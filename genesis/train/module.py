@@ -40,7 +40,7 @@ from genesis.objectives.objective import TOKENS, HeadResult, Objective, Objectiv
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.precision import product_dtype
-from genesis.strategies.agree import attempt_on_all
+from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
@@ -106,6 +106,7 @@ class GenesisModule(pl.LightningModule):
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
+        attention_failure: Why this rank has no kernel of attention after its proofs; None if it has one.
         count_batch_flops: Returns the operations of a window on this rank, for `Throughput`.
         start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
 
@@ -136,6 +137,7 @@ class GenesisModule(pl.LightningModule):
         self.is_restored = False
         self._has_unset_weights = False
         self.attention: str = attention
+        self.attention_failure: str | None = None
         self._skip_reason: str | None = None
         self._empty_reason: str | None = None
         self._counts: dict[str, int] = {TOKENS: 0}
@@ -154,6 +156,7 @@ class GenesisModule(pl.LightningModule):
         """Checks that the decoder supports corpus, precision and options, before it is built."""
         self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
+        agree_on_kernel(self.attention, self.attention_failure)  # Lightning calls this after the proofs of callbacks
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         data = vars(self.trainer).get("datamodule")
         training = data.training if isinstance(data, CorpusDataModule) else None

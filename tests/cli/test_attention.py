@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from genesis.checkpoint_reference import read_reference
 from genesis.cli import attention
@@ -17,9 +19,12 @@ from genesis.errors import RunEndedError, UserError
 from genesis.model.attend import fa4
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import FLASH, KERNELS, choose_kernel
+from genesis.strategies import Replicated
+from genesis.strategies.agree import agree_on_kernel
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import find_drift, read_manifest
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+from genesis_callbacks.testing import run_ranks
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN
 from tests.train.support import TINY
@@ -176,6 +181,7 @@ def start(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             proof.prove(torch.device("cuda"))
         except RuntimeError:
             proof.take_slow(torch.device("cuda"))
+        agree_on_kernel(model.attention, model.attention_failure)
         return model.attention, recipe["model"]["attention"], proof.slow
 
     return run
@@ -196,6 +202,41 @@ def test_a_kernel_that_is_named_is_never_replaced(start: Any) -> None:
 def test_the_next_kernel_is_proved_too(start: Any) -> None:
     with pytest.raises(RunEndedError, match=r"neither flex nor flash attends correctly on cuda; give .* mask"):
         start("flex", "flex", "flash")
+
+
+def train_on_two_cards(run_dir: Path) -> tuple[str, bool]:
+    """Fits with a proof that fails on rank 1 alone; returns the error, and whether the ranks have agreed on it."""
+    model, recipe = GenesisModule(TINY, attention="flash"), {"model": {"attention": "flash"}}
+    (proof,) = build_proofs(model, recipe, CPU, 96, is_given=False)
+
+    class ProvesAttention(Callback):
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            if trainer.global_rank == 1:
+                proof.take_slow(torch.device("cpu"))
+
+    options = {"callbacks": [ProvesAttention()], "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=Replicated(), default_root_dir=run_dir, **options)
+    try:
+        trainer.fit(model)
+    except RunEndedError as error:
+        return str(error), error.ends_all_ranks
+    raise AssertionError("it trained")
+
+
+def test_a_rank_whose_proof_fails_alone_ends_all_ranks_before_the_model_is_built(tmp_path: Path) -> None:
+    ours, others = run_ranks(train_on_two_cards, 2, tmp_path)
+    assert ours == others
+    assert "(flash on rank 0; mask on rank 1)" in ours[0]
+    assert ours[1]
+
+
+def test_a_checkpoint_of_an_earlier_version_with_the_same_kernel_is_no_drift(lines: list[str]) -> None:
+    model = GenesisModule(TINY, attention="flash")
+    (proof,) = build_proofs(model, {"model": {"attention": "flash"}}, AMPERE, 96, is_given=False)
+    manifest = replace(read_manifest(SAVED_WITHOUT), versions={"device.attention": "varlen"})
+    now = {f"device.{proof.name}": proof.fast}
+    assert now == {"device.attention_kernel": "flash"}
+    assert find_drift(manifest, identity={}, recipe={}, versions=now, policy=build_policy(AMPERE)) == []
 
 
 def test_a_mask_needs_no_proof(lines: list[str]) -> None:

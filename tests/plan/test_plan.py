@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.data.packing import PackingFigures
 from genesis.errors import UserError
-from genesis.model.decoder import DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
@@ -224,6 +225,35 @@ def test_answers_are_counted_with_their_cache_and_a_whole_model_where_ranks_shar
     shared = play_step(replace(recipe.workload, micro_batch_size=1), Layout("full", 2, 2)).peaks["answers"]
     num_parameters = sum(one.num_elements for one in build_model(recipe.workload).parameters)
     assert shared["whole model that answers"] == 4 * num_parameters
+
+
+def test_answers_are_counted_with_the_copies_of_weights_that_autocast_keeps() -> None:
+    """Autocast itself makes the copies, in the first of two forwards."""
+    recipe = read("finetune/gspo-tiny")
+    mixed = replace(recipe.workload, precision="bf16-mixed")
+    decoder = Decoder(mixed.decoder)
+    decoder.init_weights(0)
+    copied: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            result = function(*arguments, **(options or {}))
+            if function is torch.ops.aten._to_copy.default and isinstance(arguments[0], torch.nn.Parameter):
+                copied.append(result.nbytes)
+            return result
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), Watch():
+        for _ in range(2):
+            decoder(torch.zeros((1, 2), dtype=torch.int64))
+    assert copied
+    assert play_step(mixed, Layout()).peaks["answers"]["weights cast for products"] == sum(copied)
+    # Nothing is kept for recomputed blocks, under sharding, or where nothing is cast.
+    for workload, layout in (
+        (recipe.workload, Layout()),
+        (mixed, Layout(activation_checkpointing="block")),
+        (replace(mixed, micro_batch_size=1), Layout("full", 2, 2)),
+    ):
+        assert "weights cast for products" not in play_step(workload, layout).peaks["answers"]
 
 
 def test_nothing_of_a_forward_is_left_after_its_backward() -> None:

@@ -122,7 +122,8 @@ class FitSaves:
             SaveFailedError: The writer of some rank did not start; on every rank alike.
         """
         if self.pipeline is not None and not self._has_writer:
-            self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
+            with in_phase(self._trainer, "save"):
+                self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
             self._has_writer = True
 
     @property
@@ -173,10 +174,13 @@ class FitSaves:
 
         Raises:
             CheckpointError: It failed, by `on_save_failure="raise"`; on every rank alike.
+            SaveFailedError: The writer of some rank did not start; on every rank alike.
         """
         is_dry = self._trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if is_dry or self._history.last_step == self._trainer.global_step:
             return
+        # A validation may save before the first window ends. The save's thread then uses the channel to the writer.
+        self.wait_writer()
         self._last_begin_seconds = time.monotonic()
         with in_phase(self._trainer, "save"):
             if self.pipeline is not None and not self._is_busy(self.pipeline, may_be_skipped=may_be_skipped):

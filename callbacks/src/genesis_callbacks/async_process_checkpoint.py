@@ -376,12 +376,15 @@ class AsyncProcessCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves if the batch ended a window and a save is due. Starts one small reduction; a save communicates more."""
+        """Saves if the batch ended a window and a save is due. Starts one small reduction; a save communicates more.
+
+        The first window's end also waits for the writers of all ranks, unless a validation has saved before.
+        """
         session = self._session
         if session is None or session.saves is None or not session.take_window(trainer.global_step):
             return
-        session.saves.wait_writer()
         with session.saves.stalling():
+            session.saves.wait_writer()
             vote = session.vote(session.saves)
             # The vote is the same on all ranks, so they stop, settle and save at the same window.
             if vote.signal_number:

@@ -37,7 +37,7 @@ class DeviceProof:
     """An operation whose results on a device must equal those on the CPU.
 
     Attributes:
-        name: Name of the operation; for `attention`, the key in the manifest is `device.attention`.
+        name: Name of the operation; for `sums`, the key in the manifest is `device.sums`.
         fast: Value in the manifest if the proof holds.
         slow: Value in the manifest if the proof fails.
         prove: Called with the device; any exception means that the proof fails.
