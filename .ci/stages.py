@@ -96,6 +96,9 @@ def end(signal_number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Runs the stages; returns the exit status."""
+    if sys.argv[1:]:
+        print(f"{Path(__file__).name} takes no arguments; its stages are {', '.join(STAGES)}", file=sys.stderr)
+        return 2
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end)
     # The tests of the CUDA paths compile a shim, and those of saves a simulated device. They may not skip.

@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
+from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.fit import fit_main
+from genesis.cli.trainer import read_recipe as read_recipe_of
 from genesis.data.skipped import read_ranges
-from genesis.determinism import note_unrepeatable
+from genesis.determinism import AUTO, note_unrepeatable
 from genesis.device import count_devices, find_kind
 from genesis.errors import UserError
 from genesis.objectives import DPO
@@ -56,8 +58,15 @@ def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
         global_batch_size=int(resolved["data"]["global_batch_size"]),
         unskippable=_find_unskippable(resolved),
         skip_positions=read_ranges(resolved["data"].get("skip_positions")),
-        note=note_unrepeatable(resolved) or "",
+        note=_note_kernels(resolved) or "",
     )
+
+
+def _note_kernels(resolved: Mapping[str, Any]) -> str | None:
+    """Returns the line about kernels that need not repeat; a run that continues with `auto` keeps its own choice."""
+    given, run_dir = resolved["trainer"].get("deterministic"), Path(str(resolved["run_dir"]))
+    kept = read_recipe_of(read_reference(LATEST, run_dir=run_dir)) if given in (None, AUTO) else None
+    return note_unrepeatable(kept or resolved)
 
 
 def _find_unskippable(resolved: Mapping[str, Any]) -> str:

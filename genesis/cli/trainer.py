@@ -34,7 +34,7 @@ class GenesisTrainer(Trainer):
         self,
         *,
         precision: PrecisionName | None = "auto",
-        deterministic: bool | Literal["auto", "warn"] | None = "auto",
+        deterministic: bool | str | None = "auto",
         **kwargs: Any,
     ) -> None:
         resolved: Any = choose_precision("auto") if precision == AUTO else precision
@@ -56,12 +56,13 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
         restored: The checkpoint from which the run continues.
 
     Raises:
-        UserError: `deterministic` is `warn`.
+        UserError: A value is unknown, or the device cannot train so.
     """
-    if trainer["deterministic"] == "warn":
+    given = trainer["deterministic"]
+    if given not in (AUTO_DETERMINISTIC, None, True, False):
+        reason = ", with which torch takes kernels that do not repeat, with a warning" if given == "warn" else ""
         raise UserError(
-            "trainer.deterministic is 'warn', with which torch takes kernels that do not repeat, with a warning: give "
-            "auto or true for runs that resume bit for bit, or false"
+            f"trainer.deterministic is {given!r}{reason}: give auto or true for runs that resume bit for bit, or false"
         )
     recipe = None if restored is None else read_recipe(restored)
     if trainer["deterministic"] in (AUTO_DETERMINISTIC, None):
@@ -71,6 +72,11 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
             choose_precision(trainer["accelerator"])
             if recipe is None
             else unify_precision({"trainer": {}} | recipe)["trainer"].get("precision")
+        )
+    if trainer["precision"] in ("16-mixed", "16", 16) and not _has_accelerator(trainer["accelerator"]):
+        # Lightning would train in bfloat16 with a warning, and the recipe would name what did not run.
+        raise UserError(
+            "trainer.precision is '16-mixed', which a CPU does not have: give --trainer.precision bf16-mixed or 32-true"
         )
     options = getattr(trainer.get("strategy"), "init_args", None)
     if options and options.get("compile_blocks") == AUTO:

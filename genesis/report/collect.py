@@ -146,7 +146,7 @@ def _collect(path: Path, name: str) -> Run:
         samples=_read_samples(run.rollouts, notes),
         recipe=recipe,
         num_recipes=bool(recipe) + sum(1 for _ in path.glob("config.resume-*.yaml")),
-        notes=[*_note_recipe(recipe), *log.notes, *notes],
+        notes=[*_note_recipes([recipe, *_read_resumed(path)]), *log.notes, *notes],
     )
 
 
@@ -158,10 +158,14 @@ def parse_recipe_text(text: str) -> Any:
         return None
 
 
-def _note_recipe(text: str) -> list[str]:
-    content = parse_recipe_text(text)
-    note = note_unrepeatable(content) if isinstance(content, dict) else None
-    return [] if note is None else [f"{note}."]
+def _read_resumed(path: Path) -> list[str]:
+    """Returns the recipes of all starts but the first; one that cannot be read is left out."""
+    return [_read_recipe(file, []) for file in sorted(path.glob("config.resume-*.yaml"))]
+
+
+def _note_recipes(texts: Sequence[str]) -> list[str]:
+    recipes = [recipe for recipe in map(parse_recipe_text, texts) if isinstance(recipe, dict)]
+    return [f"{note}." for note in dict.fromkeys(map(note_unrepeatable, recipes)) if note is not None]
 
 
 def _read_recipe(path: Path, notes: list[str]) -> str:

@@ -12,7 +12,9 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from genesis.checkpoint_reference import Reference, read_reference
+from genesis.cli.supervise_recipe import read_recipe as read_facts_of
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
+from genesis.determinism import UNREPEATABLE
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN
@@ -80,6 +82,9 @@ def test_a_run_that_gave_up_repeatable_kernels_goes_on_without_them(genesis: Gen
     latest = read_reference("latest", run_dir=recipe.parent / "run")
     assert resolve(restored=latest)[1] is False
     assert resolve(restored=latest, deterministic=None)[1] is False
+    facts = {"trainer": {"devices": 1, "accelerator": "cpu", "deterministic": "auto"}, "model": {}}
+    facts |= {"run_dir": str(recipe.parent / "run"), "data": {"micro_batch_size": 1, "global_batch_size": 1}}
+    assert read_facts_of(facts).note == UNREPEATABLE  # the supervisor's line
     drifted = genesis(*run, "--ckpt_path", "latest", "--trainer.deterministic", "true")
     assert drifted.status == 2
     assert "trainer.deterministic" in drifted.err
@@ -98,6 +103,20 @@ def test_kernels_that_only_warn_are_refused_by_name(genesis: Genesis, recipe: Pa
     assert refused.err.count("\n") == 1
     assert "'warn'" in refused.err
     assert "auto" in refused.err
+
+
+def test_another_word_is_refused_with_the_values_that_are_taken(genesis: Genesis, recipe: Path) -> None:
+    refused = genesis("fit", "--config", str(recipe), "--trainer.deterministic", "maybe")
+    assert refused.status == 2
+    assert "'maybe': give auto or true" in refused.err
+    assert "warn" not in refused.err
+
+
+def test_float16_on_a_cpu_is_refused_where_lightning_would_train_in_bfloat16(genesis: Genesis, recipe: Path) -> None:
+    refused = genesis("fit", "--config", str(recipe), "--trainer.precision", "16-mixed")
+    assert refused.status == 2
+    assert "'16-mixed', which a CPU does not have: give --trainer.precision bf16-mixed" in refused.err
+    assert not (recipe.parent / "run").exists()
 
 
 @pytest.fixture

@@ -116,6 +116,11 @@ def test_a_run_whose_kernels_need_not_repeat_is_named(run: Path) -> None:
     assert f"{UNREPEATABLE}." in collect_runs([run])[0].notes
 
 
+def test_a_run_that_gave_up_kernels_that_repeat_in_a_resume_is_named(run: Path) -> None:
+    (run / "config.resume-1.yaml").write_text("trainer: {accelerator: gpu, deterministic: false}")
+    assert f"{UNREPEATABLE}." in collect_runs([run])[0].notes
+
+
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, run: Path) -> None:
     write_events(tmp_path / "runs/new")
     shown = report("new")

@@ -118,7 +118,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             scratch; or its "weights" alone, so that a new run begins at step 0. One of this run's own always gives all
             that it holds.
         mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
-            rank, which has started before the first step.
+            rank, which starts before the first step and imports beside it.
         staging: In the other modes than "sync": "overlapped" copies while the next forward and backward run, and
             waits before the optimizer step; "blocking" copies at once. What is staged is compared with what was live;
             where training changed it, the save is made again and staging stays blocking.
