@@ -30,7 +30,7 @@ from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
+from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
@@ -411,10 +411,11 @@ class GenesisCLI(LightningCLI):
         return arguments
 
     def _check_strategy(self) -> None:
-        """Refuses options of the strategy that do not fit, before it starts ranks, each of which would refuse them."""
+        """Refuses options that do not fit the model, before ranks start, each of which would refuse them."""
         strategy = layout_strategy(self.trainer.strategy)
         try:
             strategy.check_options(self.model.decoder_config, self.model.optimizer_options.name)
+            check_float8(self.model.decoder_config, self.model.float8)
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them
                 raise

@@ -55,3 +55,9 @@ def test_an_export_holds_the_weights_that_the_optimizer_updates(genesis: Genesis
 def test_a_sequence_that_float8_products_cannot_take_is_refused(genesis: Genesis, recipe: Path) -> None:
     refused = genesis("fit", "--config", str(recipe), "--model.float8", "{}", "--data.seq_len", "12")
     check_is_one_line(refused, "data.seq_len is 12: float8 products need a multiple of 16; give 16")
+
+
+def test_patterns_without_a_layer_are_refused_before_the_run_has_a_directory(genesis: Genesis, recipe: Path) -> None:
+    refused = genesis("fit", "--config", str(recipe), "--model.float8", '{"exclude": ["nope"]}')
+    check_is_one_line(refused, "model.float8.exclude", "nope")
+    assert not (recipe.parent / "run").exists()

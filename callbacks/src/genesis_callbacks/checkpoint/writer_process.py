@@ -119,7 +119,10 @@ class WriterProcess:
         except TimeoutError as error:
             raise SaveFailedError(f"the writer process did not start within {timeout_seconds:g} s") from error
         except (EOFError, OSError) as error:
-            raise SaveFailedError(f"the writer process ended at its start: {self._describe_end()}") from error
+            raise SaveFailedError(
+                f"the writer process ended at its start: {self._describe_end()}; start the run again, or let a thread "
+                "write (mode='thread')"
+            ) from error
         self._is_ready = True
 
     def perform(
