@@ -10,7 +10,7 @@ from genesis.plan.layout import Layout, Workload
 from genesis.plan.timeline import play_step
 from tests.fakecuda.combinations import NUM_MICRO_BATCHES
 from tests.fakecuda.test_memory import GOLDEN, read_numbers
-from tests.golden.files import read_golden
+from tests.golden.files import GOLDEN as DIRECTORY
 
 TOLERANCE: Final = 0.1
 # Of `tests.fakecuda.fits`, which only the fake device's process can import.
@@ -25,7 +25,7 @@ LAYOUTS: Final[dict[str, Layout]] = {"replicated": Layout(), "sharded": SHARDED}
 def read_cases() -> dict[str, tuple[int, Workload, Layout]]:
     """Returns the golden bytes of each case, and what is predicted for it."""
     cases = {}
-    for name, num_bytes in read_numbers(read_golden(GOLDEN, "")).items():
+    for name, num_bytes in read_numbers((DIRECTORY / GOLDEN).read_text(encoding="utf-8")).items():
         strategy, precision, *_ = name.split(", ")
         layout = LAYOUTS[strategy]
         changes: dict[str, Any] = {"activation_checkpointing": "block"} if "checkpointing" in name else {}
