@@ -59,7 +59,8 @@ def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
     for found in known:
         try:
             storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            if storage.device.type != "meta":  # where the fakes of torch.compile have theirs
+                storages[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, NotImplementedError):  # a tensor without storage of its own, such as a sharded one
             continue
     for found in ignored:

@@ -48,7 +48,7 @@ def count_graphs(backend: str, is_marked: bool, checkpointing: Literal["none", "
     if not is_marked:
         wrap.maybe_mark_dynamic = lambda tensor, dimension: None
     compiled = torch.compile
-    torch.compile = lambda function: compiled(function, backend=backend)
+    torch.compile = lambda function, **options: compiled(function, backend=backend, **options)
     decoder = Decoder(replace(TINY, max_seq_len=192, num_layers=3))
     apply_wrappers(decoder, checkpointing, has_compiled_blocks=True)
     ids = torch.zeros((1, 192), dtype=torch.long)
