@@ -24,10 +24,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--png", type=Path, metavar="DIR", help="also write the charts as PNG files into this directory"
     )
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="a text that the newest checkpoint continues; repeatable"
+    )
     arguments = parser.parse_args(argv)
     paths = [find_run(given) for given in arguments.run]
     default = RunDirectory(paths[0]).report if len(paths) == 1 else Path("report.html")
-    written = write_report(paths, arguments.out or default, arguments.png)
+    written = write_report(paths, arguments.out or default, arguments.png, arguments.prompt)
     console = Console(highlight=False, soft_wrap=True)
     for path in written[:2] if arguments.png else written:
         size = path.stat().st_size / 1e6

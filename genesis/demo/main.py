@@ -59,16 +59,16 @@ class Demo:
         self.commands.title("6/9  Validation of the last checkpoint, in a separate process")
         last = self._committed()[-1]
         self.commands.run("validate", *self.recipe_options, "--ckpt_path", str(last))
+        prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         self.commands.title("7/9  Text from an early and from the last checkpoint")
         for checkpoint in (self._committed()[0], last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
-            prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             self.commands.run(
                 "generate", str(checkpoint), *prompts, "--max-new-tokens", "80", "--temperature", "0.6", "--seed", "1"
             )
         self.commands.title("8/9  Report")
         run = RunDirectory(self.run_dir)
-        self.commands.run("report", str(self.run_dir), "--png", str(run.pictures))
+        self.commands.run("report", str(self.run_dir), "--png", str(run.pictures), *prompts)
         self.commands.title("9/9  Results")
         self._summarise(kill, last, time.monotonic() - began)
 

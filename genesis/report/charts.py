@@ -1,6 +1,7 @@
 """The charts of a report: what each shows, and the line that stands in its place where a run has no such values."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,15 +17,17 @@ from genesis.report.style import Palette, new_figure, styled
 
 Clock = Literal["step", "tokens_seen", "tokens_updated"]
 _CLOCK_LABELS: Final = {
-    "step": "step (windows attempted)",
+    "step": "step",
     "tokens_seen": "tokens seen",
-    "tokens_updated": "tokens updated (of windows that changed the parameters)",
+    "tokens_updated": "tokens updated (of steps that changed the parameters)",
 }
 _MAX_LABEL: Final = 34
 _FEW_POINTS: Final = 60
 _MAX_RESTARTS: Final = 200
 _LINE_STYLES: Final = ("-", "--", ":", "-.")
 _BYTES: Final = 1e9
+_UNITS: Final = {"ms": "ms", "bytes": "bytes", "watts": "W", "seconds": "s"}
+_SHORT: Final = re.compile(r"\b(lr|mfu|gpu|cpu)\b")
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,23 @@ def format_number(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def in_words(key: str) -> str:
+    """Returns the name of a metric in words.
+
+    Example:
+        >>> [in_words(key) for key in ("time/data_wait_ms", "train/tokens_per_second", "optim/lr", "memory/peak_bytes")]
+        ['Data wait (ms)', 'Tokens per second', 'Optim: LR', 'Memory: peak (bytes)']
+    """
+    area, _, name = key.rpartition("/")
+    stem, _, unit = name.rpartition("_")
+    if stem and unit in _UNITS:
+        name = f"{stem} ({_UNITS[unit]})"
+    words = _SHORT.sub(lambda found: str(found[0]).upper(), name.replace("_", " ").replace("/", " "))
+    if area and area not in ("time", "train"):
+        words = f"{area.replace('_', ' ').replace('/', ', ')}: {words}"
+    return words[:1].upper() + words[1:]
+
+
 def shorten(text: str) -> str:
     """Returns a label for a legend. matplotlib hides labels that begin with an underscore, hence the space."""
     shown = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
@@ -217,7 +237,7 @@ CHARTS: Final = (
         "2-norm before the clip",
         (Line("train/grad_norm", "norm"),),
         is_log=True,
-        note="marks stand at the log line that counted them",
+        note="markers sit at the step that logged them",
         marks=(Line("gradient/spikes", "spike"), Line("counters/skips", "skipped step")),
     ),
     Chart(
@@ -271,8 +291,7 @@ def plan_lines(runs: Sequence[Run], charts: Sequence[Chart] = CHARTS) -> tuple[l
                 missing.append(f"{chart.title}: no run has logged {keys}.")
             continue
         if chart.name == "loss-tokens-updated" and not any(map(_has_skips, runs)):
-            missing.append(f"{chart.title}: as by tokens seen, because no step was skipped.")
-            continue
+            continue  # the same as by tokens seen
         lacking = [run.name for run in runs if run not in having]
         note = chart.note
         if lacking:
@@ -340,8 +359,10 @@ def _parts_builder(run: Run) -> Callable[[Palette], Figure]:
                     axes.bar(steps, values, bottom=bottom, label=label, color=colour)
                     bottom += values[0]
             else:
-                axes.stackplot(steps, *parts, labels=labels, colors=colours, linewidth=0)
+                for area in axes.stackplot(steps, *parts, labels=labels, colors=colours, linewidth=0):
+                    area.set_gid("area")
             axes.set(xlabel=_CLOCK_LABELS["step"], ylabel="ms per step")
+            axes.xaxis.set_major_formatter(format_number)
             axes.margins(x=0.0)
             handles, names = axes.get_legend_handles_labels()
             figure.legend(handles, names, loc="outside lower center", ncols=3)
@@ -355,6 +376,9 @@ def plan_others(runs: Sequence[Run], max_charts: int) -> tuple[list[Drawing], li
     shown = {line.key for chart in CHARTS for line in (*chart.lines, *chart.marks)}
     keys = sorted({key for run in runs for key, series in run.log.series.items() if series.last} - shown)
     keys = [key for key in keys if not key.startswith(("time/", "counters/", "data/tokens_", "data/epochs_"))]
-    charts = [Chart(f"other-{place}", key, "", (Line(key, ""),)) for place, key in enumerate(keys[:max_charts])]
+    charts = [
+        Chart(f"other-{place}", in_words(key), "", (Line(key, ""),), note=key)
+        for place, key in enumerate(keys[:max_charts])
+    ]
     left = [f"{len(keys) - max_charts} further metrics are only in metrics.csv."] if len(keys) > max_charts else []
     return plan_lines(runs, charts)[0], left

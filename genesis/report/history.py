@@ -106,7 +106,7 @@ def draw_timeline(axes: Axes, run: Run, palette: Palette) -> None:
         times = [(seconds - first) / divisor for seconds in _thin(_times(run, kind))]
         colour, marker = looks[kind]
         if times:
-            axes.scatter(times, [row] * len(times), color=colour, marker=marker, s=20)
+            axes.scatter(times, [row] * len(times), color=colour, marker=marker, s=20, label=kind)
     top = len(_ROWS) - 1
     for attempt in find_attempts(run)[-_MAX_MARKS:]:
         begin, end = ((seconds - first) / divisor for seconds in (attempt.begin_seconds, attempt.end_seconds))
@@ -163,11 +163,13 @@ def plan_data(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
                     color=palette.lines[number],
                     label=shorten(run.name),
                 )
+                axes.bar_label(bars, fmt=format_number, padding=3, fontsize=9)
                 for place, bar in enumerate(bars):
                     bar.set_gid(f"run-{number}-{place}")
             axes.set_yticks(range(len(sources)), [source[:28] for source in sources])
             axes.invert_yaxis()
             axes.xaxis.set_major_formatter(format_number)
+            axes.margins(x=0.12)
             axes.set(xlabel="tokens consumed, without padding")
             if len(runs) > 1:
                 figure.legend(loc="outside lower center", ncols=2)

@@ -8,7 +8,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from genesis.plan.bill import PHASES
-from genesis.plan.recipe import read_recipe
+from genesis.plan.recipe import Recipe, read_recipe
 from genesis.plan.timeline import Timeline, play_step
 from genesis.report.charts import Drawing
 from genesis.report.collect import Run
@@ -29,7 +29,8 @@ def plan_memory(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
     for number, run in enumerate(runs):
         title = "Memory against the plan" if len(runs) == 1 else f"Memory against the plan: {run.name}"
         try:
-            timeline = _read_plan(run)
+            recipe = read_run_recipe(run)
+            timeline = play_step(recipe.workload, recipe.layout)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, yaml.YAMLError) as error:
             missing.append(f"{title}: no plan of config.yaml: {printable(str(error))[:_MAX_REASON]}")
             continue
@@ -39,8 +40,8 @@ def plan_memory(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
     return drawings, missing
 
 
-def _read_plan(run: Run) -> Timeline:
-    """Returns the plan of a run's recipe.
+def read_run_recipe(run: Run) -> Recipe:
+    """Returns the recipe of a run, as `genesis plan` reads it.
 
     Raises:
         ValueError: There is no recipe; any error of Python where the file holds something else than a recipe.
@@ -51,8 +52,7 @@ def _read_plan(run: Run) -> Timeline:
     layers = content["model"]["decoder"]["num_layers"]
     if not isinstance(layers, int) or not 0 < layers <= _MAX_LAYERS:
         raise ValueError(f"num_layers is {layers!r}")
-    recipe = read_recipe(content, "config.yaml")
-    return play_step(recipe.workload, recipe.layout)
+    return read_recipe(content, "config.yaml")
 
 
 def _describe(run: Run, measured: float | None) -> str:

@@ -1,5 +1,8 @@
-"""Puts the page together: one file without scripts, whose policy allows neither scripts nor requests."""
+"""Puts the page together: one file, whose policy allows no request, and no script but the page's own by its digest."""
 
+import base64
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,13 +13,15 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from genesis import __version__
-from genesis.report.charts import Drawing, plan_lines, plan_others, plan_parts
+from genesis.report.charts import Drawing, format_number, in_words, plan_lines, plan_others, plan_parts
 from genesis.report.collect import Run
 from genesis.report.history import list_milestones, plan_data, plan_evaluations, plan_timelines
 from genesis.report.log import ALL_PARTS, STEP_TIME
 from genesis.report.memory import plan_memory
+from genesis.report.plot import read_plot
 from genesis.report.recipes import compare_recipes
 from genesis.report.style import DARK, LIGHT, VARIABLES, to_svg, variable, variables
+from genesis.report.tiles import count_interruptions, plan_tiles
 from genesis_callbacks.errors import printable
 from genesis_callbacks.symptoms import find_symptoms, summarize_series
 
@@ -85,12 +90,17 @@ def render_page(runs: Sequence[Run], sections: Sequence[Section], written_second
         written_seconds: Unix time that the page shows as that of its writing.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
-    template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text("utf-8"))
+    files = resources.files(__package__)
+    template = environment.from_string(files.joinpath("page.html.j2").read_text("utf-8"))
+    script = files.joinpath("page.js").read_text("utf-8")
+    names = [run.name for run in runs]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     return template.render(
         title=title,
         written=_format_time(written_seconds),
         version=__version__,
+        script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         is_live=any(run.summary.state == "training" for run in runs),
         light=Markup(variables(LIGHT)),
         dark=Markup(variables(DARK)),
@@ -100,24 +110,30 @@ def render_page(runs: Sequence[Run], sections: Sequence[Section], written_second
         bad=variable(VARIABLES.bad),
         runs=[_describe(number, run) for number, run in enumerate(runs)],
         symptoms=[row for run in runs for row in _list_symptoms(run)],
-        sections=[_draw(section) for section in sections],
+        tiles=plan_tiles(runs[0]) if len(runs) == 1 else [],
+        sections=[_draw(section, names) for section in sections],
         tables=_build_tables(runs),
         notes=[note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes],
     )
 
 
-def _draw(section: Section) -> dict[str, Any]:
-    charts = [
-        {
-            "name": drawing.name,
-            "title": drawing.title,
-            "note": drawing.note,
-            # matplotlib has escaped all texts of the chart.
-            "svg": Markup(to_svg(drawing.build(VARIABLES), drawing.name)),
-        }
-        for drawing in section.drawings
-    ]
+def _draw(section: Section, names: Sequence[str]) -> dict[str, Any]:
+    charts = [_draw_chart(drawing, names) for drawing in section.drawings]
     return {"title": section.title, "charts": charts, "missing": section.missing, "is_closed": section.is_closed}
+
+
+def _draw_chart(drawing: Drawing, names: Sequence[str]) -> dict[str, Any]:
+    figure = drawing.build(VARIABLES)
+    # matplotlib has escaped all texts of the chart.
+    svg = Markup(to_svg(figure, drawing.name))
+    plot = read_plot(figure, names)
+    return {
+        "name": drawing.name,
+        "title": drawing.title,
+        "note": drawing.note,
+        "svg": svg,
+        "plot": "" if plot is None else json.dumps(plot, ensure_ascii=False, separators=(",", ":")),
+    }
 
 
 def _describe(number: int, run: Run) -> dict[str, Any]:
@@ -129,7 +145,7 @@ def _describe(number: int, run: Run) -> dict[str, Any]:
         "step": "" if summary.step is None else f"{summary.step:,}",
         "tokens": "" if summary.tokens is None else f"{summary.tokens:,}",
         "loss": "" if summary.loss is None else f"{summary.loss:.4f}",
-        "crashes": str(summary.num_crashes),
+        "interruptions": count_interruptions(run).value,
         "saved": str(summary.num_checkpoints),
         "colour": variable(VARIABLES.lines[number]),
         "samples": run.samples,
@@ -156,7 +172,7 @@ def _build_tables(runs: Sequence[Run]) -> list[Table]:
     columns = tuple(range(1, 1 + len(runs)))
     keys = [STEP_TIME, *(f"time/{part}_ms" for part in ALL_PARTS), "train/tokens_per_second", "train/mfu"]
     speed = [
-        [key, *("" if key not in each else f"{each[key]:,.3g}" for each in medians)]
+        [in_words(key), *("" if key not in each else format_number(each[key]) for each in medians)]
         for key in keys
         if any(key in each for each in medians)
     ]

@@ -58,6 +58,7 @@ _WIDTH_INCHES: Final = 4.7
 _FONT: Final = re.compile(r"font: ([\d. a-z]*?)([\d.]+px) [^;\"]*")
 _ID: Final = re.compile(r'(\bid="|href="#|url\(#)')
 _RUN_ID: Final = re.compile(r'id="run-(\d+)[^"]*"')
+_AXIS_ID: Final = re.compile(r'id="(area|axis|axis-label)"')
 _AUTOMATIC_ID: Final = re.compile(r' id="(?:[a-zA-Z]+[a-z0-9]*_\d+)"')
 
 
@@ -113,15 +114,22 @@ def new_figure(height_inches: float = 3.0, width_inches: float = _WIDTH_INCHES) 
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """Returns an SVG element for a page. Its ids begin with `name`; artists of run N have the class `run-N`."""
+    """Returns an SVG element for a page.
+
+    Its ids begin with `name`. Artists of run N have the class `run-N`, stacked areas `area`, axes `axis`,
+    and labels of axes `axis-label`.
+    """
     file = io.StringIO()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        axis.set_gid("axis")
+        axis.label.set_gid("axis-label")
     with styled(VARIABLES):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
     text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', text, count=1)
-    text = _AUTOMATIC_ID.sub("", _RUN_ID.sub(r'class="run-\1"', text))
+    text = _AUTOMATIC_ID.sub("", _AXIS_ID.sub(r'class="\1"', _RUN_ID.sub(r'class="run-\1"', text)))
     text = _ID.sub(rf"\g<1>{name}-", text)
     text = _FONT.sub(r"font: \1\2 system-ui, sans-serif", text)
     return _COLOUR.sub(lambda found: f"var({variable(found[0])})", text)

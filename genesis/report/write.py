@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -11,25 +12,29 @@ from genesis.report.collect import collect_runs
 from genesis.report.overview import build_overview
 from genesis.report.page import plan_sections, render_page
 from genesis.report.style import LIGHT, to_png
+from genesis.report.texts import write_texts
 from genesis_callbacks.files import replace_file
 
 OVERVIEW_NAME: Final = "overview.png"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9-]")
 
 
-def write_report(paths: Sequence[Path], out: Path, png: Path | None = None) -> list[Path]:
+def write_report(paths: Sequence[Path], out: Path, png: Path | None = None, prompts: Sequence[str] = ()) -> list[Path]:
     """Writes the report of runs; returns the written files, the page first.
 
     Args:
         paths: Directories of the runs.
         out: The page.
         png: The directory for pictures of all charts but those of other metrics; None for no pictures.
+        prompts: Texts that the newest checkpoint of each run continues.
 
     Raises:
-        UserError: A run has no log, or a file cannot be written.
+        UserError: A run has no log, or no checkpoint for the prompts, or a file cannot be written.
     """
     _check(out, png)
     runs = collect_runs(paths)
+    if prompts:
+        runs = [replace(run, samples=[*write_texts(run.path, prompts), *run.samples]) for run in runs]
     sections = plan_sections(runs)
     written = [out]
     _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))

@@ -99,3 +99,38 @@ def test_a_run_is_hidden_by_its_checkbox(browser: Browser, report: Path) -> None
     assert not curves.first.is_visible()
     assert page.locator("#loss .run-0").first.is_visible()
     page.context.close()
+
+
+def test_the_pointer_shows_values_and_a_drag_shows_a_part(browser: Browser, report: Path) -> None:
+    page, complaints = open_page(browser, report, "desktop", "light")
+    chart = page.locator("#loss svg")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box
+
+    def go(share: float) -> None:
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + 0.4 * box["height"])
+
+    go(0.5)
+    tip = page.locator("#loss .tip")
+    assert tip.is_visible()
+    assert tip.locator("b").inner_text().startswith("step: ")
+    assert tip.locator("div").count() == 4  # training and held-out of two runs
+    page.mouse.down()
+    go(0.7)
+    page.mouse.up()
+    assert page.locator("#loss .zoom path.run-1").count() == 2
+    assert not page.locator("#loss svg > g:not(.zoom, .over) .run-1").first.is_visible()
+    numbers = [float(text.replace(",", "")) for text in page.locator("#loss .zoom text").all_text_contents()]
+    assert max(numbers) < 2000  # a part of the 2,000 steps
+    page.locator("#loss button").click()
+    assert page.locator("#loss svg > g:not(.zoom, .over) .run-1").first.is_visible()
+    page.locator("#show-1").uncheck()
+    go(0.5)
+    assert tip.locator("div").count() == 2
+    page.locator("#loss svg").focus()
+    before = tip.inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert tip.inner_text() != before
+    assert complaints == []
+    page.context.close()

@@ -1,7 +1,10 @@
 """`genesis report`: what the page holds, and what is refused in one line."""
 
+import base64
+import hashlib
 import html
 import itertools
+import json
 import os
 import re
 import shutil
@@ -14,9 +17,13 @@ from genesis.cli.report import main
 from genesis.determinism import UNREPEATABLE
 from genesis.errors import UserError
 from genesis.report import page
+from genesis.report.charts import CHARTS, plan_lines
 from genesis.report.collect import collect_runs
 from genesis.report.history import find_attempts
 from genesis.report.memory import plan_memory
+from genesis.report.plot import read_plot
+from genesis.report.style import VARIABLES, to_svg
+from genesis.report.tiles import plan_tiles
 from genesis_callbacks.events import Event, encode_event
 from genesis_callbacks.run_directory import RunDirectory
 from tests.report.runs import BEGIN_SECONDS, KEYS, row_of, write_events, write_log, write_run
@@ -59,15 +66,54 @@ def test_the_page_has_every_chart_that_the_run_has_values_for(run: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_page_runs_no_script_and_asks_for_nothing(run: Path) -> None:
+def test_the_page_runs_no_script_but_its_own_and_asks_for_nothing(run: Path) -> None:
     shown = report("mine")
-    assert "default-src 'none'" in shown
-    assert "<script" not in shown.lower()
-    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", shown) == []
-    assert re.findall(r"url\((?!#)|@import", shown) == []
-    targets = set(re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', shown))
+    (script,) = re.findall(r"<script>(.*?)</script>", shown, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}'; style-src" in shown
+    assert shown.lower().count("<script") == 1
+    rest = shown.replace(script, "")
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", rest) == []
+    assert re.findall(r"url\((?!#)|@import", rest) == []
+    targets = set(re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', rest))
     assert targets
     assert targets <= set(re.findall(r'id="([^"]+)"', shown))
+
+
+def test_tiles_have_the_figures_of_the_run_and_a_kill_is_a_kill(run: Path) -> None:
+    tiles = {tile.label: tile.value for tile in plan_tiles(collect_runs([run])[0])}
+    assert tiles == {
+        "Held-out loss": f"{2 + 6 * 0.9**30:.4f}",
+        "Training loss": f"{2 + 6 * 0.9**30:.4f}",
+        "Tokens per second": "5,016",
+        "Training time": "2 min 40 s",  # a minute until the kill's last event, then 100 s
+        "Parameters": "25.8k",
+        "Device": "",  # no checkpoint names it
+        "Interruptions": "1 kill",
+    }
+
+
+def test_the_script_gets_the_values_of_the_log(run: Path) -> None:
+    runs = collect_runs([run])
+    (loss, *_), _ = plan_lines(runs, CHARTS[:1])
+    figure = loss.build(VARIABLES)
+    to_svg(figure, "loss")
+    plot = read_plot(figure, ["mine"])
+    assert plot
+    by_label = {one["label"]: one["points"] for one in plot["series"]}
+    assert by_label["training"][::2] == [float(step) for step in range(1, 31)]
+    assert by_label["training"][1::2] == pytest.approx([2 + 6 * 0.9**step for step in range(1, 31)], rel=1e-5)
+    assert by_label["held-out"][::2] == [10, 20, 30]
+    assert (by_label["resumed"][0], plot["clock"], plot["has_zoom"]) == (10, "step", True)
+
+
+@pytest.mark.slow
+def test_a_hostile_run_cannot_end_the_attribute_that_the_script_reads(tmp_path: Path, run: Path) -> None:
+    other = write_run(tmp_path / "runs" / HOSTILE.replace("/", ""))
+    shown = report("mine", str(other))
+    assert shown.count("<script") == 1
+    for text in re.findall(r'data-plot="([^"]+)"', shown):
+        assert json.loads(html.unescape(text))["series"]
 
 
 @pytest.mark.slow
@@ -82,6 +128,7 @@ def test_names_texts_and_recipes_of_a_hostile_run_stay_text(tmp_path: Path, run:
         '{"prompt": "<img src=x>", "text": "<script>alert(2)</script>"}\nnot json\n'
     )
     shown = report("mine", str(other))
+    shown = re.sub(r"<script>\n?// Values under.*?</script>", "", shown, flags=re.DOTALL)
     for forbidden in ("<script", "<b>bold", "<i>x", "<img"):
         assert forbidden not in shown
     assert "&lt;script&gt;alert(2)" in shown
@@ -99,7 +146,7 @@ def test_several_runs_are_drawn_over_each_other_and_what_one_lacks_is_named(tmp_
     assert 'class="run-0"' in loss
     assert 'class="run-1"' in loss
     assert "other: training" in loss
-    assert re.search(r'<figure id="mfu"><h3>MFU</h3><figcaption>not logged by other', shown)
+    assert re.search(r'<figure id="mfu"[^>]*><h3>MFU</h3><figcaption>not logged by other', shown)
     assert "Left out: Timeline: other has no events." in shown
     assert re.search(r"<td>trainer.max_steps</td><td[^>]*>30</td><td[^>]*>99</td>", shown)
 
@@ -220,6 +267,7 @@ def test_events_of_a_hostile_or_torn_file_stay_text_or_are_left_out(tmp_path: Pa
     whole = file.read_bytes()
     file.write_bytes(whole + encode_event(hostile) + encode_event(hang) + b'{"kind": "sav')
     shown = report("mine")
+    shown = re.sub(r"<script>\n?// Values under.*?</script>", "", shown, flags=re.DOTALL)
     for forbidden in ("<script", "<b>x", "<img", "\x1b"):
         assert forbidden not in shown
     assert html.escape("<img src=x onerror=alert(1)>") in shown
