@@ -289,9 +289,41 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
         expect(turns).to_have_count(0)
 
 
+def test_enter_sends_with_the_system_instructions_and_the_answer_stays_in_view_and_is_copied(page, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.set_viewport_size({"width": 700, "height": 420})
+    with start(directory) as running:
+        page.goto(f"{running.url}#temperature=0&max_tokens=150&chat=1")
+        page.get_by_label("System instructions").fill("Be brief.")
+        box = page.get_by_label("Message")
+        box.fill("All")
+        box.press("Shift+Enter")
+        box.press_sequentially("human?")
+        expect(box).to_have_value("All\nhuman?")
+        box.press("Enter")
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "All\nhuman?"}]
+        asked = {"model": "latest", "messages": messages, "temperature": 0, "max_tokens": 150}
+        status, answer, _ = running.ask("/v1/chat/completions", asked)
+        assert status == 200, answer
+        content = answer["choices"][0]["message"]["content"]
+        expect(panel(page, "a").locator(".turn").last).to_have_text(content, use_inner_text=False)
+        bottom = page.evaluate("innerHeight + scrollY - document.documentElement.scrollHeight")
+        assert page.evaluate("document.documentElement.scrollHeight > innerHeight")
+        assert bottom > -40
+        expect(box).to_be_in_viewport()
+
+
 def test_a_model_without_a_chat_template_says_so_in_its_panel(served_run, page):
     with start(served_run) as running:
         page.goto(f"{running.url}#chat=1")
         page.get_by_label("Message").fill("Hello")
         page.get_by_role("button", name="Send").click()
         expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")
+        panel(page, "a").get_by_role("button", name="Copy").click()
+        expect(panel(page, "a").get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == content

@@ -32,7 +32,7 @@ for (const name of ["a", "b"]) {
 
 function readAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
-  for (const id of [...NUMBERS, "prompt"]) if (kept.has(id)) $(id).value = kept.get(id);
+  for (const id of [...NUMBERS, "prompt", "system"]) if (kept.has(id)) $(id).value = kept.get(id);
   for (const id of SWITCHES) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
   picked.a = kept.get("a") ?? picked.a;
   picked.b = kept.get("b") ?? picked.b;
@@ -47,6 +47,7 @@ function writeAddress() {
   const kept = new URLSearchParams();
   for (const name of names()) kept.set(name, picked[name]);
   for (const id of [...NUMBERS, "prompt"]) kept.set(id, $(id).value);
+  if ($("system").value) kept.set("system", $("system").value);
   for (const id of SWITCHES) kept.set(id, $(id).checked ? "1" : "0");
   history.replaceState(null, "", `#${kept}`);
 }
@@ -128,9 +129,10 @@ function show() {
   document.body.classList.toggle("has-shade", $("shade").checked);
   $("legend").hidden = !$("shade").checked;
   const isChat = $("chat").checked;
-  $("clear").hidden = !isChat;
+  document.body.classList.toggle("is-chat", isChat);
+  $("clear").hidden = $("system-line").hidden = !isChat;
   $("prompt-label").textContent = isChat ? "Message" : "Prompt";
-  $("prompt").placeholder = isChat ? "A message of the user" : "The beginning of a text";
+  $("prompt").placeholder = isChat ? "Your message" : "Text to continue";
   $("go").textContent = isChat ? "Send" : "Generate";
   for (const name of names()) {
     const model = find(picked[name]);
@@ -192,16 +194,18 @@ async function write(signal) {
   if (signal.aborted || ($("chat").checked && $("prompt").value.trim() === "")) return;
   $("go").hidden = true;
   $("stop").hidden = false;
+  isAtEnd = true;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
   const asked = body(seed);
   const message = $("prompt").value;
   const isChat = $("chat").checked;
+  const system = $("system").value.trim();
   if (isChat) $("prompt").value = "";
   try {
     await Promise.all(
       names().map((name) => {
         const ofPanel = { ...asked, model: picked[name] };
-        return isChat ? panels[name].chat(ofPanel, message, signal) : panels[name].run(ofPanel, signal);
+        return isChat ? panels[name].chat(ofPanel, system, message, signal) : panels[name].run(ofPanel, signal);
       }),
     );
   } catch (error) {
@@ -225,7 +229,11 @@ $("ask").addEventListener("submit", (event) => {
   run();
 });
 $("ask").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run();
+  // Enter also ends the composition of a character, which must not send.
+  const isText = event.target === $("prompt") && !event.shiftKey && !event.isComposing;
+  if (event.key !== "Enter" || !(isText || event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  run();
 });
 $("ask").addEventListener("input", () => show());
 $("stop").addEventListener("click", () => running.abort());
@@ -246,6 +254,15 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideTip();
 });
 addEventListener("scroll", hideTip, { passive: true });
+
+// A text that grows stays in view, unless the reader has scrolled away from its end.
+let isAtEnd = true;
+addEventListener("scroll", () => {
+  isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 40;
+}, { passive: true });
+new ResizeObserver(() => {
+  if (isAtEnd && document.querySelector(".is-running")) scrollTo(0, document.documentElement.scrollHeight);
+}).observe($("panels"));
 addEventListener("resize", () => show());
 addEventListener("hashchange", () => {
   readAddress();

@@ -15,10 +15,12 @@ export class Panel {
     this.facts = this.root.querySelector(".facts");
     this.error = this.root.querySelector(".error");
     this.foot = this.root.querySelector(".foot");
+    this.copy = this.root.querySelector(".copy");
     this.tokens = new Map();
     this.messages = [];
     this.hooks = hooks;
     this.select.addEventListener("change", () => hooks.pick(this.select.value));
+    this.copy.addEventListener("click", () => this.#copy());
     this.text.addEventListener("pointerover", (event) => this.#point(event.target));
     this.text.addEventListener("pointerleave", () => hooks.point(null, null));
     this.text.addEventListener("click", (event) => this.#point(event.target));
@@ -38,15 +40,16 @@ export class Panel {
     await this.#follow(body, signal, (choice) => this.#append(choice));
   }
 
-  // Sends a message of the user with the turns before it, and shows the answer under it.
-  async chat(body, message, signal) {
+  // Sends a message of the user with the system prompt and the turns before it, and shows the answer under it.
+  async chat(body, system, message, signal) {
     this.#begin();
     if (this.messages.length === 0) this.text.replaceChildren();
     const asked = { role: "user", content: message };
     this.#addTurn("turn user").textContent = message;
     this.target = this.#addTurn("turn");
     let answer = "";
-    const isWhole = await this.#follow({ ...body, messages: [...this.messages, asked] }, signal, (choice) => {
+    const head = system === "" ? [] : [{ role: "system", content: system }];
+    const isWhole = await this.#follow({ ...body, messages: [...head, ...this.messages, asked] }, signal, (choice) => {
       answer += choice.delta.content ?? "";
       this.#appendTurn(choice);
     });
@@ -60,6 +63,21 @@ export class Panel {
     this.messages = [];
     this.text.replaceChildren();
     this.foot.textContent = "";
+    this.copy.hidden = true;
+  }
+
+  // Copies the last answer, or the prompt with its continuation.
+  async #copy() {
+    const text = this.target.textContent;
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else {
+      // Browsers offer the clipboard only to pages of this machine, or by https.
+      getSelection().selectAllChildren(this.target);
+      document.execCommand("copy");
+      getSelection().removeAllRanges();
+    }
+    this.copy.textContent = "Copied";
+    setTimeout(() => (this.copy.textContent = "Copy"), 1500);
   }
 
   // Gives each event's choice to `append`, and returns whether the text has ended.
@@ -83,7 +101,8 @@ export class Panel {
         this.error.textContent = error instanceof TypeError ? "The server does not respond." : error.message;
       }
     } finally {
-      this.root.classList.remove("is-running");
+      // After the last text has been laid out, so that the page still follows it.
+      requestAnimationFrame(() => requestAnimationFrame(() => this.root.classList.remove("is-running")));
     }
     return reason !== null;
   }
@@ -147,6 +166,7 @@ export class Panel {
     span.setAttribute("aria-describedby", "tip");
     this.tokens.set(span, { text, probability, parts });
     this.target.append(span);
+    this.copy.hidden = false;
   }
 
   #showProgress(begun, ending) {
