@@ -78,10 +78,19 @@ def write_api_page(path: Path, module: str, title: str, names: tuple[str, ...] |
     path.write_text(f"# {title}\n\nImport from `{module}`.\n\n{body}", encoding="utf-8")
 
 
+def read_version() -> str:
+    """Returns the version of the application."""
+    found = re.search(
+        r'^__version__ = "(.+)"$', (ROOT / "genesis/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert found is not None
+    return found[1]
+
+
 def write_config(out: Path, command_pages: list[dict[str, str]]) -> Path:
     """Writes `out/mkdocs.yml`: the configuration with the generated pages in its navigation, and returns its path."""
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    config.update(docs_dir="docs", site_dir="site")
+    config.update(docs_dir="docs", site_dir="site", site_name=f"{config['site_name']} {read_version()}")
     config["plugins"][1]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT), str(ROOT / "callbacks/src")]
     generated = {
         "COMMANDS": command_pages,

@@ -135,6 +135,16 @@ def to_svg(figure: Figure, name: str) -> str:
     return _COLOUR.sub(lambda found: f"var({variable(found[0])})", text)
 
 
+def to_svg_file(figure: Figure) -> bytes:
+    """Returns an SVG file of a figure in the colours `VARIABLES`; it follows the light or dark scheme of its reader."""
+    text = to_svg(figure, "overview")
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {variables(DARK)}; --card:#1a2028 }} }}"
+    style = f"<style>:root {{ {variables(LIGHT)}; --card:#ffffff }} {dark} .ground {{ fill: var(--card) }}</style>"
+    ground = '<rect class="ground" width="100%" height="100%" rx="8"/>'
+    return re.sub("<svg ([^>]*)>", rf"<svg {names} \1>{style}{ground}", text, count=1).encode()
+
+
 def to_png(figure: Figure, dpi: int = 110) -> bytes:
     """Returns a PNG of a figure that was drawn in the colours `LIGHT`."""
     file = io.BytesIO()

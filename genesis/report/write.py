@@ -11,11 +11,12 @@ from genesis.errors import UserError
 from genesis.report.collect import collect_runs
 from genesis.report.overview import build_overview
 from genesis.report.page import plan_sections, render_page
-from genesis.report.style import LIGHT, to_png
+from genesis.report.style import LIGHT, VARIABLES, to_png, to_svg_file
 from genesis.report.texts import write_texts
 from genesis_callbacks.files import replace_file
 
 OVERVIEW_NAME: Final = "overview.png"
+_OVERVIEW_SVG: Final = "overview.svg"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9-]")
 
 
@@ -39,8 +40,9 @@ def write_report(paths: Sequence[Path], out: Path, png: Path | None = None, prom
     written = [out]
     _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
     if png is not None:
-        _write(png / OVERVIEW_NAME, to_png(build_overview(runs)))
-        written.append(png / OVERVIEW_NAME)
+        _write(png / OVERVIEW_NAME, to_png(build_overview(runs, LIGHT)))
+        _write(png / _OVERVIEW_SVG, to_svg_file(build_overview(runs, VARIABLES)))
+        written += [png / OVERVIEW_NAME, png / _OVERVIEW_SVG]
         for drawing in (drawing for section in sections if not section.is_closed for drawing in section.drawings):
             path = png / f"{_UNSAFE.sub('-', drawing.name)}.png"
             _write(path, to_png(drawing.build(LIGHT)))
