@@ -1,10 +1,11 @@
 """Builds the documentation site: `make docs`, into `build/site`.
 
 The pages in `docs/` are copied to `build/docs`, together with the pages that are written from the code: one for each
-command (its own `--help`), and the reference of the public names. A line `<!-- insert: KIND PATH -->` in a page is
-replaced by what the named source file documents (`docs/site/docstring_tables.py`), so that a table of metrics cannot
-differ from the code that logs them. Zensical renders the pages; a warning is an error. At the end every link of the
-finished site is checked (`docs/site/check_site.py`). Nothing of this needs a network.
+command (its own `--help`), one for each notebook, and the reference of the public names. A line
+`<!-- insert: KIND PATH -->` in a page is replaced by what the named source file documents
+(`docs/site/docstring_tables.py`), so that a table of metrics cannot differ from the code that logs them. Zensical
+renders the pages; a warning is an error. At the end every link of the finished site is checked
+(`docs/site/check_site.py`). Nothing of this needs a network.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import yaml
 from check_site import find_problems
 from command_pages import write_command_pages
 from docstring_tables import read_all_names, render
+from notebook_pages import write_notebook_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "docs"
@@ -58,6 +60,7 @@ def stage(staged: Path) -> None:
     shutil.copytree(SOURCE, staged, ignore=shutil.ignore_patterns("site", "__pycache__"))
     shutil.copytree(SOURCE / "site/assets", staged / "assets")
     shutil.copytree(ROOT / "benchmarks/records", staged / "records")
+    write_notebook_pages(ROOT / "notebooks", staged / "notebooks")
     for origin, place in EXTRA_PAGES.items():
         shutil.copy(ROOT / origin, staged / place)
     for page in staged.rglob("*.md"):
@@ -97,7 +100,7 @@ def write_config(out: Path, command_pages: list[dict[str, str]]) -> Path:
         "API": [{title: f"reference/{place}"} for place, (_, title, _) in API.items()],
         **{
             folder.upper(): [f"{folder}/{path.name}" for path in sorted((out / "docs" / folder).glob("*.md"))]
-            for folder in ("decisions", "records")
+            for folder in ("decisions", "notebooks", "records")
         },
     }
     config["nav"] = _fill(config["nav"], generated)

@@ -316,6 +316,9 @@ def test_enter_sends_with_the_system_instructions_and_the_answer_stays_in_view_a
         assert page.evaluate("document.documentElement.scrollHeight > innerHeight")
         assert bottom > -40
         expect(box).to_be_in_viewport()
+        panel(page, "a").get_by_role("button", name="Copy").click()
+        expect(panel(page, "a").get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == content
 
 
 def test_a_model_without_a_chat_template_says_so_in_its_panel(served_run, page):
@@ -324,6 +327,3 @@ def test_a_model_without_a_chat_template_says_so_in_its_panel(served_run, page):
         page.get_by_label("Message").fill("Hello")
         page.get_by_role("button", name="Send").click()
         expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")
-        panel(page, "a").get_by_role("button", name="Copy").click()
-        expect(panel(page, "a").get_by_role("button", name="Copied")).to_be_visible()
-        assert page.evaluate("navigator.clipboard.readText()") == content

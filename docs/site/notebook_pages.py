@@ -1,0 +1,42 @@
+"""Pages of the notebooks, as they are committed: their text, their code, and the outputs of their last run."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_notebook_pages(notebooks: Path, out: Path) -> list[str]:
+    """Writes a page, and its pictures, for each notebook; returns the pages' names."""
+    out.mkdir(parents=True, exist_ok=True)
+    names = []
+    for path in sorted(notebooks.glob("*.ipynb")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        parts = [part for number, cell in enumerate(content["cells"]) for part in _render(cell, number, path.stem, out)]
+        title, *rest = parts
+        note = f"*The notebook `notebooks/{path.name}`, with the outputs of a run on two CPU cores.*"
+        (out / f"{path.stem}.md").write_text("\n\n".join([title, note, *rest]) + "\n", encoding="utf-8")
+        names.append(f"{path.stem}.md")
+    return names
+
+
+def _render(cell: dict[str, Any], number: int, stem: str, out: Path) -> list[str]:
+    source = "".join(cell["source"]).strip()
+    if cell["cell_type"] == "markdown":
+        # A title stands alone, so that the note can follow it.
+        return source.split("\n\n", 1) if number == 0 else [source]
+    parts = [_fence(source, "python")] if source else []
+    for place, output in enumerate(cell.get("outputs", ())):
+        data = output.get("data", {})
+        if "image/png" in data:
+            picture = out / f"{stem}-{number}-{place}.png"
+            picture.write_bytes(base64.b64decode("".join(data["image/png"])))
+            parts.append(f"![Output of the cell above]({picture.name})")
+        else:
+            parts.append(_fence("".join(output.get("text") or data.get("text/plain", "")).rstrip(), "text"))
+    return parts
+
+
+def _fence(text: str, language: str) -> str:
+    mark = "````" if "```" in text else "```"
+    return f"{mark}{language}\n{text}\n{mark}"
