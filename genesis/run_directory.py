@@ -3,6 +3,7 @@
     config.yaml, config.resume-N.yaml   the resolved recipe of each start of `genesis fit`
     metrics.csv                         the log of training
     data_paths.json                     paths of the run's data, relative to this directory (`genesis.data.paths`)
+    chat/template.jinja                 the chat template that the model has learned (`genesis.chat.learned`)
     evaluations/                        results of `genesis evaluate`
     rollouts/POSITION.rank-N.jsonl      training on prompts: some answers of each rollout, with their rewards
     crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`genesis.supervise.crashes`)
@@ -31,6 +32,9 @@ from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
 RUNS_NAME: Final = "runs"
 """The directory, relative to the working directory, in which commands look for a run by its name."""
+
+CHAT_TEMPLATE_NAME: Final = "chat/template.jinja"
+"""The chat template in a run and in a corpus: no file of the tokenizer, which may have another."""
 
 _WANDB_RUN: Final = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 _TENSORBOARD_VERSION: Final = re.compile(r"version_(\d{1,9})")
@@ -74,6 +78,7 @@ class RunDirectory:
         recipe: The first start's resolved recipe.
         data_paths: The recorded paths of the run's data.
         old_data_paths: The same file under the name that versions before 0.2 gave it.
+        chat_template: The chat template that the model has learned.
         evaluations: The directory of evaluation results.
         rollouts: The directory of answers that were written in training.
         crashes: Holds a directory for each crash.
@@ -95,6 +100,7 @@ class RunDirectory:
         self.recipe = path / "config.yaml"
         self.data_paths = path / "data_paths.json"
         self.old_data_paths = path / "data_places.json"
+        self.chat_template = path / CHAT_TEMPLATE_NAME
         self.evaluations = path / "evaluations"
         self.rollouts = path / "rollouts"
         self.crashes = path / "crashes"

@@ -162,31 +162,35 @@ class ChatRenderer:
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
 
 
-def open_renderer(tokenizer: Tokenizer, options: ChatOptions, *, is_training: bool = True) -> ChatRenderer:
-    """Returns the renderer for options: with the template file that they name, or the tokenizer's own template.
+def open_renderer(
+    tokenizer: Tokenizer, options: ChatOptions, *, is_training: bool = True, learned: Path | None = None
+) -> ChatRenderer:
+    """Returns the renderer for options, with the template of `open_template`.
 
     Args:
         tokenizer: The tokenizer.
         options: The options.
         is_training: Whether the training template of the family replaces a model's own.
+        learned: The file of the template that the model has learned; None if it has not learned one.
 
     Raises:
         UserError: There is no template, or it is invalid.
     """
-    template = open_template(tokenizer, options)
+    template = open_template(tokenizer, options, learned)
     if is_training:
         template = find_training_template(template, tokenizer.named_tokens)
     return ChatRenderer(tokenizer, template, options.variables)
 
 
-def open_template(tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
-    """Returns the template of the file that the options name, or the tokenizer's own.
+def open_template(tokenizer: Tokenizer, options: ChatOptions, learned: Path | None = None) -> ChatTemplate:
+    """Returns the template of the file that the options name, or the learned one, or the tokenizer's own.
 
     Raises:
         UserError: The tokenizer has no template, or the file cannot be read.
     """
-    if options.template is not None:
-        return read_template(options.template, options.today)
+    file = learned if options.template is None else options.template
+    if file is not None:
+        return read_template(file, options.today)
     if tokenizer.chat_template is None:
         raise UserError(
             "the tokenizer has no chat template; give one by --chat.template FILE, or take the tokenizer of an "

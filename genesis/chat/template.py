@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from genesis.chat.limits import LimitedEnvironment
+from genesis.chat.limits import LimitedEnvironment, TemplateLimitError
 from genesis.errors import UserError
 
 Message = dict[str, Any]
@@ -31,6 +31,10 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 class ConversationError(UserError):
     """A conversation cannot be rendered with exact labels; other conversations may still work."""
+
+
+class EndlessTemplateError(ConversationError):
+    """A template computes or writes more than it may; for a short conversation it would do so for any other."""
 
 
 class Span(NamedTuple):
@@ -140,6 +144,8 @@ class ChatTemplate:
                 text = self._compiled.render(given)
         except UserError:
             raise
+        except TemplateLimitError as error:
+            raise EndlessTemplateError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
         except Exception as error:  # a template may raise anything
             raise ConversationError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
         if not text.isascii() and _SURROGATE.search(text):  # of JSON such as "\ud800"; no tokenizer takes it

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -161,7 +162,7 @@ def _find_marked_turns(
 def _find_close(template: ChatTemplate, tokenizer: Tokenizer, turn: str, number: int) -> int:
     """Returns the end of the last control symbol of a turn's text."""
     ids, offsets = tokenizer.encode_with_offsets(turn)
-    last = max((place for place, token in enumerate(ids) if tokenizer.is_control(token)), default=None)
+    last = max((place for place, token in enumerate(ids) if can_end_turn(tokenizer, token)), default=None)
     if last is None or turn[offsets[last][1] :].strip():
         shown = turn[-40:] if last is None else turn[offsets[last][1] :][-40:]
         raise ConversationError(

@@ -14,8 +14,8 @@ from genesis_callbacks.checkpoint import list_committed, read_manifest
 
 _DESCRIPTION = """Adds special tokens to a model: the tokenizer gets the next ids for them, and embedding and output
 weight get a row for each, near the mean of the existing rows. The result is a run's directory like that of an import;
-all other weights and ids stay as they are. Train the new rows with all weights, or beside adapters by
---model.adapter.also_train.
+all other weights and ids stay as they are. Without a TOKEN, --eos makes an existing token the end of texts. Train the
+new rows with all weights, or beside adapters by --model.adapter.also_train.
 Example: genesis model add-tokens runs/llama runs/llama-chat '<|im_start|>' '<|im_end|>' --eos '<|im_end|>'"""
 
 
@@ -33,6 +33,8 @@ def main(argv: list[str]) -> int:
     for token, number in report["added_tokens"].items():
         print(f"{number:>8}  {token}")
     print(f"rows of the embedding: {rows['before']:,} -> {rows['after']:,}")
+    if arguments.eos is not None:
+        print(f"documents and texts end with {arguments.eos}")
     print(f"train all weights: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
     print(f"or adapters and these rows: the same with --model.adapter.also_train '{_list_trained(arguments.out)}'")
     return 0
@@ -49,8 +51,8 @@ def _build_parser() -> Parser:
     add = parser.add_argument
     add("model", type=Path, help="a run (its newest checkpoint), RUN/best, RUN/STEP, or the path of a checkpoint")
     add("out", type=Path, help="the run's directory to create; it must not exist")
-    add("tokens", nargs="+", metavar="TOKEN", help="the spelling of a new special token, such as '<|tool|>'")
-    add("--eos", metavar="TOKEN", help="the token that ends documents and generated text from now on")
+    add("tokens", nargs="*", metavar="TOKEN", help="the spelling of a new special token, such as '<|tool|>'")
+    add("--eos", metavar="TOKEN", help="the token, new or not, that ends documents and generated text from now on")
     add("--chat_template", type=Path, help="file of a Jinja chat template that becomes the tokenizer's own")
     add("--multiple_of", type=int, default=1, help="round the number of rows up to a multiple of this (default 1)")
     add("--seed", type=int, default=0, help="seed of the new rows (default 0)")

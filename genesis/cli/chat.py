@@ -64,7 +64,7 @@ def run_chat(arguments: Namespace, loaded: Loaded, options: GenerateOptions, sto
     # A template that prints the date gets today's, as it would anywhere else.
     today = datetime.date.today().isoformat()
     chat_options = ChatOptions(template=arguments.chat_template, date=today)
-    renderer = open_renderer(loaded.text_tokenizer, chat_options, is_training=False)
+    renderer = open_renderer(loaded.text_tokenizer, chat_options, is_training=False, learned=loaded.learned)
     chat = Chat(loaded, renderer, options, stop_ids, arguments.system)
     for text in _read_turns(arguments.prompt, sys.stdin, sys.stdout):
         for piece in chat.answer(text):

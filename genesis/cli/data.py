@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
+from genesis.chat.render import read_template
+from genesis.chat.stops import describe_ends, find_turn_ends
 from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.conversations import ConversationCounts
 from genesis.data.corpus import open_corpus
@@ -32,6 +34,8 @@ from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceR
 from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
+from genesis.run_directory import RunDirectory
+from genesis.tokenizer.open import open_tokenizer
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
 Reads .txt and source code (one document per file), .jsonl, all of these as .gz and .zst, and .parquet. A fraction of
@@ -98,7 +102,7 @@ def prepare_main(argv: list[str]) -> int:
     with _ProgressBar(console).shown() as bar:
         manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update, warn=_warn)
     console.print(_manifest_table(options.corpus, manifest))
-    _print_chat(console, manifest)
+    _print_chat(console, options.corpus, manifest)
     if options.validation_fraction and not manifest.validation:
         console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
     return 0
@@ -131,7 +135,7 @@ def inspect_main(argv: list[str]) -> int:
     manifest = read_manifest(arguments.corpus)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_manifest_table(arguments.corpus, manifest))
-    _print_chat(console, manifest)
+    _print_chat(console, arguments.corpus, manifest)
     corpus = open_corpus(arguments.corpus, verify_hashes="never")
     for lengths in measure_lengths(corpus, options.split):
         console.print(_describe_lengths(lengths, options.split, is_paired=manifest.is_paired), highlight=False)
@@ -152,13 +156,21 @@ def _warn(line: str) -> None:
     print(f"genesis: warning: {line}", file=sys.stderr)
 
 
-def _print_chat(console: Console, manifest: CorpusManifest) -> None:
+def _describe_turn_ends(corpus: Path) -> str:
+    """Returns a line with the tokens that end the assistant's turns."""
+    tokenizer = open_tokenizer(corpus)
+    ends = find_turn_ends(read_template(RunDirectory(corpus).chat_template), tokenizer)
+    return f"the assistant's turns end with {describe_ends(ends.ids, tokenizer) or 'a token that is not known'}"
+
+
+def _print_chat(console: Console, corpus: Path, manifest: CorpusManifest) -> None:
     """Prints how conversations became tokens, and which of them are cut or missing."""
     if manifest.chat is None:
         return
     chat = manifest.chat
     today = "" if chat.date is None else f", with the date {chat.date}"
     console.print(f"chat template {chat.template_name}{today}; learned: {chat.labels}", highlight=False)
+    console.print(_describe_turn_ends(corpus), highlight=False, markup=False)
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)
         missing = found.describe_missing()

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
+from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
@@ -267,6 +268,7 @@ class GenesisCLI(LightningCLI):
         own = _place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
         self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
+        self._learned = prepare_chat_template(config)
         if reference is None:
             return
         run_dir = reference.run.path
@@ -329,6 +331,7 @@ class GenesisCLI(LightningCLI):
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
+        callbacks.append(RecordChatTemplate(run_dir, self._learned))
         if self.subcommand == "fit":
             callbacks += build_telemetry(telemetry, run_dir, has_loss=not isinstance(self.model.objective, GSPO))
         if config.get("enable_progress_bar") is not False:

@@ -81,8 +81,10 @@ def main(argv: list[str]) -> int:
         raise UserError("--system and --chat_template belong to a chat: add --chat")
     if arguments.chat and arguments.prompt_ids:
         raise UserError("--chat takes text: give --prompt instead of --prompt_ids")
-    loaded = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
-    stop_ids = frozenset(arguments.eos_id or (() if loaded.tokenizer is None else loaded.tokenizer.stop_ids))
+    loaded = load_decoder(
+        arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype, chat_template=arguments.chat_template
+    )
+    stop_ids = frozenset(read_token(text, loaded) for text in arguments.eos_id or ()) or loaded.stop_ids
     if arguments.chat:
         return run_chat(arguments, loaded, options, stop_ids)
     prompts, shown = _read_prompts(arguments, loaded)
@@ -91,6 +93,21 @@ def main(argv: list[str]) -> int:
     for token in tokens:
         printer.feed(token.prompt, token.id, is_last=token.is_last)
     return 0
+
+
+def read_token(text: str, loaded: Loaded) -> int:
+    """Returns the id of a token that is given by its number, or by the spelling of a special token.
+
+    Raises:
+        UserError: The model has no such token.
+    """
+    vocab_size = loaded.decoder.config.vocab_size
+    if text.isdecimal() and int(text) < vocab_size:
+        return int(text)
+    ids = [] if loaded.tokenizer is None else loaded.tokenizer.encode_with_controls(text)
+    if len(ids) != 1:
+        raise UserError(f"--eos_id is {text!r}: give an id below {vocab_size}, or the spelling of one token")
+    return ids[0]
 
 
 def _read_prompts(arguments: Namespace, loaded: Loaded) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -122,13 +139,17 @@ def _build_parser() -> Parser:
     add("--prompt_ids", action="append", help="token ids to continue, as '5 17 300', instead of text; prints ids")
     add(
         "--eos_id",
-        type=int,
         action="append",
-        help="token that ends a text; repeatable; default: the tokenizer's stop tokens, none without a tokenizer",
+        help="token that ends a text, as its id or its spelling; repeatable; default: the tokenizer's stop tokens and "
+        "those that close the assistant's turns in the chat template, none without a tokenizer",
     )
     add("--chat", action="store_true", help="talk to the model by its chat template")
     add("--system", help="system message of the chat")
-    add("--chat_template", type=Path, help="file of a Jinja chat template; default: the tokenizer's own chat template")
+    add(
+        "--chat_template",
+        type=Path,
+        help="file of a Jinja chat template; default: the one that the model has learned, or the tokenizer's own",
+    )
     add("--max-new-tokens", type=int, help=f"new tokens per prompt; default at most {DEFAULT_NEW_TOKENS}")
     add("--temperature", type=float, default=1.0, help="divisor of the logits; 0 selects the most likely token")
     add("--top-k", type=int, help="sample only from the k most likely tokens")

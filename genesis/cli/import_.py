@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from genesis.arguments import Parser
+from genesis.chat.learned import find_stop_ids
+from genesis.chat.stops import describe_ends
 from genesis.checkpoint_reference import find_export
 from genesis.cli.export import check_can_prove, print_proof
 from genesis.errors import check_is_named
@@ -13,6 +15,8 @@ from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
 from genesis.export.staging import check_is_new
 from genesis.run_directory import RUNS_NAME, RunDirectory
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
 Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, OLMo 2, OLMoE, dots.llm1, SmolLM2 or SmolLM3.
@@ -44,10 +48,23 @@ def main(argv: list[str]) -> int:
     )
     print(f"{arguments.out}: a checkpoint of {arguments.model}")
     print_proof(proof)
+    if not arguments.no_tokenizer:
+        _print_turn_ends(open_tokenizer(arguments.out))
     if arguments.proof != "full":
         print("logits and greedy text: not compared")
     print(f"train on: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
     return 0
+
+
+def _print_turn_ends(tokenizer: Tokenizer) -> None:
+    """Prints what closes the assistant's turns if the model's own settings do not stop there."""
+    added = sorted(find_stop_ids(tokenizer, None) - tokenizer.stop_ids)
+    if added:
+        own = describe_ends(sorted(tokenizer.stop_ids), tokenizer) or "nothing"
+        print(
+            f"the chat template ends the assistant's turns with {describe_ends(added, tokenizer)}, and the model's own "
+            f"settings stop at {own} alone: generate, serve, training on prompts and export stop at both"
+        )
 
 
 def _find_download(model: str) -> Download | None:

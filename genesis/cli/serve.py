@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model, adapters)
-    chat_template = None if arguments.chat_template is None else read_template(arguments.chat_template).text
+    if arguments.chat_template is not None:
+        read_template(arguments.chat_template)  # a mistake in the file ends the command before a client waits
 
     bases = SharedBases()
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
             dtype=dtype,
             adapter=entry.path if is_beside else None,
             bases=bases,
+            chat_template=arguments.chat_template,
         )
 
     with bind(arguments.host, arguments.port) as sock:
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
         count = len(catalogue.entries())
         line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
-            lambda: Server(catalogue, load, guard, limits, chat_template),
+            lambda: Server(catalogue, load, guard, limits),
             sock,
             lambda: print(f"{line}; Ctrl-C stops", flush=True),
         )
@@ -143,5 +145,9 @@ def _build_parser() -> Parser:
         help="time after which a stream is closed if its client does not read",
     )
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
-    add("--chat_template", type=Path, help="file of a Jinja chat template; default: the tokenizer's own chat template")
+    add(
+        "--chat_template",
+        type=Path,
+        help="file of a Jinja chat template; default: the one that the model has learned, or the tokenizer's own",
+    )
     return parser

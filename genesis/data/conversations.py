@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genesis.chat.conversation import Conversation, load_conversation
+from genesis.chat.learned import find_recorded
 from genesis.chat.options import ChatOptions, OnBadRow
 from genesis.chat.pair import load_pair
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
+from genesis.chat.stops import check_ends
 from genesis.chat.template import ChatTemplate, ConversationError
 from genesis.data.manifest import ChatRecord
 from genesis.data.shards import EncodedDocuments
 from genesis.data.sources import Document, Entry, SourceOptions, Span, read_entries
 from genesis.errors import UserError
+from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
-
-CHAT_TEMPLATE_NAME: Final = "chat/template.jinja"
-"""The file of a corpus with the template of its conversations: no file of the tokenizer, which may have another."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def open_chat_setup(
         UserError: The tokenizer or the template cannot be used for conversations.
     """
     try:
-        renderer = open_renderer(tokenizer, options)
+        renderer = open_renderer(tokenizer, options, learned=find_recorded(tokenizer_path))
+        check_ends(renderer.template, tokenizer, options.variables)
     except UserError as error:
         raise UserError(f"{tokenizer_path}: {error}") from None
     return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired)

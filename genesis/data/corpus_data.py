@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.chat.learned import build_prompt_form, find_recorded
+from genesis.chat.render import read_template
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceColumns, SequenceFormat, TrainWindows, plan_micro_batches
 from genesis.data.manifest import read_manifest
@@ -28,6 +30,7 @@ from genesis.data.training_data import (
 )
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
+from genesis.tokenizer.open import open_tokenizer
 
 
 class CorpusData:
@@ -104,6 +107,14 @@ class CorpusData:
     def vocab_size(self) -> int:
         """Returns the number of ids of the tokenizer."""
         return self.corpus.manifest.vocab_size
+
+    @property
+    def chat_template(self) -> str | None:
+        """Returns the chat template of the corpus's conversations; None without conversations."""
+        file = find_recorded(self.path)
+        if self.corpus.manifest.chat is None or file is None:
+            return None
+        return build_prompt_form(read_template(file).text, open_tokenizer(self.path))
 
     @property
     def vocabulary_owner(self) -> str:

@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
-from genesis.data.conversations import CHAT_TEMPLATE_NAME, ChatSetup, ConversationCounts, open_chat_setup
+from genesis.data.conversations import ChatSetup, ConversationCounts, open_chat_setup
 from genesis.data.corpus import open_corpus
 from genesis.data.manifest import (
     MANIFEST_NAME,
@@ -49,6 +50,7 @@ from genesis.data.tokenize_worker import (
     staged_path,
 )
 from genesis.errors import UserError
+from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import hash_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -384,7 +386,7 @@ def _begin(
     if chat is not None:
         template = options.corpus / CHAT_TEMPLATE_NAME
         template.parent.mkdir(exist_ok=True)
-        replace_file(template, chat.template.encode())
+        replace_file(template, write_defaults(chat.template, chat.options.variables).encode())
     if not path.exists():
         replace_file(path, json.dumps(plan, indent=1).encode())
 

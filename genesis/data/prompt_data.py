@@ -8,13 +8,15 @@ that are not trained yet are part of the state, so that a resumed run continues 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.chat.render import open_renderer
+from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids, write_defaults
+from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.order import SequenceOrder, build_order
@@ -122,8 +124,27 @@ class PromptData:
     @cached_property
     def prompts(self) -> PromptSet:
         """Returns the prompts of all sources."""
-        renderer = open_renderer(self.tokenizer, self.prompt_options.chat, is_training=False)
-        return read_prompts(self.prompt_options, renderer, self.options.seq_len)
+        return read_prompts(self.prompt_options, self._renderer, self.options.seq_len)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Returns the tokens that end an answer."""
+        return find_stop_ids(self.tokenizer, self._learned, self.prompt_options.template)
+
+    @property
+    def chat_template(self) -> str:
+        """Returns the template of the prompts, with its variables as defaults."""
+        text = build_prompt_form(self._renderer.template.text, self.tokenizer)
+        return write_defaults(text, self.prompt_options.variables)
+
+    @cached_property
+    def _learned(self) -> Path | None:
+        """Returns the template in the directory of the tokenizer, if that is a corpus or a run which keeps one."""
+        return find_recorded(Path(self.prompt_options.tokenizer))
+
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return open_renderer(self.tokenizer, self.prompt_options.chat, is_training=False, learned=self._learned)
 
     @cached_property
     def identity(self) -> dict[str, str]:

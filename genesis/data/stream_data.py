@@ -112,6 +112,10 @@ class StreamData:
         return self.stream.tokenizer.vocab_size
 
     @property
+    def chat_template(self) -> None:
+        """Returns None: a stream has no conversations."""
+
+    @property
     def vocabulary_owner(self) -> str:
         """Returns the name of the vocabulary's owner, for error messages."""
         return "the stream's tokenizer"

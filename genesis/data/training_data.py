@@ -71,6 +71,10 @@ class TrainingData(Protocol):
         """Returns the name of the vocabulary's owner, for error messages."""
 
     @property
+    def chat_template(self) -> str | None:
+        """Returns the chat template that is learned, for prompts; None without conversations."""
+
+    @property
     def pairs(self) -> PairSet | None:
         """Returns the pairs of answers that the data consist of; None for sequences of tokens."""
 

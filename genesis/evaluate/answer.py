@@ -14,7 +14,7 @@ from genesis.errors import UserError
 from genesis.evaluate.model import UnanswerableError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
-from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
+from genesis.generate.load import find_learned_template, load_decoder, load_tokenizer, require_tokenizer
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import (
     MANIFEST_NAME,
@@ -83,7 +83,8 @@ def answer_questions(
     checkpoint_hash = read_committed_hash(checkpoint)
     tokenizer = require_tokenizer(load_tokenizer(settings.tokenizer, manifest, checkpoint), checkpoint)
     dtype = str(settings.dtype).removeprefix("torch.")
-    asked = [(question, {**question.describe(manifest, tokenizer), "dtype": dtype}) for question in questions]
+    learned = find_learned_template(checkpoint, manifest)
+    asked = [(question, {**question.describe(manifest, tokenizer, learned), "dtype": dtype}) for question in questions]
     standing = {
         question.name: result
         for question, details in asked

@@ -34,6 +34,7 @@ class CompleteOptions(NamedTuple):
         seed: The sampling seed.
         batch_tokens: Number of tokens of prompts that a forward reads, with padding.
         cache_tokens: Number of tokens of texts that are continued together, prompts and new tokens, with padding.
+        stop_ids: Tokens that end a text besides those of the tokenizer.
     """
 
     max_new_tokens: int
@@ -42,6 +43,7 @@ class CompleteOptions(NamedTuple):
     seed: int
     batch_tokens: int
     cache_tokens: int
+    stop_ids: frozenset[int] = frozenset()
 
 
 def complete(
@@ -55,12 +57,13 @@ def complete(
     seeds = plan_seeds(prompts, options.seed)
     texts = [""] * len(prompts)
     stops = _StopFinder(tokenizer, options.stop)
+    stop_ids = tokenizer.stop_ids | options.stop_ids
     head = build_head(decoder)
     for group in plan_groups(prompts, can_share=decoder.config.linear_attention is None):
         requests = [
             Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]) for index in group.prompts
         ]
-        grown = _grow(decoder, head, requests, group.prefix, tokenizer.stop_ids, stops, options, on_progress)
+        grown = _grow(decoder, head, requests, group.prefix, stop_ids, stops, options, on_progress)
         for index, ids in zip(group.prompts, grown, strict=True):
             texts[index] = cut_at(spell(tokenizer, ids, has_controls=False), options.stop)
     return texts

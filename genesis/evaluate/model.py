@@ -41,6 +41,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         batch_tokens: See `Scorer`.
         on_progress: Called with the number of requests answered since the last call; equal requests count once.
         chat: Writes contexts as conversations; None without a chat template.
+        stop_ids: Tokens that end a text besides those of the tokenizer.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         batch_tokens: int | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
         chat: ChatRenderer | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
-        self._chat = chat
+        self._chat, self._stop_ids = chat, stop_ids
         self._tokenizer = tokenizer
         self._decoder = decoder
         transpose_linears(decoder)
@@ -225,7 +227,13 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
             )
         sampling = SamplingOptions(temperature, top_k or None, top_p) if is_sampled else SamplingOptions(0.0)
         return CompleteOptions(
-            max_new_tokens, tuple(stop), sampling, SEED, self._scorer.batch_tokens, self._cache_tokens
+            max_new_tokens,
+            tuple(stop),
+            sampling,
+            SEED,
+            self._scorer.batch_tokens,
+            self._cache_tokens,
+            self._stop_ids,
         )
 
 

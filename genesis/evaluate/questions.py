@@ -55,8 +55,14 @@ class Question(ABC):
         """Returns the name of the files with its results."""
 
     @abstractmethod
-    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns everything that determines the answer besides checkpoint and dtype, in plain types."""
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
+        """Returns everything that determines the answer besides checkpoint and dtype, in plain types.
+
+        Args:
+            manifest: The checkpoint's manifest.
+            tokenizer: The checkpoint's tokenizer.
+            learned: The file of the chat template that the checkpoint has learned; None if it has learned none.
+        """
 
     @abstractmethod
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
@@ -77,17 +83,17 @@ class ChatQuestion:
     system: str | None = None
     is_multiturn: bool = True
 
-    def open(self, tokenizer: Tokenizer) -> ChatRenderer:
-        """Returns the renderer for a tokenizer.
+    def open(self, tokenizer: Tokenizer, learned: Path | None) -> ChatRenderer:
+        """Returns the renderer for a tokenizer, and for the chat template that the model has learned, if any.
 
         Raises:
             UserError: There is no chat template, or it is invalid.
         """
-        return open_renderer(tokenizer, self.options, is_training=False)
+        return open_renderer(tokenizer, self.options, is_training=False, learned=learned)
 
-    def describe(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def describe(self, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
         """Returns everything that determines the contexts, in plain types."""
-        return {"template": self.open(tokenizer).hash, "system": self.system, "multiturn": self.is_multiturn}
+        return {"template": self.open(tokenizer, learned).hash, "system": self.system, "multiturn": self.is_multiturn}
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class TaskQuestion(Question):
         chat = "" if self.chat is None else "-chat"
         return chat if self.limit is None else f"{chat}-limit{self.limit}"
 
-    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
         """Returns names, versions, shots, limit, and the hash of the user's own data."""
         tasks = self.tasks.tasks["tasks"]
         return {
@@ -126,7 +132,7 @@ class TaskQuestion(Question):
             "limit": self.limit,
             "data_hash": self.tasks.data_hash,
             "lm_eval": version("lm-eval"),
-            **({} if self.chat is None else {"chat": self.chat.describe(tokenizer)}),
+            **({} if self.chat is None else {"chat": self.chat.describe(tokenizer, learned)}),
         }
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
@@ -136,8 +142,8 @@ class TaskQuestion(Question):
         torch.manual_seed(_OTHER_SEED)
         for task in self.tasks.tasks["tasks"].values():
             task.set_fewshot_seed(seed=_OTHER_SEED)
-        chat = None if self.chat is None else self.chat.open(loaded.text_tokenizer)
-        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress, chat)
+        chat = None if self.chat is None else self.chat.open(loaded.text_tokenizer, loaded.learned)
+        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress, chat, loaded.stop_ids)
         try:
             with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # lm-eval prints its bootstrap progress
                 found = evaluate(
@@ -198,7 +204,7 @@ class HeldOutQuestion(Question):
         """Returns a name derived from the text."""
         return "heldout" if self._path is None else f"heldout-{self._path.resolve().name.split('.')[0]}"
 
-    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
         """Returns the hash of the text, and the settings that cut it into sequences."""
         held_out = self._open(manifest, tokenizer)
         return {"kind": "heldout", "data_hash": held_out.data_hash, "seq_len": held_out.sequence_format.seq_len}

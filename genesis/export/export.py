@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from genesis.chat.learned import find_stop_ids
 from genesis.errors import UserError
 from genesis.export.adapter import read_adapter
 from genesis.export.card import write_card
@@ -22,8 +23,15 @@ from genesis.export.proof import (
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
 from genesis.export.tokenizer import compare_fast_tokenizer
-from genesis.generate.load import build_empty_decoder, load_tokenizer
-from genesis.huggingface.directory import CARD_NAME, CONFIG_NAME, DECODER_NAME, GENERATION_CONFIG_NAME, hash_files
+from genesis.generate.load import build_empty_decoder, find_learned_template, load_tokenizer
+from genesis.huggingface.directory import (
+    CARD_NAME,
+    CONFIG_NAME,
+    DECODER_NAME,
+    GENERATION_CONFIG_NAME,
+    hash_files,
+    read_json,
+)
 from genesis.huggingface.family import Family
 from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
@@ -31,6 +39,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config, read_adapter_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
+from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import verify
@@ -92,6 +101,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     names = _name_tensors(sources, family)
     dtype = DTYPES[options.dtype]
     tokenizer, origin = _take_tokenizer(sources[-1], options)
+    learned = find_learned_template(sources[-1].path, sources[-1].manifest)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
@@ -100,8 +110,11 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         check_proof_memory(count_bytes(names, manifest, torch.float32) * (2 if options.is_merged else 1))
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         form = _write_tokenizer(tokenizer, config, options.layout, staging)
+        if tokenizer is not None and learned is not None:
+            (staging / TEMPLATE_NAME).write_bytes(learned.read_bytes())
         if family is not None:
-            _write_configs(tokenizer, config, family, options.dtype, staging)
+            stops = frozenset() if tokenizer is None else find_stop_ids(tokenizer, learned)
+            _write_configs(tokenizer, stops, config, family, options.dtype, staging)
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
@@ -212,7 +225,7 @@ def _left_out(tokenizer: Tokenizer) -> str:
 
 
 def _write_configs(
-    tokenizer: Tokenizer | None, config: DecoderConfig, family: Family, dtype: str, staging: Path
+    tokenizer: Tokenizer | None, stops: frozenset[int], config: DecoderConfig, family: Family, dtype: str, staging: Path
 ) -> None:
     # Null means that there is no such token; for a missing key transformers would use its default.
     ids = {
@@ -221,8 +234,14 @@ def _write_configs(
         "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
     }
     _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": dtype})
-    if tokenizer is None or GENERATION_CONFIG_NAME not in tokenizer.files:  # an imported tokenizer has the file
-        _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
+    generation: dict[str, Any] = {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0}
+    if tokenizer is not None and GENERATION_CONFIG_NAME in tokenizer.files:  # an imported tokenizer has the file
+        generation = read_json(staging / GENERATION_CONFIG_NAME)
+    first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
+    ordered = [*first, *sorted(stops.difference(first))]
+    if len(ordered) > 1:  # transformers stops at each of them
+        generation["eos_token_id"] = ordered
+    _write_json(staging / GENERATION_CONFIG_NAME, generation)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from genesis.chat.learned import describe_other_template, find_recorded, find_stop_ids
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_template
 from genesis.checkpoint_reference import read_reference
-from genesis.data.paths import TOKENIZER_PATHS, find_path, read_path
+from genesis.data.paths import TOKENIZER_PATHS, find_path, list_candidates, read_path
 from genesis.device import read_capability
 from genesis.errors import UserError
 from genesis.generate.shared import SharedBases
@@ -24,6 +27,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_linear_layers
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
+from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_manifest, read_tensors
@@ -40,12 +44,28 @@ class Loaded(NamedTuple):
         tokenizer: The tokenizer; None if the model was trained on ids without a tokenizer and the user named none.
         checkpoint: The directory of the checkpoint or the export.
         shared_bytes: The bytes of those weights that were in memory already, because another decoder has the same base.
+        learned: The file of the chat template that the model was trained with; None for the tokenizer's own, if any.
+        chosen: The file of the chat template that the user chose instead.
     """
 
     decoder: Decoder
     tokenizer: Tokenizer | None
     checkpoint: Path
     shared_bytes: int = 0
+    learned: Path | None = None
+    chosen: Path | None = None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Returns the tokens that end a text; none without a tokenizer."""
+        return frozenset() if self.tokenizer is None else find_stop_ids(self.tokenizer, self.learned, self.chosen)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Returns the text of the model's chat template; None without one."""
+        if self.tokenizer is None or not (self.chosen or self.learned or self.tokenizer.chat_template):
+            return None
+        return open_template(self.tokenizer, ChatOptions(template=self.chosen), self.learned).text
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -65,6 +85,7 @@ def load_decoder(
     *,
     adapter: Path | None = None,
     bases: SharedBases | None = None,
+    chat_template: Path | None = None,
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
@@ -79,6 +100,8 @@ def load_decoder(
         adapter: A directory with adapters in PEFT's format that are used beside the weights of the checkpoint.
         bases: Weights that are in memory: the decoder shares those of its base, so that they must not be changed. None
             to read all weights.
+        chat_template: The file of a chat template to use instead of the model's; a warning is logged if the model has
+            learned another one.
 
     Raises:
         UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, an export
@@ -92,12 +115,17 @@ def load_decoder(
                 f"{path} is an export, beside which no adapters are loaded; convert it with `genesis import`"
             )
         config, state, found = _read_export(reference.path, tokenizer)
+        learned = _find_exported_template(reference.path, found)
         prepare_linear_layers(config, torch.device(device))
         decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
-        return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, reference.path)
+        _note_choice(chat_template, learned)
+        decoder = decoder.to(device=device, dtype=dtype).eval()
+        return Loaded(decoder, found, reference.path, learned=learned, chosen=chat_template)
     checkpoint = reference.find_checkpoint(level="quick")
     manifest = read_manifest(checkpoint)
     found = load_tokenizer(tokenizer, manifest, checkpoint)
+    learned = find_learned_template(checkpoint, manifest)
+    _note_choice(chat_template, learned)
     bases = bases or SharedBases()
     base_hash = read_committed_hash(checkpoint) if manifest.base is None else manifest.base.manifest_hash
     key = f"{base_hash} {device} {dtype}"
@@ -106,7 +134,38 @@ def load_decoder(
         prepare_linear_layers(decoder.config, torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
         bases.add(key, decoder, in_base)
-    return Loaded(decoder, found, checkpoint, sum(shared[name].nbytes for name in in_base & shared.keys()))
+    shared_bytes = sum(shared[name].nbytes for name in in_base & shared.keys())
+    return Loaded(decoder, found, checkpoint, shared_bytes, learned, chat_template)
+
+
+def find_learned_template(checkpoint: Path, manifest: Manifest) -> Path | None:
+    """Returns the file of the chat template that a checkpoint was trained with; None if it has learned none.
+
+    Args:
+        checkpoint: The checkpoint's directory. Its run records the template; for the runs of earlier versions, which
+            did not, the corpus has it. Adapters that learned no template have that of their base.
+        manifest: The checkpoint's manifest.
+    """
+    run_dir = RunDirectory.of(checkpoint).path
+    named = read_path(manifest.recipe, "data", "corpus")
+    corpora = () if named is None else list_candidates(named, run_dir, manifest.recipe)
+    found = (find_recorded(path) for path in (run_dir, *(candidate.path for candidate in corpora)))
+    file = next(filter(None, found), None)
+    if file is None and manifest.base is not None:
+        return find_learned_template(*find_base(checkpoint, manifest.base))
+    return file
+
+
+def _find_exported_template(directory: Path, tokenizer: Tokenizer | None) -> Path | None:
+    """Returns the template of an export whose tokenizer is of a kind that holds none."""
+    file = directory / TEMPLATE_NAME
+    return file if tokenizer is not None and tokenizer.chat_template is None and file.is_file() else None
+
+
+def _note_choice(chosen: Path | None, learned: Path | None) -> None:
+    line = describe_other_template(chosen, learned)
+    if line is not None:
+        _log.warning("%s", line)
 
 
 def _fill_decoder(decoder: Decoder, state: dict[str, Tensor], checkpoint: Path) -> Decoder:

@@ -2,14 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from genesis.generate.batch import NewToken
 from genesis.generate.ids import IdWriter, build_writer
 from genesis.generate.prompt_scores import ScoredToken
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, find_control
 
 FinishReason = Literal["stop", "length"]
 
@@ -52,16 +52,27 @@ class Choice:
     """Turns the tokens of one generated text into what the client sees.
 
     Text that may be the beginning of a stop text is held back, with its tokens, until the next tokens decide. If a stop
-    text begins inside a token, the client gets the part of the token before the stop text.
+    text begins inside a token, the client gets the part of the token before the stop text. A stop text that spells a
+    control symbol, which is no part of the output, ends the text at that symbol.
 
     Args:
         tokenizer: The model's tokenizer; None for a model without one, whose tokens are shown as ids.
         stop: Texts that end the generation; the output stops before them.
         offset: Number of characters before this text.
+        stop_ids: The tokens that end the model's texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), offset: int = 0) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        offset: int = 0,
+        *,
+        stop_ids: Set[int] = frozenset(),
+    ) -> None:
+        self._tokenizer, self._stop, self._stop_ids = tokenizer, stop, stop_ids
+        controls = [] if tokenizer is None else [find_control(tokenizer, text) for text in stop]
+        self._controls = [control for control in controls if control is not None]
         self._decoder = build_writer(tokenizer)
         self._begin = offset  # position at which the held-back text begins
         self._text = ""
@@ -74,7 +85,15 @@ class Choice:
         assert self.finish_reason is None, "the text has ended"
         self.num_tokens += 1
         start = self._begin + len(self._text)
-        if self._tokenizer is None or token.id < self._tokenizer.vocab_size:
+        before = next(
+            (text for text, control in self._controls if token.id == control and self._text.endswith(text)), None
+        )
+        if before is not None:
+            self.finish_reason = "stop"
+            return self._end_at(start - len(before))
+        has_stopped = token.is_last and token.id in self._stop_ids
+        # A token that ends the text is no part of it, even if its tokenizer takes it for text.
+        if not has_stopped and (self._tokenizer is None or token.id < self._tokenizer.vocab_size):
             self._text += self._decoder.feed(token.id)
         if token.is_last:
             self._text += self._decoder.flush()
@@ -84,7 +103,6 @@ class Choice:
             self.finish_reason = "stop"
             return self._end_at(self._begin + min(cuts))
         if token.is_last:
-            has_stopped = self._tokenizer is not None and token.id in self._tokenizer.stop_ids
             self.finish_reason = "stop" if has_stopped else "length"
             return self._end_at(self._begin + len(self._text))
         return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))

@@ -32,27 +32,26 @@ class EncodedPrompt(NamedTuple):
     max_new_tokens: int
 
 
-def encode_prompts(asked: CompletionRequest, facts: Facts, chat_template: str | None = None) -> list[EncodedPrompt]:
+def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt]:
     """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
 
     Args:
         asked: The request.
         facts: The facts about the model.
-        chat_template: A chat template that replaces the model's own; None for the model's own.
 
     Raises:
         ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
     """
     if facts.tokenizer is None and asked.stop:
         raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
-    return [_encode(prompt, asked, facts, chat_template) for prompt in asked.prompts]
+    return [_encode(prompt, asked, facts) for prompt in asked.prompts]
 
 
-def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_template: str | None) -> EncodedPrompt:
+def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
     if isinstance(prompt, ChatPrompt):
         _check_num_bytes(sum(map(_count_bytes, prompt.messages)), facts)
-        ids, text = encode_conversation(prompt, facts.tokenizer, chat_template), ""
+        ids, text = encode_conversation(prompt, facts.tokenizer, facts.chat_template), ""
     elif isinstance(prompt, str):
         ids, text = _encode_text(prompt, facts)
     else:
@@ -142,7 +141,7 @@ class Completion:
         self._asked, self._worker, self._prompts = asked, worker, prompts
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
         repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
-        self._choices = [Choice(facts.tokenizer, asked.stop, len(text)) for text in repeated]
+        self._choices = [Choice(facts.tokenizer, asked.stop, len(text), stop_ids=facts.stop_ids) for text in repeated]
         # The worker returns a prompt with log-probabilities as the first part of the text.
         self._num_prompt_logprobs = asked.num_top_logprobs if asked.has_echo else None
         self._echoes = [""] * len(texts) if self._num_prompt_logprobs is not None else repeated

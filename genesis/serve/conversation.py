@@ -18,7 +18,7 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
     Args:
         prompt: The conversation.
         tokenizer: The model's tokenizer; None if it has none.
-        template: A chat template that replaces the tokenizer's own; None for the tokenizer's own.
+        template: The text of the model's chat template; None if it has none.
 
     Raises:
         ApiError: The model has no chat template, or it refuses the conversation.
@@ -29,8 +29,7 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
             param="model",
             code="no_tokenizer",
         )
-    text = tokenizer.chat_template if template is None else template
-    if text is None:
+    if template is None:
         raise ApiError(
             "this model has no chat template: send a text to /v1/completions, or start the server with "
             "--chat_template FILE",
@@ -39,7 +38,7 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
         )
     try:
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
-        renderer = ChatRenderer(tokenizer, _compile(text, datetime.date.today()), options.variables)
+        renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
         ids = renderer.render_prompt(prompt.messages, prompt.tools)
     except ConversationError as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None

@@ -44,7 +44,6 @@ class Server:
         load: Loads one of these models; called in a thread.
         guard: The access rule.
         limits: The capacity limits.
-        chat_template: A chat template that replaces the models' templates; None for the models' own.
     """
 
     def __init__(
@@ -53,10 +52,8 @@ class Server:
         load: Callable[[Entry], Loaded],
         guard: Guard,
         limits: Limits,
-        chat_template: str | None = None,
     ) -> None:
         self._catalogue, self._guard, self._limits = catalogue, guard, limits
-        self._chat_template = chat_template
         self.pool = ModelPool(load, limits)
         self._page = _read_page()
 
@@ -141,7 +138,7 @@ class Server:
                 entry = await asyncio.to_thread(self._catalogue.find, asked.model)
                 worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
                 facts = worker.loaded.result()
-                prompts = await asyncio.to_thread(encode_prompts, asked, facts, self._chat_template)
+                prompts = await asyncio.to_thread(encode_prompts, asked, facts)
             completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts))
             if asked.is_stream:
                 return await self._stream(request, completion, deadline)

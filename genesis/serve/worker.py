@@ -35,6 +35,8 @@ class Facts(NamedTuple):
     weights_bytes: int
     """The bytes of the weights, of which `shared_bytes` were in memory already."""
     shared_bytes: int
+    chat_template: str | None = None
+    stop_ids: frozenset[int] = frozenset()
 
 
 class PromptScores(NamedTuple):
@@ -148,7 +150,7 @@ class Worker:
         try:
             loaded = self._load()
             _check_is_finite(loaded)
-            stop_ids = frozenset() if loaded.tokenizer is None else loaded.tokenizer.stop_ids
+            chat_template, stop_ids = loaded.chat_template, loaded.stop_ids
             batch = Batch(loaded.decoder, self._num_rows, stop_ids)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
@@ -158,7 +160,13 @@ class Worker:
         config = loaded.decoder.config
         weights_bytes = sum(parameter.nbytes for parameter in loaded.decoder.parameters())
         facts = Facts(
-            loaded.tokenizer, config.max_seq_len, config.vocab_size, weights_bytes, shared_bytes=loaded.shared_bytes
+            loaded.tokenizer,
+            config.max_seq_len,
+            config.vocab_size,
+            weights_bytes,
+            shared_bytes=loaded.shared_bytes,
+            chat_template=chat_template,
+            stop_ids=stop_ids,
         )
         self._post(self._finish_loading, facts)
         decoder = loaded.decoder

@@ -4,6 +4,7 @@
     metrics.csv                       RUN/metrics.csv
     events.rank-0.jsonl               RUN/events/rank-0.jsonl
     config.yaml                       RUN/config.yaml
+    chat.template.jinja               RUN/chat/template.jinja
     skips.json                        RUN/supervisor/skips.json
     crashes.0003-hang.rank-0.log      RUN/crashes/0003-hang/rank-0.log
 
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from genesis.run_directory import RunDirectory
+from genesis.run_directory import CHAT_TEMPLATE_NAME, RunDirectory
 from genesis.supervise.crashes import RECORD_NAME
 from genesis.supervise.mirror_manifest import read_small
 from genesis.supervise.state import SKIPS_NAME
@@ -27,6 +28,7 @@ from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
 METRICS: Final = "metrics.csv"
 SKIPS: Final = SKIPS_NAME
+TEMPLATE: Final = CHAT_TEMPLATE_NAME.replace("/", ".")
 _EVENTS: Final = re.compile(r"(?:rank-\d{1,7}|commands|supervisor)\.jsonl")
 _EVENTS_PREFIX: Final = "events."
 _RECIPE: Final = re.compile(r"config(?:\.resume-\d{1,7})?\.yaml")
@@ -43,10 +45,9 @@ _MAX_CRASH_BYTES: Final = 64 << 20
 def find_local_path(run_dir: Path, name: str) -> Path | None:
     """Returns where a file of a copy lies in a run; None for a name that no copy has."""
     run = RunDirectory(run_dir)
-    if name == METRICS:
-        return run.metrics
-    if name == SKIPS:
-        return run.supervisor / SKIPS_NAME
+    whole = {METRICS: run.metrics, TEMPLATE: run.chat_template, SKIPS: run.supervisor / SKIPS_NAME}
+    if name in whole:
+        return whole[name]
     if _RECIPE.fullmatch(name):
         return run_dir / name
     event_name = name.removeprefix(_EVENTS_PREFIX)
@@ -65,6 +66,7 @@ def list_local(run_dir: Path) -> list[str]:
     """
     run = RunDirectory(run_dir)
     names = [name for name in _list_names(run_dir) if name == METRICS or _RECIPE.fullmatch(name)]
+    names += [TEMPLATE] if run.chat_template.is_file() else []
     names += [name for name in _list_names(run.supervisor) if name == SKIPS]
     events = _list_names(CallbacksDirectory(run_dir).events)
     names += [f"{_EVENTS_PREFIX}{name}" for name in events if _EVENTS.fullmatch(name)]
@@ -120,7 +122,7 @@ class HeldHistory:
         for name in list_local(run_dir):
             path = find_local_path(run_dir, name)
             assert path is not None, "the name comes from the list"
-            if name == SKIPS or name.startswith(_CRASH_PREFIX):
+            if name in (SKIPS, TEMPLATE) or name.startswith(_CRASH_PREFIX):
                 data = read_whole(path)
                 if data is not None and len(data) <= num_left:
                     num_left -= len(data)

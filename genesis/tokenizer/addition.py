@@ -28,11 +28,12 @@ class TokenAddition:
 
     Args:
         tokens: The spellings of the new special tokens, in the order of their ids.
-        eos: The spelling of the token that ends documents and generated text from now on; None for no change.
+        eos: The spelling of the token, new or not, that ends documents and generated text from now on; None for no
+            change.
         chat_template: The Jinja template that writes conversations from now on; None for no change.
 
     Raises:
-        UserError: There is no token, or a spelling cannot be a special token.
+        UserError: Nothing is added or changed, or a spelling cannot be a special token.
     """
 
     tokens: tuple[str, ...]
@@ -40,8 +41,11 @@ class TokenAddition:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise UserError("no token to add: give spellings such as '<|tool|>'")
+        if not self.tokens and self.eos is None and self.chat_template is None:
+            raise UserError(
+                "no token to add: give spellings such as '<|tool|>', or --eos or --chat_template for a model that has "
+                "its tokens"
+            )
         for token in self.tokens:
             if not token or token != token.strip():
                 raise UserError(

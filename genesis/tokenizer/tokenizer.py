@@ -157,6 +157,13 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(ids) if ids or tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
+def find_control(tokenizer: Tokenizer, text: str) -> tuple[str, int] | None:
+    """Returns the first control symbol that a text spells, with the text before it; None if it spells none."""
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    places = zip(ids, offsets, strict=True)
+    return next(((text[:start], token) for token, (start, _) in places if tokenizer.is_control(token)), None)
+
+
 def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]:
     """Returns the start and end (exclusive) of each token, in characters of the text that they spell together.
 

@@ -200,7 +200,7 @@ class Rollouts:
         data = self._data
         answers: list[list[int]] = [[] for _ in requests]
         num_rows = min(data.prompt_options.num_rows, max(1, len(requests)))
-        batch = Batch(decoder, num_rows, data.tokenizer.stop_ids, num_slots=data.options.seq_len)
+        batch = Batch(decoder, num_rows, data.stop_ids, num_slots=data.options.seq_len)
         waiting = iter(requests)
         request = next(waiting, None)
         while True:
@@ -229,7 +229,7 @@ class Rollouts:
         return sums.float().cpu().numpy()
 
     def _is_finished(self, answer: NDArray[np.int32]) -> bool:
-        return int(answer[-1]) in self._data.tokenizer.stop_ids
+        return int(answer[-1]) in self._data.stop_ids
 
     def _text(self, answer: NDArray[np.int32]) -> str:
         """Returns an answer as text, without the token that ended it.
@@ -238,7 +238,7 @@ class Rollouts:
         from its reward.
         """
         tokenizer = self._data.tokenizer
-        ids = [token for token in answer.tolist() if token < tokenizer.vocab_size and token not in tokenizer.stop_ids]
+        ids = [token for token in answer.tolist() if token < tokenizer.vocab_size and token not in self._data.stop_ids]
         return tokenizer.spell(ids, has_controls=True)
 
     def _write_samples(self, positions: Sequence[int]) -> None:

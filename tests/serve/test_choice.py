@@ -97,7 +97,7 @@ def test_what_might_become_a_stop_text_is_held_back_and_comes_when_it_does_not(t
 
 
 def test_the_end_token_is_a_token_without_text(tokenizer):
-    choice = Choice(tokenizer)
+    choice = Choice(tokenizer, stop_ids=tokenizer.stop_ids)
     shown = feed(choice, [*tokenizer.encode("def "), tokenizer.eos_id])
     assert text_of(shown) == "def "
     assert choice.finish_reason == "stop"

@@ -1,0 +1,101 @@
+"""The chat template that a model has learned, and the tokens that end its texts. All commands ask here.
+
+A corpus keeps the template of its conversations, and a run that learns from it keeps that template under the same name:
+`chat/template.jinja`. It takes precedence over the template of the tokenizer (`genesis.chat.render.open_template`). The
+file holds the variables of the template as defaults, so that it writes what was learned by itself.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_template, read_template
+from genesis.chat.stops import find_turn_ends
+from genesis.chat.template import ChatTemplate
+from genesis.chat.training import find_training_template
+from genesis.errors import UserError
+from genesis.run_directory import RunDirectory
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def find_stop_ids(tokenizer: Tokenizer, learned: Path | None, given: Path | None = None) -> frozenset[int]:
+    """Returns the tokens that end a model's texts: the stops of its tokenizer, and what closes the assistant's turns.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        learned: The file of the template that the model has learned; None for the template of its tokenizer, if any.
+        given: The file of a template that the user chose.
+
+    Raises:
+        UserError: A file of a template cannot be read, is no template, or computes without end.
+    """
+    stops = set(tokenizer.stop_ids)
+    for file in {learned, given} - {None}:
+        assert file is not None
+        stops |= set(find_turn_ends(read_template(file), tokenizer).ids)
+    if learned is None and given is None and tokenizer.chat_template is not None:
+        try:
+            stops |= set(find_turn_ends(open_template(tokenizer, ChatOptions()), tokenizer).ids)
+        except UserError as error:  # texts without a template can still be generated
+            _log.warning("%s; no token that ends the assistant's turns is known", error)
+    return frozenset(stops)
+
+
+def find_recorded(directory: Path) -> Path | None:
+    """Returns the chat template that a corpus or a run keeps; None if it keeps none."""
+    file = RunDirectory(directory).chat_template
+    return file if file.is_file() else None
+
+
+def describe_other_template(given: Path | None, learned: Path | None) -> str | None:
+    """Returns a line if the user's template is not the one that the model has learned; None if there is no such choice.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    if given is None or learned is None or read_template(given).text == read_template(learned).text:
+        return None
+    return f"the model has learned the chat template {learned}, and {given} writes conversations in another format"
+
+
+def write_defaults(text: str, variables: Mapping[str, Any]) -> str:
+    """Returns a template in which variables that are not given have these values.
+
+    Example:
+        >>> write_defaults("{{ x }}", {"x": "a"})
+        '{% if x is not defined %}{% set x = "a" %}{% endif %}\\n{{ x }}'
+    """
+    # A line break right after a block is no text of the template.
+    lines = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {_spell(value)} %}}{{% endif %}}\n"
+        for name, value in variables.items()
+    ]
+    head = "".join(lines)
+    return text if text.startswith(head) else head + text
+
+
+def _spell(value: Any) -> str:
+    """Returns a plain value as Jinja spells it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_spell(str(key))}: {_spell(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_spell, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def build_prompt_form(text: str, tokenizer: Tokenizer) -> str:
+    """Returns the template of prompts for a template of training: the tokenizer's own, if it was trained in its place.
+
+    A family's training template writes the same text, but for reasoning of earlier turns, which clients do not send.
+    """
+    if tokenizer.chat_template is None:
+        return text
+    own = ChatTemplate(tokenizer.chat_template, "of the tokenizer", date.today())
+    trained = find_training_template(own, tokenizer.named_tokens).text
+    return text.removesuffix(trained) + own.text if text.endswith(trained) else text

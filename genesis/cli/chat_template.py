@@ -1,0 +1,75 @@
+"""The chat template in a recipe of `genesis fit`: what the weights have learned, and what the run learns."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from genesis.chat.learned import describe_other_template
+from genesis.checkpoint_reference import read_reference
+from genesis.cli.adapter import find_continued
+from genesis.data.training_data import TrainingData
+from genesis.errors import UserError
+from genesis.generate.load import find_learned_template
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.checkpoint import read_manifest
+from genesis_callbacks.files import replace_file
+
+_OPTION: Final = "data.prompts.template"
+
+
+def prepare_chat_template(config: Namespace) -> Path | None:
+    """Returns the file of the chat template that the weights have learned with which a run begins; None without one.
+
+    Prompts that the model answers in training are written with it, unless the recipe names another one.
+
+    Args:
+        config: The recipe, with the checkpoint that the run begins with, before anything is built of it.
+
+    Raises:
+        UserError: A file of a template cannot be read.
+    """
+    wanted = config.get("ckpt_path")
+    if wanted is None:
+        return None
+    continued = None
+    with suppress(UserError):  # a checkpoint that cannot be used is refused before training, with its remedy
+        continued = find_continued(read_reference(wanted, run_dir=Path(config["run_dir"])))
+    learned = None if continued is None else find_learned_template(continued, read_manifest(continued))
+    if learned is not None and config.get("data.prompts") is not None:
+        given = config.get(_OPTION)
+        line = describe_other_template(None if given is None else Path(given), learned)
+        if line is not None:
+            rank_zero_warn(f"{line} ({_OPTION})")
+        config[_OPTION] = given or learned
+    return learned
+
+
+class RecordChatTemplate(Callback):
+    """Writes the template that a run learns, or else the one that its weights have learned, into its directory.
+
+    Args:
+        run_dir: The run's directory.
+        learned: The template that the weights have learned with which the run begins; None without one.
+    """
+
+    def __init__(self, run_dir: Path, learned: Path | None) -> None:
+        self._run_dir, self._learned = run_dir, learned
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the file on rank 0, when no check can refuse the run any more."""
+        data: TrainingData = vars(trainer)["datamodule"].training
+        before = None if self._learned is None else self._learned.read_text(encoding="utf-8")
+        text = data.chat_template if trainer.is_global_zero else None
+        if text is not None and before is not None and text != before:
+            rank_zero_warn(
+                f"the weights have learned the chat template {self._learned}, and the data are written in another one; "
+                "this run learns and keeps the template of its data"
+            )
+        if trainer.is_global_zero and (text or before):
+            file = RunDirectory(self._run_dir).chat_template
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, (text or before or "").encode())
