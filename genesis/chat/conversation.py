@@ -1,13 +1,14 @@
 """A conversation, and the forms of records that hold one.
 
     messages            {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, the form of OpenAI
+                        and its older one with `function_call` and `functions`
     sharegpt            {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
     alpaca              {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[...], ...]}
     prompt_completion   {"prompt": ..., "completion": ...}, each a text or a list of messages
     prompt              {"prompt": ...}, a text or a list of messages: nothing to learn from, but to answer
 
 Every form becomes a list of messages for templates: the arguments of a tool's call are an
-object, reasoning is `reasoning_content`, and a key without a value is left out.
+object, reasoning is `reasoning_content`, a mark is `weight`, and a key without a value is left out.
 """
 
 import json
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from genesis.chat.marks import RECORD_MARKS, WEIGHT, apply_record_marks, read_turn_mark, refuse_part_marks
 from genesis.chat.template import ConversationError, Message
+from genesis.json_text import load_json
 
 Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "prompt"]
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-WEIGHT: Final = "weight"
-"""The key of a message whose value 0 means that the message is not learned."""
+TEMPLATE_KEYS: Final = ("role", "content", "reasoning_content", "thinking", "reasoning", "tool_calls")
+"""The keys of a message that every template may use, or is checked to write."""
 
 _TURN_FIELDS: Final = ("messages", "conversations", "conversation")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
@@ -40,6 +43,17 @@ _SHAREGPT_ROLES: Final = {
 }
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _VARIABLES: Final = "chat_template_kwargs"
+_FUNCTIONS: Final = "functions"
+_TOOL_FIELDS: Final = ("tools", _FUNCTIONS)
+_FORM_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "messages": (),
+    "sharegpt": (),
+    "alpaca": ("instruction", "input", "output", "history"),
+    "prompt_completion": ("prompt", "completion"),
+    "prompt": ("prompt",),
+    "pairs": ("input", "preferred_output", "non_preferred_output", "prompt", "chosen", "rejected"),
+}
+_SHARED_FIELDS: Final = ("system", *_TOOL_FIELDS, _VARIABLES, *RECORD_MARKS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,7 @@ class Conversation:
             content["tools"] = list(self.tools)
         if self.variables:
             content[_VARIABLES] = dict(self.variables)
-        return json.dumps(content, ensure_ascii=False)
+        return json.dumps(content, ensure_ascii=False, default=str)  # tables have types that JSON lacks
 
     def plain_text(self) -> str:
         """Returns the text of all turns with their roles, for the filters of `genesis data clean`."""
@@ -113,6 +127,50 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
     )
 
 
+def find_unused_fields(record: Mapping[str, Any], form: str, turn_field: str | None = None) -> list[str]:
+    """Returns the fields of a record that have a value and are not read.
+
+    Args:
+        record: A record that holds a conversation, or a pair of answers.
+        form: Its form, `auto` or `pairs`.
+        turn_field: The field with the turns; None for the usual names.
+    """
+    found = find_form(record, turn_field) if form == "auto" else form
+    used = {*_FORM_FIELDS[found], *_SHARED_FIELDS}
+    if found in ("messages", "sharegpt", "pairs"):
+        used.add(find_turn_field(record, turn_field) or "")
+    return [name for name, value in record.items() if name not in used and value not in (None, "", [], {})]
+
+
+def leave_out_keys(record: Mapping[str, Any], keys: Sequence[str], turn_field: str | None = None) -> dict[str, Any]:
+    """Returns a record without some keys: its own, those of its turns, and those of the parts of their content.
+
+    Args:
+        record: The record.
+        keys: The keys.
+        turn_field: The field with the turns, which may be JSON text; None for the usual names.
+    """
+    texts = (*_TURN_FIELDS, turn_field)
+    kept = {name: value for name, value in record.items() if name not in keys}
+    for name, value in kept.items():
+        if name in texts and isinstance(value, str) and value.lstrip().startswith("["):
+            value = _parse(value, name)
+        if name not in _TOOL_FIELDS:
+            kept[name] = _leave_out(value, keys)
+    return kept
+
+
+def _leave_out(value: Any, keys: Sequence[str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_leave_out(one, keys) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {name: inner for name, inner in value.items() if name not in keys}
+    return {
+        name: _leave_out(inner, keys) if name in (*_TURN_FIELDS, "content") else inner for name, inner in kept.items()
+    }
+
+
 def normalize_messages(messages: Iterable[Any], *, has_empty_turns: bool = False) -> list[Message]:
     """Returns messages in the form that templates expect.
 
@@ -126,9 +184,14 @@ def normalize_messages(messages: Iterable[Any], *, has_empty_turns: bool = False
     normal = [_normalize(message, number) for number, message in enumerate(messages, 1)]
     for number, message in enumerate(normal, 1):
         parts = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
-        if message["role"] == "assistant" and not any(parts):
-            if not has_empty_turns:
-                raise ConversationError(f"turn {number} of the assistant is empty; remove it, or the conversation")
+        if message["role"] == "assistant" and not any(parts) and not has_empty_turns:
+            raise ConversationError(f"turn {number} of the assistant is empty; remove it, or the conversation")
+        if "content" not in message:
+            if message["role"] != "assistant":
+                raise ConversationError(
+                    f"turn {number} ({message['role']}) has no content; give it, or remove the turn"
+                )
+            # Templates join the content with other text, and fail without it; beside calls of tools it may be null.
             message["content"] = ""
     return normal
 
@@ -154,7 +217,7 @@ def _read_messages(record: Mapping[str, Any], turn_field: str | None) -> Convers
 
 
 def _read_sharegpt(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
-    return _build(record, normalize_messages([*_system(record), *_translate_sharegpt(_turns_of(record, turn_field))]))
+    return _build(record, normalize_messages(_translate_sharegpt(_turns_of(record, turn_field))))
 
 
 def _translate_sharegpt(turns: Sequence[Any]) -> list[Message]:
@@ -168,7 +231,8 @@ def _translate_sharegpt(turns: Sequence[Any]) -> list[Message]:
             raise ConversationError(
                 f"turn {number} has the unknown role {turn['from']!r}; the roles are {', '.join(_SHAREGPT_ROLES)}"
             )
-        message: dict[str, Any] = {"role": role, "content": turn.get("value"), WEIGHT: turn.get(WEIGHT)}
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        message: dict[str, Any] = {**rest, "role": role, "content": turn.get("value")}
         if turn["from"] == "function_call":
             calls = _parse(turn.get("value"), f"the function call of turn {number}")
             calls = calls if isinstance(calls, list) else [calls]
@@ -178,7 +242,7 @@ def _translate_sharegpt(turns: Sequence[Any]) -> list[Message]:
 
 
 def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
-    messages = _system(record)
+    messages: list[Message] = []
     history = record.get("history") or []
     if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in history):  # a pair
         raise ConversationError("history is not a list of pairs of instruction and output; correct it")
@@ -189,7 +253,7 @@ def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversat
 
 
 def _read_prompt(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
-    return _build(record, [*_system(record), *_read_side(record, turn_field or "prompt", "user")])
+    return _build(record, _read_side(record, turn_field or "prompt", "user"))
 
 
 def _read_side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:
@@ -201,7 +265,7 @@ def _read_prompt_completion(record: Mapping[str, Any], turn_field: str | None) -
     _check_is_unrated(record, "label")
     prompt, completion = _read_side(record, "prompt", "user"), _read_side(record, "completion", "assistant")
     given = [{**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt]
-    return _build(record, [*_system(record), *given, *completion])
+    return _build(record, [*given, *completion])
 
 
 _READERS: Final[dict[Form, Callable[[Mapping[str, Any], str | None], Conversation]]] = {
@@ -239,7 +303,10 @@ def read_variables(record: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]] |
     variables = record.get(_VARIABLES) or {}
     if not isinstance(variables, Mapping):
         raise ConversationError(f"{_VARIABLES} is not an object; correct it")
-    return normalize_tools(record.get("tools")), dict(variables)
+    given = [name for name in _TOOL_FIELDS if record.get(name)]
+    if len(given) > 1:
+        raise ConversationError("the record has both tools and functions, its older name; remove one of them")
+    return normalize_tools(record.get(given[0]) if given else None), dict(variables)
 
 
 def _check_is_unrated(record: Mapping[str, Any], name: str) -> None:
@@ -255,7 +322,9 @@ def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
     _check_is_unrated(record, "kto_tag")
     if not messages:
         raise ConversationError("the conversation is empty: it has no turns; remove it")
-    return Conversation(messages, *read_variables(record))
+    return Conversation(
+        [*read_system(record, messages), *apply_record_marks(record, messages)], *read_variables(record)
+    )
 
 
 def find_turn_field(record: Mapping[str, Any], turn_field: str | None) -> str | None:
@@ -276,14 +345,31 @@ def _turns_of(record: Mapping[str, Any], turn_field: str | None) -> Sequence[Any
 
 def _list_turns(turns: Any, name: str) -> Sequence[Any]:
     turns = _parse(turns, name) if isinstance(turns, str) else turns
+    if isinstance(turns, Mapping) and turns and all(isinstance(column, list | tuple) for column in turns.values()):
+        # `datasets` stores a sequence of objects as an object of sequences.
+        is_table = len({len(column) for column in turns.values()}) == 1
+        turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)] if is_table else turns
     if not isinstance(turns, list | tuple):
         raise ConversationError(f"{name} is {_describe(turns)}, not a list of turns; correct it")
     return turns
 
 
-def _system(record: Mapping[str, Any]) -> list[Message]:
+def read_system(record: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Returns the turn of the system that a record has apart from its messages; an empty list if it has none.
+
+    Raises:
+        ConversationError: The messages have another one.
+    """
     system = record.get("system")
-    return [{"role": "system", "content": system}] if system else []
+    if not system or not isinstance(system, str):
+        system = _join_parts(system, 0) if system else ""
+    if not system.strip():
+        return []
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"] == system:
+            return []
+        raise ConversationError("the record has the field system and a turn of the system; remove one of them")
+    return [{"role": "system", "content": system}]
 
 
 def _normalize(message: Any, number: int) -> Message:
@@ -293,6 +379,8 @@ def _normalize(message: Any, number: int) -> Message:
         )
     found: Message = {key: value for key, value in message.items() if value is not None}
     role = found.get("role")
+    if role == "function":  # OpenAI's older name of a tool's answer
+        role = found["role"] = "tool"
     if role not in ROLES:
         what = "no role" if role is None else f"the unknown role {role!r}"
         raise ConversationError(f"turn {number} has {what}; the roles are {', '.join(ROLES)}")
@@ -303,13 +391,15 @@ def _normalize(message: Any, number: int) -> Message:
         found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
     if not found.get("tool_calls", True):
         del found["tool_calls"]
+    call = found.pop("function_call", None)
+    if call:
+        if "tool_calls" in found:
+            raise ConversationError(f"turn {number} has both tool_calls and function_call; remove one of them")
+        call = _parse(call, f"function_call of turn {number}") if isinstance(call, str) else call
+        found["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in found:
         found["tool_calls"] = _normalize_calls(found["tool_calls"], number)
-    weight = found.get(WEIGHT, 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise ConversationError(f"turn {number} has weight {weight!r}; a weight is 0 (not learned) or 1")
-    if WEIGHT in found:
-        found[WEIGHT] = int(weight)
+    read_turn_mark(found, number)
     return found
 
 
@@ -320,6 +410,7 @@ def _join_parts(content: Any, number: int) -> str:
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [text for text in parts if isinstance(text, str)]
         if len(texts) == len(parts):
+            refuse_part_marks(content, f"content of turn {number}")
             return "".join(texts)
     raise ConversationError(
         f"content of turn {number} is {_describe(content)}, not text, the only kind that can be learned; correct it"
@@ -329,6 +420,7 @@ def _join_parts(content: Any, number: int) -> str:
 def _normalize_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     if not _is_list_of(calls, Mapping):
         raise ConversationError(f"tool_calls of turn {number} is not a list of calls; correct it")
+    refuse_part_marks(calls, f"tool_calls of turn {number}")
     found = []
     for call in calls:
         function = call.get("function", call)
@@ -355,9 +447,10 @@ def message_text(message: Message) -> str:
 
 def _parse(value: Any, name: str) -> Any:
     try:
-        return json.loads(value)
-    except (TypeError, ValueError, RecursionError):
-        raise ConversationError(f"{name} is not JSON: {str(value)[:60]!r}; correct it") from None
+        return load_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = f" ({error})" if "twice" in str(error) else ""
+        raise ConversationError(f"{name} is not JSON: {str(value)[:60]!r}{reason}; correct it") from None
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from genesis.chat.conversation import (
-    WEIGHT,
     Conversation,
     find_turn_field,
     load_conversation,
     message_text,
+    read_system,
     read_turns,
     read_variables,
 )
+from genesis.chat.marks import WEIGHT, apply_record_marks
 from genesis.chat.template import ConversationError, Message
 
 _OPENAI: Final = ("input", "preferred_output", "non_preferred_output")
@@ -81,11 +82,15 @@ def read_pair(record: Mapping[str, Any], turn_field: str | None = None) -> Pair:
         _check_answer(name, answer)
     if answers[0] == answers[1]:
         raise ConversationError(f"{names[0]} and {names[1]} are the same answer; remove the pair")
-    system: list[Message] = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     # No turn of the prompt is learned, also where the assistant has spoken in it.
-    asked = [*system, *({**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt)]
+    asked = [
+        *read_system(record, prompt),
+        *({**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt),
+    ]
     tools, variables = read_variables({**given, **record})
-    chosen, rejected = (Conversation([*asked, *answer], tools, variables) for answer in answers)
+    chosen, rejected = (
+        Conversation(apply_record_marks(record, [*asked, *answer]), tools, variables) for answer in answers
+    )
     return Pair(chosen, rejected)
 
 

@@ -6,6 +6,7 @@ including the token that closes the turn. If the boundary of a turn is within a 
 turn, as in transformers.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -16,21 +17,26 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.chat.conversation import WEIGHT, Conversation, normalize_messages, normalize_tools
+from genesis.chat.conversation import Conversation, normalize_messages, normalize_tools
+from genesis.chat.marks import ASKED, WEIGHT, refuse_likely_marks
 from genesis.chat.options import ChatOptions, Labels
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
-from genesis.chat.turns import check_nothing_dropped, find_turns
+from genesis.chat.turns import check_nothing_dropped, find_left_out, find_turns
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The ids of a conversation, and whether each is learned as the label of the id before it."""
+    """The ids of a conversation, and whether each is learned as the label of the id before it.
+
+    `left_out` has the keys of messages that the template does not use, once for each turn that has one.
+    """
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
+    left_out: tuple[str, ...] = ()
 
 
 class ChatRenderer:
@@ -74,7 +80,8 @@ class ChatRenderer:
         """Returns the ids of a conversation, and which of them are learned.
 
         Args:
-            messages: Messages in OpenAI's form; a turn with `weight: 0` is not learned.
+            messages: Messages in OpenAI's form; a turn with `weight: 0`, or another mark of `genesis.chat.marks`, is
+                not learned.
             tools: The definitions of the tools; None for none.
             labels: The turns of the assistant, its last turn, or all tokens.
             variables: Further variables of the template, for this conversation.
@@ -82,9 +89,11 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation, leaves out a part of it, never closes a turn, or
                 renders turns differently once others follow, so that the labels cannot be exact.
+            UnclearMarkError: A key that the template does not use may be a mark on what is learned.
         """
         normal = normalize_messages(messages)
         weights = [message.pop(WEIGHT, 1) for message in normal]
+        _check_asked(normal, labels)
         definitions, merged = normalize_tools(tools), {**self._variables, **(variables or {})}
         is_assistant = [message["role"] == "assistant" for message in normal]
         if not normal or (labels != "all" and not any(is_assistant)):
@@ -98,14 +107,45 @@ class ChatRenderer:
             is_by_turn = labels == "last" or not all(weights)
             text, spans = find_turns(self.template, self.tokenizer, normal, definitions, merged, is_by_turn=is_by_turn)
         check_nothing_dropped(self.template, text, normal, definitions, merged)
-        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        left_out = find_left_out(self.template, text, normal, definitions, merged)
+        refuse_likely_marks(normal, left_out, self.template.name)
+        ids, offsets = self._encode(text, spans)
         if not ids:
             raise ConversationError(f"the chat template {self.template.name} writes no text for the conversation")
         of_turns = [weight for weight, is_turn in zip(weights, is_assistant, strict=True) if is_turn]
         # If turns do not have one span each, no turn has weight 0.
         by_span = of_turns if len(of_turns) == len(spans) else [1] * len(spans)
         trained = _mark(np.array(offsets, np.int64), labels, spans, by_span)
-        return RenderedChat(np.array(ids, np.int32), trained)
+        if not any(weights):
+            trained[:] = False  # of a whole record that is not learned
+        counted = tuple(key for message in normal for key in left_out if key in message)
+        return RenderedChat(np.array(ids, np.int32), trained, counted)
+
+    def _encode(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of a text and their places in it, with no token across the start of a span.
+
+        White space at the beginning of an answer may be one token with the line break before it, but a model is asked
+        with that line break alone. The text before such an answer is therefore encoded by itself, as it is asked.
+        """
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        starts = np.array([span.start for span in spans], np.int64)
+        places = np.array(offsets, np.int64).reshape(-1, 2)
+        is_across = ((places[:, :1] < starts) & (starts < places[:, 1:])).any(axis=0)
+        if not is_across.any():
+            return ids, offsets
+        cuts = [0, *starts[is_across].tolist(), len(text)]
+        joined: list[int] = []
+        found: list[tuple[int, int]] = []
+        for start, end in itertools.pairwise(cuts):
+            part, within = self.tokenizer.encode_with_offsets(text[start:end])
+            joined += part
+            found += [(start + first, start + last) for first, last in within]
+        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):
+            raise ConversationError(
+                "the white space at the beginning of an answer is one token with the end of its prompt, and the "
+                "tokenizer does not encode them apart; remove that white space"
+            )
+        return joined, found
 
     def render_conversation(self, conversation: Conversation, labels: Labels = "assistant") -> RenderedChat:
         """Returns the result of `render` for a conversation that was read from a record."""
@@ -146,7 +186,8 @@ class ChatRenderer:
         """
         normal: list[Message] = normalize_messages(messages, has_empty_turns=True)
         for message in normal:
-            message.pop(WEIGHT, None)
+            for mark in (WEIGHT, ASKED):
+                message.pop(mark, None)
         merged = {**self._variables, **(variables or {})}
         text = self.template.render(normal, normalize_tools(tools), merged, has_prompt=not continues_last)
         if not continues_last:
@@ -217,10 +258,20 @@ def read_template(path: Path, today: date | None = None) -> ChatTemplate:
     return ChatTemplate(text, str(path), today)
 
 
+def _check_asked(messages: Sequence[Message], labels: Labels) -> None:
+    """Refuses the wish to learn a turn of another role than the assistant, unless all tokens are learned."""
+    for number, message in enumerate(messages, 1):
+        if message.pop(ASKED, False) and labels != "all":
+            raise ConversationError(
+                f"turn {number} ({message['role']}) is marked as one to learn, and with chat.labels {labels} only "
+                "turns of the assistant are; remove the mark, or set chat.labels to all"
+            )
+
+
 def _check_weights(messages: Sequence[Message], weights: Sequence[int]) -> None:
     """Refuses a weight without effect: where all tokens are learned, only the assistant's turns have spans."""
     for number, (message, weight) in enumerate(zip(messages, weights, strict=True), 1):
-        if not weight and message["role"] != "assistant":
+        if any(weights) and not weight and message["role"] != "assistant":
             raise ConversationError(
                 f"turn {number} ({message['role']}) has weight 0, and with chat.labels all only turns of the assistant "
                 "can be left out; remove the weight, or choose other labels"

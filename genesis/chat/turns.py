@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from genesis.chat.conversation import TEMPLATE_KEYS
 from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -55,7 +56,12 @@ def find_turns(
             continue
         prompt = template.render(messages[:number], tools, variables, has_prompt=True) if number else ""
         whole = text if number + 1 == len(messages) else template.render(messages[: number + 1], tools, variables)
-        if not number or not whole.startswith(prompt):
+        if not number:
+            raise ConversationError(
+                "the conversation begins with a turn of the assistant, which no prompt asks for; put a turn of the "
+                "user or of the system before it, remove it, or give a template with {% generation %} tags"
+            )
+        if not whole.startswith(prompt):
             raise ConversationError(
                 f"turn {number + 1} does not begin with the prompt that the chat template {template.name} gives the "
                 "assistant there, so that what it learns would not be what it is asked; give a template with "
@@ -106,6 +112,25 @@ def check_nothing_dropped(
         raise ConversationError(
             f"the chat template {template.name} leaves out the tools; give a template that writes them, or remove them"
         )
+
+
+def find_left_out(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> list[str]:
+    """Returns the further keys of messages, such as `name`, that the template does not use."""
+    keys = list(dict.fromkeys(key for message in messages for key in message if key not in TEMPLATE_KEYS))
+    if not keys:
+        return []
+
+    def is_unused(names: Sequence[str]) -> bool:
+        rest = [{key: value for key, value in message.items() if key not in names} for message in messages]
+        return _is_unchanged(partial(template.render, rest, tools, variables), text)
+
+    return keys if is_unused(keys) else [key for key in keys if is_unused([key])]
 
 
 def _without(message: Message, key: str) -> Message:

@@ -80,11 +80,15 @@ def train_main(argv: list[str]) -> int:
     parser.add_class_arguments(TokenizerOptions)
     arguments = parse(parser, argv, TrainOptions, TokenizerOptions)
     options = make(TrainOptions, arguments)
-    texts = sample_texts(options.sources, options.sample_bytes, options.seed)
+    texts = sample_texts(options.sources, options.sample_bytes, options.seed, _warn)
     path = train_tokenizer(texts, make(TokenizerOptions, arguments), options.out)
     tokenizer = open_tokenizer(path)
     print(f"{path}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
     return 0
+
+
+def _warn(line: str) -> None:
+    print(f"genesis: warning: {line}", file=sys.stderr)
 
 
 def inspect_main(argv: list[str]) -> int:
@@ -103,7 +107,7 @@ def inspect_main(argv: list[str]) -> int:
         table.add_column(column, justify="left" if column in ("source", "round trip") else "right")
     total_weight = sum(source.weight for source in options.sources)
     for source in options.sources:
-        texts = sample_texts([source], options.sample_bytes * source.weight // total_weight, options.seed)
+        texts = sample_texts([source], options.sample_bytes * source.weight // total_weight, options.seed, _warn)
         report = measure_texts(tokenizer, texts, options.num_threads)
         counts += report.id_counts
         num_changed += report.num_changed

@@ -1,5 +1,7 @@
 """Reads an Arrow stream on disk, as Hugging Face's `datasets` saves it, through the interface of a parquet file.
 
+Arrow's file format, which polars, pandas and others write under the same name, is read, too.
+
 Record batches take the place of row groups, so that code that reads parquet also reads these files. Batches are memory
 mapped and read when they are used: opening a file reads only the beginning of each batch.
 """
@@ -11,6 +13,7 @@ from typing import Any, Final, Self
 
 import pyarrow as pa
 
+_FILE_MAGIC: Final = b"ARROW1"
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -35,19 +38,24 @@ def open_stream(data: Any) -> Any:
 
 
 class ArrowFile:
-    """The part of the interface of `pyarrow.parquet.ParquetFile` that sources use, for an Arrow stream.
+    """The part of the interface of `pyarrow.parquet.ParquetFile` that sources use, for an Arrow stream or file.
 
     Raises:
-        ArrowException: The file is not an Arrow stream, or is damaged.
+        ArrowException: The file is neither, or is damaged.
         OSError: The file cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = pa.memory_map(str(path))
         try:
-            reader = open_stream(self._file.read_buffer())
+            data = self._file.read_buffer()
+            if data[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
+                reader = pa.ipc.open_file(data)
+                self._batches: list[Any] = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            else:
+                reader = open_stream(data)
+                self._batches = list(reader)
             self.schema_arrow: Any = reader.schema
-            self._batches: list[Any] = list(reader)
         except (pa.ArrowException, OSError) as error:
             self._file.close()
             raise pa.ArrowInvalid(str(error)) from None  # Arrow raises OSError for a truncated stream

@@ -5,8 +5,8 @@ is what the chat template writes, without bos and eos around it. A pair of answe
 other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.chat.conversation import Conversation, load_conversation
+from genesis.chat.conversation import Conversation, find_unused_fields, load_conversation
 from genesis.chat.learned import find_recorded
-from genesis.chat.options import ChatOptions, OnBadRow
+from genesis.chat.marks import UnclearMarkError
+from genesis.chat.options import ChatOptions
 from genesis.chat.pair import load_pair
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.stops import check_ends
 from genesis.chat.template import ChatTemplate, ConversationError
 from genesis.data.manifest import ChatRecord
+from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, count_all, strip_place
 from genesis.data.shards import EncodedDocuments
-from genesis.data.sources import Document, Entry, SourceOptions, Span, read_entries
+from genesis.data.sources import BadRow, Document, SourceOptions
 from genesis.errors import UserError
 from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -93,11 +95,11 @@ class ChatSetup:
             is_paired=self.is_paired,
         )
 
-    def build(self, tokenizer: Tokenizer) -> "ConversationEncoder":
-        """Returns what encodes conversations."""
+    def build(self, tokenizer: Tokenizer, source: SourceOptions) -> "ConversationEncoder":
+        """Returns what encodes the conversations of a source."""
         template = ChatTemplate(self.template, self.name, self.options.today)
         renderer = ChatRenderer(tokenizer, template, self.options.variables)
-        return ConversationEncoder(renderer, self.options, is_paired=self.is_paired)
+        return ConversationEncoder(renderer, self.options, source, is_paired=self.is_paired)
 
 
 def open_chat_setup(
@@ -116,24 +118,21 @@ def open_chat_setup(
     return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired)
 
 
-class BadRecord(NamedTuple):
-    """A record that is skipped, and a function that says why and where; it may read the file up to the record."""
-
-    position: int
-    explain: Callable[[], str]
-    utf8: bytes = b""
-
-
 Rendered = tuple[RenderedChat, ...]
 """The documents of a record: one conversation, or the two of a pair."""
 
 
 class EncodedChats(NamedTuple):
-    """Conversations with their documents, the counts of a batch, and the line about its first bad record, if any."""
+    """Conversations with their documents, the counts and notes of a batch, and the first rows that stop the command."""
 
     chats: list[tuple[Document, Rendered]]
     counts: ConversationCounts
-    fault: str
+    notes: RowNotes
+    refused: list[RefusedRow]
+
+
+class _LongConversationError(UserError):
+    """A conversation is long, and the options say to stop there."""
 
 
 class ConversationEncoder:
@@ -142,46 +141,64 @@ class ConversationEncoder:
     Args:
         renderer: Renders a conversation.
         options: What is learned, and what to do with long and bad ones.
+        source: The source of the conversations.
         is_paired: Whether each document is a pair of answers.
     """
 
-    def __init__(self, renderer: ChatRenderer, options: ChatOptions, *, is_paired: bool = False) -> None:
+    def __init__(
+        self, renderer: ChatRenderer, options: ChatOptions, source: SourceOptions, *, is_paired: bool = False
+    ) -> None:
         self._renderer = renderer
         self._options = options
+        self._source = source
+        self._skips_bad = "skip" in (options.on_bad_row, source.on_bad_row)
         self._is_paired = is_paired
 
-    def encode(self, documents: Sequence[Document | BadRecord]) -> EncodedChats:
-        """Returns the tokens of conversations, and the counts of those that are cut or left out.
+    def encode(self, documents: Sequence[Document | BadRow]) -> EncodedChats:
+        """Returns the tokens of conversations, what is cut or left out, and the first rows that stop the command.
+
+        Such rows are bad or long where the options say to stop there, or have a mark whose meaning is unknown.
 
         Raises:
-            UserError: A conversation is bad or long, and the options say to stop there; or the template cannot be used
-                at all. The line names the file and the line in it.
+            UserError: The template cannot be used at all.
         """
         chats: list[tuple[Document, Rendered]] = []
-        counts, fault = ConversationCounts(), ""
+        counts, skipped = ConversationCounts(), SkippedCounter()
+        refused: list[RefusedRow] = []
         for document in documents:
             rendered: Rendered = ()
             try:
                 rendered, of_document = self._encode(document)
                 counts += of_document
-            except ConversationError as error:
-                if self._options.on_bad_row == "error":
-                    raise UserError(f"{error}; or set chat.on_bad_row: skip, which counts such records") from None
-                counts, fault = counts + ConversationCounts(num_bad=1), fault or str(error)
+            except (ConversationError, UnclearMarkError, _LongConversationError) as error:
+                may_skip = isinstance(error, ConversationError)
+                if may_skip and self._skips_bad:
+                    counts += ConversationCounts(num_bad=1)
+                    skipped.add(str(error), partial(_place, document))
+                elif len(refused) < MAX_REFUSED:
+                    refused.append(RefusedRow(_place(document), str(error), may_skip))
             if rendered:
                 assert isinstance(document, Document)
                 chats.append((document, rendered))
-        return EncodedChats(chats, counts, fault)
+        return EncodedChats(chats, counts, self._note(chats, skipped), refused)
 
-    def _encode(self, document: Document | BadRecord) -> tuple[Rendered, ConversationCounts]:
+    def _note(self, chats: Sequence[tuple[Document, Rendered]], skipped: SkippedCounter) -> RowNotes:
+        form, turn_field = str(self._source.chat), self._source.turn_field
+        records = (document.record for document, _ in chats if document.record is not None)
+        ignored = self._source.ignored_keys
+        fields = (
+            [name for name in find_unused_fields(record, form, turn_field) if name not in ignored] for record in records
+        )
+        return RowNotes(
+            skipped.rows, count_all(fields), count_all(chat.left_out for _, rendered in chats for chat in rendered[:1])
+        )
+
+    def _encode(self, document: Document | BadRow) -> tuple[Rendered, ConversationCounts]:
         """Returns the documents of a record, none if it is dropped, and its counts."""
-        if isinstance(document, BadRecord):
-            raise ConversationError(document.explain())
+        if isinstance(document, BadRow):
+            raise ConversationError(strip_place(document.explain(), document.place()))
         options = self._options
-        try:
-            rendered = self._render_pair(document) if self._is_paired else (self._render(document.text),)
-        except ConversationError as error:
-            raise ConversationError(f"{_place(document)}: {error}") from None
+        rendered = self._render_pair(document) if self._is_paired else (self._render(document.text),)
         num_tokens, limit = max(len(chat.ids) for chat in rendered), options.max_tokens
         is_cut = False
         if limit is not None and num_tokens > limit:
@@ -189,13 +206,14 @@ class ConversationEncoder:
                 what = (
                     "the longer answer of the pair has, with its prompt," if self._is_paired else "the conversation has"
                 )
-                raise UserError(
-                    f"{_place(document)}: {what} {num_tokens:,} tokens, chat.max_tokens is {limit:,}; raise it, or set "
-                    "chat.on_long to cut or drop"
+                raise _LongConversationError(
+                    f"{what} {num_tokens:,} tokens, chat.max_tokens is {limit:,}; raise it, or set chat.on_long to cut "
+                    "or drop"
                 )
             if options.on_long == "drop":
                 return (), ConversationCounts(num_long=1)
-            rendered, is_cut = tuple(RenderedChat(chat.ids[:limit], chat.trained[:limit]) for chat in rendered), True
+            rendered = tuple(replace(chat, ids=chat.ids[:limit], trained=chat.trained[:limit]) for chat in rendered)
+            is_cut = True
         # Nothing comes before the first token. Of a pair, what is cut off may have been the difference.
         is_same = len(rendered) > 1 and np.array_equal(rendered[0].ids, rendered[1].ids)
         if is_same or not all(chat.trained[1:].any() for chat in rendered):
@@ -224,34 +242,6 @@ class ConversationEncoder:
             raise ConversationError(f"the {name} answer: {error}") from None
 
 
-def read_conversations(source: SourceOptions, span: Span, on_bad_row: OnBadRow) -> Iterator[Document | BadRecord]:
-    """Yields the conversations of a span in order, and records that are none where these are to be skipped.
-
-    Raises:
-        UserError: The file has changed or is damaged, or a record is no conversation and the options say to stop there.
-    """
-    position = 0
-    for entry in read_entries(source, span):
-        try:
-            document = entry.read(on_bad_row == "error")
-        except UserError as error:
-            if on_bad_row == "error":
-                raise UserError(f"{error}; or set chat.on_bad_row: skip, which counts such records") from None
-            yield BadRecord(position, partial(_explain, entry))
-            continue
-        position = document.position
-        if document.utf8:
-            yield document
-
-
-def _explain(entry: Entry) -> str:
-    try:
-        entry.read(True)
-    except UserError as error:
-        return str(error)
-    raise AssertionError("the record was bad before")
-
-
 def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int32]) -> EncodedDocuments:
     """Returns conversations as documents for a shard."""
     tokens = np.concatenate([chat.ids for chat in chats])
@@ -264,6 +254,6 @@ def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int
     )
 
 
-def _place(document: Document) -> str:
+def _place(document: Document | BadRow) -> str:
     assert document.place is not None, "a document of a source of conversations"
     return document.place()

@@ -38,6 +38,7 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
+from genesis.data.row_notes import RowNotes
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
 from genesis.data.tokenize_pool import run_jobs
@@ -46,6 +47,7 @@ from genesis.data.tokenize_worker import (
     Job,
     Setup,
     Unit,
+    add_notes,
     explain_write_error,
     staged_path,
 )
@@ -59,6 +61,8 @@ from genesis_callbacks.files import replace_file
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
 _PLAN_VERSION = 1
+_LATER_OPTIONS = {"chat": None, "on_bad_row": "error", "ignored_keys": ()}
+"""Options of sources that plans of earlier versions do not have, by the value with which nothing changes."""
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -164,7 +168,7 @@ def prepare_corpus(
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
         report: Called with the progress.
-        warn: Called with a line about the first record of a source that is skipped.
+        warn: Called with lines about the rows of each source that are skipped, and the keys that have no effect.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
@@ -241,8 +245,6 @@ def _prepare(
         for message in run_jobs(jobs, setup, num_workers):
             if isinstance(message, FinishedPart):
                 _commit_part(corpus, staging, message)
-                if message.fault and not any(part.fault for part in finished if part.source == message.source):
-                    warn(f"skipped, as every bad record of source {message.source}: {message.fault}")
                 finished.append(message)
             else:
                 progress = replace(
@@ -252,6 +254,9 @@ def _prepare(
                     num_new_tokens=progress.num_new_tokens + message.num_tokens,
                 )
                 report(progress)
+    for source in options.sources:
+        for line in add_notes(finished, source.name).describe(source.name):
+            warn(line)
     manifest = _build_manifest(options, tokenizer, finished, chat)
     write_manifest(corpus, manifest)
     return manifest
@@ -404,7 +409,7 @@ def _describe_plan(
             source.name: {
                 key: list(value) if isinstance(value, tuple) else value
                 for key, value in asdict(source).items()
-                if key != "chat" or value is not None  # plans of earlier versions have no such key
+                if key not in _LATER_OPTIONS or value != _LATER_OPTIONS[key]
             }
             for source in options.sources
         },
@@ -482,7 +487,9 @@ def _read_parts(corpus: Path) -> list[FinishedPart]:
                 record[split] = ShardRecord(**record[split])
                 _check_present(corpus, record[split])
         conversations = ConversationCounts(**record.pop("conversations", {}))
-        parts.append(FinishedPart(**record, conversations=conversations))
+        record.pop("fault", None)  # of earlier versions
+        notes = RowNotes.read(record.pop("notes", {}))
+        parts.append(FinishedPart(**record, conversations=conversations, notes=notes))
     return parts
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from blake3 import blake3
 
 from genesis.chat.conversation import load_conversation
+from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ConversationError, Message
@@ -204,7 +205,9 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
 
 
 def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prompt]:
-    source, number = replace(source, chat=source.chat or "auto"), 0
+    # Marks say what is learned of given answers; here they are columns for the reward function.
+    ignored = (*source.ignored_keys, *RECORD_MARKS)
+    source, number = replace(source, chat=source.chat or "auto", ignored_keys=ignored), 0
     for span in plan_spans(source, find_files(source), _SPAN_BYTES):
         for entry in read_entries(source, span):
             document = entry.read(True)

@@ -17,19 +17,12 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from genesis.chat.options import OnBadRow
 from genesis.chat.render import RenderedChat
-from genesis.data.conversations import (
-    BadRecord,
-    ChatSetup,
-    ConversationCounts,
-    EncodedChats,
-    join_rendered,
-    read_conversations,
-)
+from genesis.data.conversations import ChatSetup, ConversationCounts, EncodedChats, join_rendered
 from genesis.data.manifest import ShardRecord, Split
+from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, explain_refused, strip_place
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
-from genesis.data.sources import Document, SourceOptions, Span, read_documents
+from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
 from genesis.errors import UserError
 from genesis.processes import serve_pipe
 from genesis.tokenizer.open import open_tokenizer
@@ -90,8 +83,7 @@ class FinishedPart:
     """A part whose shards are complete and durable in the staging directory.
 
     `num_documents` and `num_bytes` count the unit's documents and input bytes up to the end of the part. A shard that
-    would be empty is None. `conversations` are the counts of the part, and `fault` is the line about its first bad
-    record.
+    would be empty is None. `conversations` are the counts of the part, and `notes` say what its rows lost.
     """
 
     source: str
@@ -103,7 +95,13 @@ class FinishedPart:
     train: ShardRecord | None
     validation: ShardRecord | None
     conversations: ConversationCounts = field(default_factory=ConversationCounts)
-    fault: str = ""
+    notes: RowNotes = field(default_factory=RowNotes)
+
+
+def add_notes(parts: Sequence[FinishedPart], source: str) -> RowNotes:
+    """Returns the notes of all parts of a source."""
+    ordered = sorted(parts, key=lambda part: (part.unit, part.part))
+    return sum((part.notes for part in ordered if part.source == source), RowNotes())
 
 
 @dataclass(frozen=True)
@@ -134,17 +132,23 @@ def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress 
     """Writes the parts of a unit; the files depend neither on the part where work resumes nor on the number of threads.
 
     Raises:
-        UserError: The input does not match the options of its source.
+        UserError: The input does not match the options of its source; the first bad rows of the unit are named.
         OSError: A shard cannot be written.
     """
     unit = job.unit
-    on_bad_row = "error" if setup.chat is None else setup.chat.options.on_bad_row
-    documents = islice(_read_unit(unit, on_bad_row), job.num_documents_done, None)
+    documents = islice(_read_unit(unit), job.num_documents_done, None)
     num_documents, num_bytes = job.num_documents_done, job.num_bytes_done
     batch_bytes = min(_BATCH_BYTES, max(1, setup.shard_tokens // 4))
     part = _Part(setup, tokenizer, unit, job.first_part)
-    for batch in _batches(documents, batch_bytes):
+    batches = _batches(documents, batch_bytes)
+    for batch in batches:
         num_tokens = part.append(batch, job.num_threads)
+        if part.refused:
+            for rest in batches:
+                if len(part.refused) >= MAX_REFUSED:
+                    break
+                part.append(rest, job.num_threads)
+            raise UserError(explain_refused(unit.source.name, part.refused, _remedy(unit.source)))
         num_documents += len(batch)
         yield Progress(batch[-1].position - num_bytes, num_tokens)
         num_bytes = batch[-1].position
@@ -165,19 +169,22 @@ class _Part:
         self._unit = unit
         self._dtype: TokenDtype = token_dtype(tokenizer.vocab_size)
         self._writers: dict[Split, ShardWriter] = {}
-        self._encoder = setup.chat.build(tokenizer) if setup.chat is not None and unit.source.chat else None
+        is_chat = setup.chat is not None and unit.source.chat
+        self._encoder = setup.chat.build(tokenizer, unit.source) if setup.chat is not None and is_chat else None
         self._counts = ConversationCounts()
-        self._fault = ""
+        self._notes = RowNotes()
+        self.refused: list[RefusedRow] = []
 
     @property
     def is_full(self) -> bool:
         return any(writer.num_tokens >= self._setup.shard_tokens for writer in self._writers.values())
 
-    def append(self, documents: Sequence[Document | BadRecord], num_threads: int) -> int:
-        """Appends each document to its split's shard and returns their tokens."""
+    def append(self, documents: Sequence[Document | BadRow], num_threads: int) -> int:
+        """Appends each document to its split's shard and returns their tokens; bad rows are skipped or refused."""
         if self._encoder is not None:
             return self._append_conversations(self._encoder.encode(documents))
         texts = [document for document in documents if isinstance(document, Document)]
+        self._note_bad([document for document in documents if isinstance(document, BadRow)])
         by_split: dict[Split, list[Document]] = {"train": [], "validation": []}
         for document in texts:
             by_split[self._split_of(document)].append(document)
@@ -189,9 +196,19 @@ class _Part:
                 num_tokens += len(encoded.tokens)
         return num_tokens
 
+    def _note_bad(self, rows: Sequence[BadRow]) -> None:
+        skipped = SkippedCounter()
+        for row in rows:
+            if self._unit.source.on_bad_row == "skip":
+                skipped.add(strip_place(row.explain(), row.place()), row.place)
+            elif len(self.refused) < MAX_REFUSED:
+                self.refused.append(RefusedRow(row.place(), strip_place(row.explain(), row.place()), may_skip=True))
+        self._notes += RowNotes(skipped.rows)
+
     def _append_conversations(self, encoded: EncodedChats) -> int:
         self._counts += encoded.counts
-        self._fault = self._fault or encoded.fault
+        self._notes += encoded.notes
+        self.refused += encoded.refused
         by_split: dict[Split, list[RenderedChat]] = {"train": [], "validation": []}
         for document, chat in encoded.chats:
             by_split[self._split_of(document)].extend(chat)
@@ -216,7 +233,7 @@ class _Part:
             train=self._finish_shard("train"),
             validation=self._finish_shard("validation"),
             conversations=self._counts,
-            fault=self._fault,
+            notes=self._notes,
         )
 
     def _path(self, split: Split) -> str:
@@ -243,21 +260,22 @@ def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: in
     )
 
 
-def _read_unit(unit: Unit, on_bad_row: OnBadRow) -> Iterator[Document | BadRecord]:
-    """Yields the unit's documents, with positions counted from the beginning of the unit."""
+def _remedy(source: SourceOptions) -> str:
+    option = f"on_bad_row: skip for source {source.name}" if source.chat is None else "chat.on_bad_row: skip"
+    return f"set {option}, which counts such records"
+
+
+def _read_unit(unit: Unit) -> Iterator[Document | BadRow]:
+    """Yields the unit's documents and bad rows, with positions counted from the beginning of the unit."""
     begin = 0
     for span in unit.spans:
-        for document in (
-            read_documents(unit.source, span)
-            if unit.source.chat is None
-            else read_conversations(unit.source, span, on_bad_row)
-        ):
+        for document in read_rows(unit.source, span):
             yield document._replace(position=begin + min(document.position, span.num_bytes))
         begin += span.num_bytes
 
 
-def _batches(documents: Iterator[Document | BadRecord], num_bytes: int) -> Iterator[list[Document | BadRecord]]:
-    batch: list[Document | BadRecord] = []
+def _batches(documents: Iterator[Document | BadRow], num_bytes: int) -> Iterator[list[Document | BadRow]]:
+    batch: list[Document | BadRow] = []
     size = 0
     for document in documents:
         batch.append(document)

@@ -18,7 +18,7 @@ from datatrove.utils.text import ngrams, simplify_text
 
 from genesis.chat.conversation import load_conversation
 from genesis.data.clean.words import HASH, Words
-from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_pairs
+from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_pairs, refuse_skipping
 from genesis.errors import UserError
 
 _INDEX_SUFFIX = ".index.hashes"
@@ -52,6 +52,7 @@ class Decontamination:
             raise UserError(f"n_grams {self.n_grams} of decontamination must be at least 1")
         check_sources(self.evaluation)
         refuse_pairs(self.evaluation, "which no evaluation set holds; name another form by `chat`")
+        refuse_skipping(self.evaluation, "decontamination")
 
     def build_filter(self, index: Path) -> NGramsDecontFilter:
         """Returns the filter that reads the index in the directory `index`."""

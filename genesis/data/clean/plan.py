@@ -32,6 +32,7 @@ from genesis.data.sources import (
     plan_spans,
     refuse_conversations,
     refuse_pairs,
+    refuse_skipping,
 )
 from genesis.errors import UserError
 
@@ -92,6 +93,7 @@ class CleanOptions:
     def __post_init__(self) -> None:
         check_sources(self.sources)
         refuse_pairs(self.sources, "which the filters do not take; clean the conversations that the pairs are made of")
+        refuse_skipping(self.sources, "data clean")
         if self.tasks < 1:
             raise UserError(f"tasks {self.tasks} must be at least 1")
         if self.num_examples < 0:

@@ -12,13 +12,20 @@ cache (`genesis.data.cache`), which is downloaded when a span of the file is fir
     read.py        spans, entries and documents of files    sample.py    a sample of documents
 """
 
-from genesis.data.sources.entry import DamagedFileError, Document, Entry
+from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry
 from genesis.data.sources.files import InputFile, Span, check_unchanged, find_files
-from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations, refuse_pairs
-from genesis.data.sources.read import is_cheap_to_reopen, plan_spans, read_documents, read_entries
+from genesis.data.sources.options import (
+    SourceOptions,
+    check_sources,
+    refuse_conversations,
+    refuse_pairs,
+    refuse_skipping,
+)
+from genesis.data.sources.read import is_cheap_to_reopen, plan_spans, read_documents, read_entries, read_rows
 from genesis.data.sources.sample import sample_texts
 
 __all__ = [
+    "BadRow",
     "DamagedFileError",
     "Document",
     "Entry",
@@ -32,7 +39,9 @@ __all__ = [
     "plan_spans",
     "read_documents",
     "read_entries",
+    "read_rows",
     "refuse_conversations",
     "refuse_pairs",
+    "refuse_skipping",
     "sample_texts",
 ]

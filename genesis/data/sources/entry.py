@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from genesis.chat.conversation import read_conversation
+from genesis.chat.conversation import leave_out_keys, read_conversation
 from genesis.chat.pair import is_pair, read_pair
 from genesis.chat.template import ConversationError
 from genesis.data.sources.options import SourceOptions
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One record of a span before it is parsed: its start, the start of the next record, and a function that parses it.
+    """One record of a span before it is parsed: start, start of the next record, and functions to parse and place it.
 
     `read(True)` raises `UserError` with the exact position of a bad record. `read(False)` may report a wrong line
     number, which saves a pass over the file to count lines. A record without text, such as a blank line, gives an
@@ -40,6 +40,19 @@ class Entry(NamedTuple):
     start: int
     end: int
     read: Callable[[bool], Document]
+    place: Callable[[], str]
+
+
+class BadRow(NamedTuple):
+    """An entry without a document: its position, as that of a document, where it is, and what is wrong with it.
+
+    `explain` and `place` may read the file up to the entry.
+    """
+
+    position: int
+    place: Callable[[], str]
+    explain: Callable[[], str]
+    utf8: bytes = b""
 
 
 def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[int], str]) -> Document:
@@ -70,10 +83,13 @@ def decode_conversation(
     """
     assert source.chat is not None, "a source of conversations"
     try:
+        found = record
+        if source.ignored_keys:
+            found = leave_out_keys(record, source.ignored_keys, source.turn_field)
         if source.chat == "pairs":
-            text = read_pair(record, source.turn_field).dump()
+            text = read_pair(found, source.turn_field).dump()
         else:
-            text = read_conversation(record, source.chat, source.turn_field).dump()
+            text = read_conversation(found, source.chat, source.turn_field).dump()
         return Document(text, text.encode(), position, record, place)
     except ConversationError as error:
         is_meant = source.chat == "auto" and is_pair(record)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from genesis.chat.conversation import Form
+from genesis.chat.options import OnBadRow
 from genesis.errors import UserError
 
 ChatForm = Form | Literal["auto", "pairs"]
@@ -28,8 +29,9 @@ class SourceOptions:
             may be compressed (.gz, .zst).
         suffixes: Suffixes of the files taken from directories, such as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if
             not given.
-        text_field: Field (jsonl) or column (parquet, arrow) that holds the text; of conversations in the forms messages
-            and sharegpt the turns, which are looked for in messages, conversations and conversation if it is not given.
+        text_field: Field (jsonl) or column (parquet, arrow) that holds the text, or the path to one in objects, such as
+            meta.text; of conversations in the forms messages and sharegpt the turns, which are looked for in messages,
+            conversations and conversation if it is not given.
         separator: The text between documents of a text file, such as "\\n" or "<|endoftext|>"; without it a file is one
             document.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
@@ -37,6 +39,10 @@ class SourceOptions:
         chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca,
             prompt_completion or prompt; auto goes by the names of the fields; pairs are two answers to one prompt, of
             which one is preferred, in the forms of OpenAI, TRL or ShareGPT. Not given for plain text.
+        on_bad_row: What to do with a record without a text, such as a null, or without a conversation: error, or skip
+            it and count it.
+        ignored_keys: Fields of records and keys of messages that have no effect, though they look like marks on what
+            is learned, such as [toxic, redacted].
     """
 
     name: str
@@ -48,6 +54,8 @@ class SourceOptions:
     weight: int = 1
     on_undecodable: Literal["error", "replace"] = "error"
     chat: ChatForm | None = None
+    on_bad_row: OnBadRow = "error"
+    ignored_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
@@ -64,6 +72,8 @@ class SourceOptions:
             raise UserError(
                 f"source {self.name} has conversations, which text files cannot hold; give jsonl, parquet or arrow"
             )
+        if self.ignored_keys and self.chat is None:
+            raise UserError(f"source {self.name} has ignored_keys, and only conversations have marks; leave it out")
 
     @property
     def has_pairs(self) -> bool:
@@ -96,6 +106,20 @@ def refuse_pairs(sources: Sequence[SourceOptions], purpose: str) -> None:
     for source in sources:
         if source.has_pairs:
             raise UserError(f"source {source.name} has pairs of answers (chat: pairs), {purpose}")
+
+
+def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
+    """Refuses sources that skip bad rows where rows are not counted.
+
+    Raises:
+        UserError: A source skips them.
+    """
+    for source in sources:
+        if source.on_bad_row == "skip":
+            raise UserError(
+                f"source {source.name} has on_bad_row: skip, and {command} does not count what it skips: leave it out, "
+                "and remove bad rows"
+            )
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:

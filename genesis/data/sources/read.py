@@ -1,9 +1,10 @@
 """Reads spans of all kinds of files: their entries, from any entry on, and their documents."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from genesis.data.sources.blocks import DAMAGE, can_cut
-from genesis.data.sources.entry import DamagedFileError, Document, Entry, one_line
+from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import InputFile, Span, check_unchanged, compression_of, explain_unreadable, kind_of
 from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
@@ -78,6 +79,32 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
         document = entry.read(True)
         if document.utf8:
             yield document
+
+
+def read_rows(source: SourceOptions, span: Span) -> Iterator[Document | BadRow]:
+    """Yields the documents of a span in order, without empty ones, and the entries that have none.
+
+    Raises:
+        UserError: The file has changed or is damaged.
+    """
+    position = 0
+    for entry in read_entries(source, span):
+        try:
+            document = entry.read(False)
+        except UserError:
+            yield BadRow(position, entry.place, partial(_explain, entry))
+            continue
+        position = document.position
+        if document.utf8:
+            yield document
+
+
+def _explain(entry: Entry) -> str:
+    try:
+        entry.read(True)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("the record was bad before")
 
 
 def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:

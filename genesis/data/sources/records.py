@@ -1,6 +1,5 @@
 """Reads the entries of text files, whole or cut at a separator, and of jsonl files."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -10,6 +9,7 @@ from genesis.data.sources.entry import Document, Entry, decode, decode_conversat
 from genesis.data.sources.files import Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
+from genesis.json_text import load_json
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -29,10 +29,11 @@ def record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[En
     if delimiter is None:
         if start == 0:
             data = b"".join(block for block, _ in read_blocks(span.file))
-            yield Entry(0, 1, partial(read, 0, data, span.num_bytes))
+            yield Entry(0, 1, partial(read, 0, data, span.num_bytes), lambda: span.file.path)
         return
     for offset, record, position in split_records(span, delimiter, start):
-        yield Entry(offset, offset + len(record) + len(delimiter), partial(read, offset, record, position))
+        place = partial(_line, span, offset)
+        yield Entry(offset, offset + len(record) + len(delimiter), partial(read, offset, record, position), place)
 
 
 def _read_record(
@@ -46,7 +47,7 @@ def _read_record(
     decoded = decode(source, line, position, _place_in_file(span, offset + len(record) - len(line)))
     shown = offset if is_located else 0
     try:
-        fields = json.loads(decoded.text)
+        fields = load_json(decoded.text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
     if source.chat is not None:
@@ -62,20 +63,29 @@ def _object_of(span: Span, offset: int, fields: object) -> dict[str, Any]:
 
 
 def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> str:
-    fields = _object_of(span, offset, fields)
-    if source.text_field not in fields:
-        names = ", ".join(list(fields)[:20]) or "none"
-        raise UserError(
-            f"{_line(span, offset)} has no field {source.text_field!r} (it has: {names}); "
-            f"set text_field of source {source.name}"
-        )
-    text = fields[source.text_field]
+    text = _field_of(source, span, offset, _object_of(span, offset, fields))
     if not isinstance(text, str):
         raise UserError(
             f"{_line(span, offset)}: field {source.text_field!r} is {type(text).__name__}, not text; "
             f"fix it or set text_field of source {source.name}"
         )
     return text
+
+
+def _field_of(source: SourceOptions, span: Span, offset: int, fields: dict[str, Any]) -> Any:
+    """Returns the value of `text_field`: a field of that name, or a path of names through objects."""
+    if source.text_field in fields:
+        return fields[source.text_field]
+    found: Any = fields
+    for name in source.text_field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            names = ", ".join(list(fields)[:20]) or "none"
+            raise UserError(
+                f"{_line(span, offset)} has no field {source.text_field!r} (it has: {names}); "
+                f"set text_field of source {source.name}"
+            )
+        found = found[name]
+    return found
 
 
 def _encode(source: SourceOptions, span: Span, offset: int, text: str, position: int) -> Document:

@@ -1,12 +1,19 @@
-"""Reads the entries of tables: parquet files, and Arrow streams through the same interface."""
+"""Reads the entries of tables: parquet files, and Arrow files through the same interface.
 
-from collections.abc import Callable, Iterator
+Text may lie in any layout that Arrow has for it: strings and bytes, with long or short offsets or as views, as a
+dictionary, run-end encoded, or in an extension type whose storage is one of these.
+"""
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from genesis.data.arrow_file import ArrowFile
@@ -20,13 +27,15 @@ TABLES: Final[dict[Kind, Callable[[str | Path], Any]]] = {"parquet": pq.ParquetF
 """The function that opens a table, by kind."""
 
 _ROWS_PER_BATCH: Final = 256
+_MAX_NAMES: Final = 40
+"""Columns that a message lists, at most."""
 
 
 def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -> Iterator[Span]:
     """Yields spans of whole row groups, of about `target_bytes`.
 
     Raises:
-        UserError: The file is damaged, or has no text in `text_field`.
+        UserError: The file is damaged, or has no text in `text_field`, or columns of one name.
     """
     kind = kind_of(file.path, source)
     try:
@@ -54,7 +63,8 @@ def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry
             row += num_skipped
             if num_skipped < group.num_rows:
                 for data in _read_values(source, table, index, num_skipped):
-                    yield Entry(row, row + 1, partial(_read_row, source, span, first + row, position, data))
+                    place = partial("{}, row {}".format, span.file.path, first + row)
+                    yield Entry(row, row + 1, partial(_read_row, source, position, data, place), place)
                     row += 1
             # Of a file that is one span, `num_bytes` is the compressed size.
             position = min(position + group.total_byte_size, span.num_bytes)
@@ -62,31 +72,47 @@ def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry
 
 def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int) -> Iterator[Any]:
     """Yields the texts of a row group, or its records with conversations, without the first `num_skipped`."""
-    columns = [source.text_field] if source.chat is None else list(table.schema_arrow.names)
+    path = _find_column(source.text_field, table.schema_arrow) if source.chat is None else None
+    columns = [path[0]] if path is not None else list(table.schema_arrow.names)
     for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
-        if source.chat is not None:
-            rest = batch.slice(min(num_skipped, len(batch)))
-            num_skipped -= len(batch) - len(rest)
-            yield from map(_without_nulls, rest.to_pylist())
-            continue
-        column = batch.column(0)
-        if pa.types.is_dictionary(column.type):
+        rest = batch.slice(min(num_skipped, len(batch)))
+        num_skipped -= len(batch) - len(rest)
+        if path is None:
+            yield from map(_plain, rest.to_pylist(maps_as_pydicts="strict"))
+        else:
+            yield from _bytes_of(rest.column(0), path[1:]).to_pylist()
+
+
+def _bytes_of(column: Any, path: Sequence[str]) -> Any:
+    """Returns the bytes of a column of text, in any layout, or of the text in its objects at a path."""
+    for name in path:
+        column = pc.struct_field(_stored(column), name)
+    return _stored(column).cast(pa.large_binary())
+
+
+def _stored(column: Any) -> Any:
+    """Returns the values of a column without the layouts around them."""
+    while True:
+        if isinstance(column.type, pa.BaseExtensionType):
+            column = column.storage
+        elif pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        rest = column.slice(min(num_skipped, len(column)))
-        num_skipped -= len(column) - len(rest)
-        yield from rest.cast(pa.large_binary()).to_pylist()
+        elif pa.types.is_run_end_encoded(column.type):
+            column = pc.run_end_decode(column)
+        else:
+            return column
 
 
-def _read_row(source: SourceOptions, span: Span, row: int, position: int, data: Any, is_located: bool) -> Document:
+def _read_row(source: SourceOptions, position: int, data: Any, place: Callable[[], str], is_located: bool) -> Document:
     """Returns the document of a row; `is_located` has no effect, because a row's number is always known."""
     if source.chat is not None:
-        return decode_conversation(source, data, position, partial("{}, row {}".format, span.file.path, row))
+        return decode_conversation(source, data, position, place)
     if data is None:
         raise UserError(
-            f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set another text_field for "
-            f"source {source.name}"
+            f"{place()} has no {source.text_field!r} (null); remove it or set another text_field for source "
+            f"{source.name}"
         )
-    return decode(source, data, position, lambda index: f"{span.file.path}, row {row}, offset {index} of its text")
+    return decode(source, data, position, lambda index: f"{place()}, offset {index} of its text")
 
 
 @contextmanager
@@ -98,25 +124,94 @@ def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]
         yield table, range(span.start, min(span.end, table.num_row_groups))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Returns a value of a table without its keys that are null: a column of objects has the keys of all of them."""
+def _plain(value: Any) -> Any:
+    """Returns a value of a table as JSON has it, without keys that are null: an object has the keys of its column."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, bytes):  # text of writers that do not mark it as such
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
 
 
 def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
-    if source.chat is not None:
-        return  # the form decides, by all columns
-    if source.text_field not in schema.names:
+    """Refuses a table whose names do not tell its columns apart, or without text in `text_field`."""
+    if source.chat is not None:  # the form decides, by all columns
+        _refuse_twins(path, schema, "")
+        return
+    found = _find_column(source.text_field, schema)
+    if found is None:
         raise UserError(
-            f"{path} has no column {source.text_field!r} (it has: {', '.join(schema.names)}); "
+            f"{path} has no column {source.text_field!r} (it has: {', '.join(_names_of(schema))}); "
             f"set text_field of source {source.name}"
         )
-    kind = schema.field(source.text_field).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(matches(kind) for matches in is_text):
+    if schema.names.count(found[0]) > 1:
         raise UserError(
-            f"{path}: column {source.text_field!r} is {kind}, not text; set text_field of source {source.name}"
+            f"{path} has {schema.names.count(found[0])} columns named {found[0]!r}; rename one, or set text_field of "
+            f"source {source.name}"
         )
+    kind = _stored_type(schema.field(found[0]).type)
+    for name in found[1:]:
+        kind = _stored_type(kind.field(name).type)
+    is_text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    if not any(getattr(pa.types, f"is_{name}")(kind) for name in is_text):
+        inner = _names_of(kind, f"{source.text_field}.") if pa.types.is_struct(kind) else ()
+        hint = f", as {source.text_field}.{kind.field(0).name} (it has: {', '.join(inner)})" if inner else ""
+        raise UserError(
+            f"{path}: column {source.text_field!r} is {kind}, not text; set text_field of source {source.name}{hint}"
+        )
+
+
+def _find_column(text_field: str, schema: pa.Schema) -> tuple[str, ...] | None:
+    """Returns the column with this name, or the path to a field in the objects of a column; None if there is none."""
+    if text_field in schema.names:
+        return (text_field,)
+    first, *rest = text_field.split(".")
+    if not rest or first not in schema.names:
+        return None
+    kind = _stored_type(schema.field(schema.names.index(first)).type)
+    for name in rest:
+        if not pa.types.is_struct(kind) or [field.name for field in kind].count(name) != 1:
+            return None
+        kind = _stored_type(kind.field(name).type)
+    return (first, *rest)
+
+
+def _names_of(fields: Any, prefix: str = "") -> list[str]:
+    """Returns the names of columns, and the paths to the fields of columns of objects."""
+    names = []
+    for field in fields:
+        kind = _stored_type(field.type)
+        inner = _names_of(kind, f"{prefix}{field.name}.") if pa.types.is_struct(kind) else []
+        names += [f"{prefix}{field.name}", *inner]
+    return names[:_MAX_NAMES]
+
+
+def _refuse_twins(path: str, fields: Any, prefix: str) -> None:
+    """Refuses two columns, or two fields of objects, with one name: a record cannot hold both."""
+    names = [field.name for field in fields]
+    for field in fields:
+        if names.count(field.name) > 1:
+            raise UserError(f"{path} has {names.count(field.name)} columns named {prefix + field.name!r}; rename one")
+        kind = _stored_type(field.type)
+        while hasattr(kind, "value_type"):
+            kind = _stored_type(kind.value_type)
+        if pa.types.is_struct(kind):
+            _refuse_twins(path, kind, f"{prefix}{field.name}.")
+
+
+def _stored_type(kind: Any) -> Any:
+    """Returns the type of the values of a column without the layouts around them."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        else:
+            return kind

@@ -139,6 +139,7 @@ class BlockReader:
         self._dtype = little_endian(token_dtype(tokenizer.vocab_size))
         self._padding_id = padding_id(tokenizer)
         self._keeps_open = not all(is_cheap_to_reopen(part.source, span) for span in part.spans)
+        self._skips = "skip" in (recipe.on_bad_document, part.source.on_bad_row)
         self._num_located = 0
         self._at: Cursor | None = None
         self._ahead: deque[_Item] = deque()
@@ -187,7 +188,7 @@ class BlockReader:
         return items, num_tokens
 
     def _may_skip(self, error: UserError) -> bool:
-        return self._recipe.on_bad_document == "skip" and not isinstance(error, _FatalError)
+        return self._skips and not isinstance(error, _FatalError)
 
     def _read_ahead(self) -> bool:
         if self._stream is None:
@@ -241,7 +242,7 @@ class BlockReader:
             for entry in read_entries(self._part.source, span, start.offset):
                 place = Cursor(start.epoch, start.span, entry.start)
                 end = Cursor(start.epoch, start.span, entry.end)
-                is_located = self._recipe.on_bad_document == "error" or self._num_located < _MAX_NOTES
+                is_located = not self._skips or self._num_located < _MAX_NOTES
                 try:
                     document = entry.read(is_located)
                 except UserError as error:

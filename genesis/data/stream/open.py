@@ -135,6 +135,7 @@ def _hash_files(source: SourceOptions, files: Sequence[InputFile]) -> str:
     names = ["/".join(path[depth:]) for path in paths]
     described = (
         *(source.format, source.text_field, source.separator, source.on_undecodable),
+        *(("skip",) if source.on_bad_row == "skip" else ()),
         *((name, file.num_bytes, file.identity) for name, file in zip(names, files, strict=True)),
     )
     return blake2b(repr(described).encode(), digest_size=16).hexdigest()

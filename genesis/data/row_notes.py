@@ -1,0 +1,147 @@
+"""What is lost of a source's rows on their way into a corpus: skipped rows, by reason, and keys without effect."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Self
+
+MAX_REFUSED: Final = 10
+"""Rows that an error names, at most."""
+_MAX_PLACES: Final = 3
+"""Rows that are named for each reason of skipped ones; finding the line of one takes a pass over its file."""
+_MAX_REASONS: Final = 10
+_VARYING: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"|\d+")
+"""The parts of a reason that differ between rows with the same fault: values and numbers."""
+
+
+class SkippedRows(NamedTuple):
+    """Rows that were skipped for one reason, in the words of the first; `places` has the first rows' places."""
+
+    reason: str
+    num_rows: int
+    places: tuple[str, ...]
+
+
+class RefusedRow(NamedTuple):
+    """A row that stops a command; `may_skip` says whether an option skips rows like it."""
+
+    place: str
+    reason: str
+    may_skip: bool
+
+
+@dataclass(frozen=True)
+class RowNotes:
+    """Notes of some rows; those of parts of a source are added, in the order of the parts.
+
+    Args:
+        skipped: Bad rows, by reason.
+        unused_fields: How many records had a field that is not read, by its name.
+        unused_keys: How many messages had a key that the template does not use, by its name.
+    """
+
+    skipped: tuple[SkippedRows, ...] = ()
+    unused_fields: Mapping[str, int] = field(default_factory=dict)
+    unused_keys: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Self:
+        """Returns the notes whose fields were written as JSON."""
+        skipped = tuple(SkippedRows(reason, count, tuple(places)) for reason, count, places in raw.get("skipped", ()))
+        return cls(skipped, raw.get("unused_fields", {}), raw.get("unused_keys", {}))
+
+    def __add__(self, other: "RowNotes") -> "RowNotes":
+        reasons = {_key(rows.reason): rows for rows in self.skipped}
+        for rows in other.skipped:
+            before = reasons.get(_key(rows.reason), SkippedRows(rows.reason, 0, ()))
+            places = (*before.places, *rows.places)[:_MAX_PLACES]
+            reasons[_key(rows.reason)] = SkippedRows(before.reason, before.num_rows + rows.num_rows, places)
+        return RowNotes(
+            tuple(reasons.values()),
+            Counter(self.unused_fields) + Counter(other.unused_fields),
+            Counter(self.unused_keys) + Counter(other.unused_keys),
+        )
+
+    def describe(self, source: str) -> list[str]:
+        """Returns the lines to print about a source; an empty list if nothing was lost."""
+        by_count = sorted(self.skipped, key=lambda rows: -rows.num_rows)
+        lines = [f"source {source}: skipped {_describe_skipped(rows)}" for rows in by_count[:_MAX_REASONS]]
+        if by_count[_MAX_REASONS:]:
+            rest = sum(rows.num_rows for rows in by_count[_MAX_REASONS:])
+            lines.append(f"source {source}: skipped {rest:,} for {len(by_count) - _MAX_REASONS} other reasons")
+        parts = [
+            f"{what} {', '.join(f'{name} ({count:,})' for name, count in sorted(counts.items()))}"
+            for what, counts in (("fields of records", self.unused_fields), ("keys of messages", self.unused_keys))
+            if counts
+        ]
+        if parts:
+            lines.append(f"source {source}: left out, because nothing uses them: {'; '.join(parts)}")
+        return lines
+
+
+class SkippedCounter:
+    """Collects bad rows that are skipped."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int, list[str]]] = {}
+
+    def add(self, reason: str, place: Callable[[], str]) -> None:
+        """Counts a row; its place is looked up if it is among the first of its reason."""
+        first, count, places = self._found.get(_key(reason), (reason, 0, []))
+        if len(places) < _MAX_PLACES and len(self._found) <= _MAX_REASONS:
+            places = [*places, place()]
+        self._found[_key(reason)] = first, count + 1, places
+
+    @property
+    def rows(self) -> tuple[SkippedRows, ...]:
+        """Returns the rows by reason."""
+        return tuple(SkippedRows(reason, count, tuple(places)) for reason, count, places in self._found.values())
+
+
+def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str:
+    """Returns the message about rows that stop a command: one line for a single row, else a line for each.
+
+    Args:
+        source: The source's name.
+        rows: The rows; those beyond MAX_REFUSED are not listed.
+        remedy: The option that skips such rows.
+    """
+    hint = f"; or {remedy}" if any(row.may_skip for row in rows) else ""
+    if len(rows) == 1:
+        return f"{_sentence(rows[0].place, rows[0].reason)}{hint}"
+    count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))
+    listed = "".join(f"\n  {_sentence(row.place, row.reason)}" for row in rows[:MAX_REFUSED])
+    return f"source {source} has {count} bad rows; correct them{hint}:{listed}"
+
+
+def strip_place(message: str, place: str) -> str:
+    """Returns a message about a row without the row's place; one that names a place within the row stays whole."""
+    rest = message.removeprefix(place)
+    return rest.removeprefix(":").strip() if rest.startswith((": ", " ")) else message
+
+
+def count_all(names: Iterable[Iterable[str]]) -> Counter[str]:
+    """Returns how often each name occurs."""
+    return Counter(name for some in names for name in some)
+
+
+def _describe_skipped(rows: SkippedRows) -> str:
+    if not rows.places:
+        return f"{rows.num_rows:,}: {rows.reason}"
+    first, *others = rows.places
+    file = first.rpartition(", ")[0]
+    shown = [place.removeprefix(f"{file}, ") for place in others]
+    more = f" (also {', '.join(shown)}{', ...' if rows.num_rows > len(rows.places) else ''})" if shown else ""
+    return f"{rows.num_rows:,}: {_sentence(first, rows.reason)}{more}"
+
+
+def _sentence(place: str, reason: str) -> str:
+    """Returns a place and a reason as a sentence: a reason that goes on after the place begins with its verb."""
+    if reason.startswith(place.rpartition(", ")[0] or place):
+        return reason  # with a place of its own
+    return f"{place} {reason}" if reason.startswith(("is ", "has ")) else f"{place}: {reason}"
+
+
+def _key(reason: str) -> str:
+    return _VARYING.sub("...", reason)
