@@ -1,7 +1,6 @@
 """`genesis demo`."""
 
 import argparse
-from pathlib import Path
 
 from genesis.arguments import Parser
 from genesis.demo.finetune import run_finetune_demo
@@ -27,7 +26,6 @@ def main(argv: list[str]) -> int:
         metavar="{pretrain,finetune}",
         help="train a small model from scratch, or fine-tune an open one (default %(default)s)",
     )
-    parser.add_argument("--configs", type=Path, default=Path("configs"), help="the repository's folder of configs")
     parser.add_argument(
         "--steps",
         type=int,
@@ -41,5 +39,5 @@ def main(argv: list[str]) -> int:
     if arguments.kind == "finetune":
         if arguments.steps is not None:
             raise UserError("--steps shortens the demo of pretraining: leave it out beside finetune")
-        return run_finetune_demo(arguments.configs)
-    return run_demo(arguments.configs, arguments.steps)
+        return run_finetune_demo()
+    return run_demo(arguments.steps)

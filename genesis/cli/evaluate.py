@@ -3,7 +3,7 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
-from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Progress, Question, TaskQuestion
+from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Progress, Question
 from genesis.evaluate.results import (
     METRICS_NAME,
     Result,
@@ -32,7 +32,6 @@ from genesis.evaluate.results import (
 )
 from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
-from genesis.evaluate.tasks import load_tasks
 from genesis.evaluate.watch import watch
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
@@ -51,8 +50,17 @@ not need or disturb a trainer. Results are written to RUN/evaluations, and exist
 Example: genesis evaluate runs/demo/run --tasks hellaswag,./my_tasks/animals --limit 100 --checkpoints all"""
 
 
-def main(argv: list[str]) -> int:
-    """Runs `genesis evaluate` and returns its exit status."""
+AskTask = Callable[[str, Namespace, ChatQuestion | None], Question]
+"""Returns the question for a task's name or folder, with the arguments of the command."""
+
+
+def main(argv: list[str], ask_task: AskTask | None = None) -> int:
+    """Runs `genesis evaluate` and returns its exit status.
+
+    Args:
+        argv: The arguments after the command.
+        ask_task: For --tasks, which needs lm-eval (`evaluate_tasks.py`).
+    """
     arguments = _build_parser().parse_args(argv)
     _check(arguments)
     reference = read_reference(arguments.checkpoint)
@@ -68,7 +76,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--watch needs a run, but {arguments.checkpoint} is one checkpoint; give the run")
     checkpoints = [] if arguments.watch else _choose(reference, arguments.checkpoints)
     out = _place(reference, arguments.out)
-    questions = _list_questions(arguments, reference)
+    questions = _list_questions(arguments, reference, ask_task)
     if arguments.watch:
         print(f"watching {reference.path}; Ctrl-C stops", file=sys.stderr, flush=True)
         return _status(*watch(reference.path, questions, settings, out, _show, until_step=arguments.until_step))
@@ -120,7 +128,7 @@ def _report(out: Path, results: Sequence[Result], hashes: Mapping[str, str], *, 
     print(f"{out}: results by checkpoint, {METRICS_NAME}, {PLOT_NAME}")
 
 
-def _list_questions(arguments: Namespace, reference: Reference) -> list[Question]:
+def _list_questions(arguments: Namespace, reference: Reference, ask_task: AskTask | None) -> list[Question]:
     specs = [spec for spec in (arguments.tasks or "").split(",") if spec]
     held_out = arguments.heldout or (None if specs else CORPUS)
     questions: list[Question] = []
@@ -128,8 +136,8 @@ def _list_questions(arguments: Namespace, reference: Reference) -> list[Question
     if held_out is not None:
         questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out), reference.run.path))
     for spec in specs:
-        tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)
-        questions.append(TaskQuestion(tasks, arguments.limit, chat))
+        assert ask_task is not None, "the table of commands takes the form for tasks where --tasks is given"
+        questions.append(ask_task(spec, arguments, chat))
     names = [question.name for question in questions]
     for name in names:
         if names.count(name) > 1:
@@ -190,10 +198,15 @@ def _show(what: str) -> Iterator[Progress]:
 
 
 def _build_parser() -> Parser:
-    parser = Parser(prog="genesis evaluate", description=_DESCRIPTION)
+    # Without abbreviations: the table of commands looks for --tasks in full.
+    parser = Parser(prog="genesis evaluate", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", type=Path, help="a run, RUN/best, RUN/STEP, or a checkpoint's directory")
-    add("--tasks", help="tasks of lm-eval by name, or folders (with a slash) that contain task.yaml or a task's rows")
+    add(
+        "--tasks",
+        help="tasks of lm-eval by name, or folders (with a slash) that contain task.yaml or a task's rows; needs "
+        "genesis-lm[evaluate]",
+    )
     add(
         "--heldout",
         nargs="?",

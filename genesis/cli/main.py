@@ -10,9 +10,10 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from genesis import __version__
-from genesis.cli.table import COMMANDS, Command
+from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent
+from genesis.recipes import resolve_recipes
 
 MISUSE = 2
 _RANKS = ("fit", "validate")
@@ -25,12 +26,18 @@ _REPEAT_SECONDS = 0.02
 
 def help_text(group: str | None = None) -> str:
     """Returns the help page of all commands, or of one group (`data`)."""
-    commands = [command for command in COMMANDS if group is None or command.name.split()[0] == group]
-    width = max(len(command.name) for command in commands)
-    lines = [f"usage: genesis {group or ''}{' ' if group else ''}COMMAND [options]", ""]
+    sections = {
+        title: [command for command in commands if group is None or command.name.split()[0] == group]
+        for title, commands in SECTIONS.items()
+    }
+    width = max(len(command.name) for commands in sections.values() for command in commands)
+    lines = [f"usage: genesis {group or ''}{' ' if group else ''}COMMAND [options]"]
     if group is None:
-        lines += ["Trains language models from raw text, with checkpoints that never lie.", ""]
-    lines += [f"  {command.name:<{width}}  {command.summary}" for command in commands]
+        lines += ["", "Trains language models from raw text, with checkpoints that never lie."]
+    for title, commands in sections.items():
+        if commands:
+            lines += ["", f"{title}:"] if group is None else [""]
+            lines += [f"  {command.name:<{width}}  {command.summary}" for command in commands]
     lines += [
         "",
         "`genesis COMMAND --help` lists the options of a command; `genesis --version` prints the version.",
@@ -65,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = _find_page(arguments)
     if page is not None:
         print(page)
-        return 0 if set(arguments) & {"-h", "--help", "--version"} else MISUSE
+        return 0 if set(arguments) & {*HELP, "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
+        rest = _resolve_recipes(arguments)[-len(rest) :] if rest else []
         if command.name in _RANKS:
             end_with_parent()
             _silence_c10d()
@@ -91,6 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns the interrupt into exit status 1
             return _INTERRUPTED
         raise
+
+
+def _resolve_recipes(arguments: list[str]) -> list[str]:
+    """Returns the arguments with files in the place of the names of recipes.
+
+    Raises:
+        UserError: --config names neither a file nor a recipe, and no help is asked for.
+    """
+    resolved = arguments if HELP & set(arguments) else resolve_recipes(arguments)
+    if sys.argv[1:] == arguments:
+        sys.argv[1:] = resolved  # Lightning reads them, and repeats them when it starts further ranks
+    return resolved
 
 
 def _silence_c10d() -> None:
@@ -151,11 +171,11 @@ def _find_page(arguments: list[str]) -> str | None:
     """Returns the help or version page that the arguments request, also for a missing command; None for a command."""
     names = {command.name for command in COMMANDS}
     groups = {name.split()[0] for name in names if " " in name} - names  # `mirror` is a command with one of two words
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         return help_text()
     if arguments[0] == "--version":
         return f"genesis {__version__}"
-    if arguments[0] in groups and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+    if arguments[0] in groups and (len(arguments) == 1 or arguments[1] in HELP):
         return help_text(arguments[0])
     return None
 

@@ -7,9 +7,13 @@ imported only when the command is called. This is the only place in the project 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
+from genesis.cli.command_record import read_record
 from genesis.errors import UserError
+
+HELP: Final = frozenset({"-h", "--help"})
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,18 @@ class Command:
         except ImportError as error:
             if self.extra is None:
                 raise
+            if given & HELP:
+                return self._print_recorded_help
             raise UserError(
                 f"`genesis {self.name}` needs {error.name}; pip install 'genesis-lm[{self.extra}]'"
             ) from error
         return main
+
+    def _print_recorded_help(self, arguments: list[str]) -> int:
+        """Prints the help of a command whose optional packages are missing."""
+        print(read_record().help[self.name])
+        print(f"`genesis {self.name}` needs optional packages: pip install 'genesis-lm[{self.extra}]'")
+        return 0
 
 
 def _find(target: str) -> Callable[..., Any]:
@@ -75,102 +87,148 @@ def _find(target: str) -> Callable[..., Any]:
     return function
 
 
-COMMANDS = (
-    Command("tokenizer train", "train a tokenizer on text", "genesis.cli.tokenizer:train_main"),
-    Command(
-        "tokenizer inspect",
-        "report bytes per token, round trip and unused pieces",
-        "genesis.cli.tokenizer:inspect_main",
-    ),
-    Command("data clean", "filter and deduplicate raw text, with a report", "genesis.cli.clean:clean_main", "clean"),
-    Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
-    Command("data adopt", "use token files of other tools as a corpus, without a copy", "genesis.cli.adopt:main"),
-    Command("data plan", "pack the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
-    Command("data distill", "store a teacher's probabilities for a corpus", "genesis.cli.distill:main"),
-    Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
-    Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
-    Command("model describe", "print parameters by part, FLOPs and memory", "genesis.cli.model:describe_main"),
-    Command("upcycle", "make a mixture of experts from a dense checkpoint", "genesis.cli.upcycle:main"),
-    Command("model add-tokens", "add special tokens to a model and its tokenizer", "genesis.cli.add_tokens:main"),
-    Command(
-        *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),
-        check="genesis.cli.option_names:check_fit",
-    ),
-    Command(
-        *("validate", "compute the loss of a checkpoint on the validation set", "genesis.cli.fit:validate_main"),
-        check="genesis.cli.option_names:check_validate",
-    ),
-    Command("generate", "generate text from prompts with a checkpoint", "genesis.cli.generate:main"),
-    Command("serve", "serve checkpoints: a web page and an OpenAI-compatible API", "genesis.cli.serve:main"),
-    Command(
-        *("evaluate", "run benchmarks and held-out text on checkpoints", "genesis.cli.evaluate:main", "evaluate"),
-        prepare="genesis.evaluate.environment:make_quiet",
-    ),
-    Command("export", "export a checkpoint for transformers, with a proof", "genesis.cli.export:main", "export"),
-    Command("import", "import a model from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
-    Command("release", "prepare an export for the Hugging Face Hub", "genesis.cli.release:main", "release"),
-    Command(
-        "checkpoint list", "list a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint.list:main"
-    ),
-    Command("checkpoint show", "show the content of a checkpoint", "genesis.cli.checkpoint.show:main"),
-    Command(
-        "checkpoint verify", "check sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint.verify:main"
-    ),
-    Command("checkpoint diff", "compare settings and tensors of two checkpoints", "genesis.cli.checkpoint.diff:main"),
-    Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint.prune:main"),
-    Command(
-        "checkpoint to-lightning",
-        "write one .ckpt file for stock Lightning",
-        "genesis.cli.checkpoint.to_lightning:main",
-    ),
-    Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
-    Command("runs", "list the runs under a directory: steps, tokens, loss, state, size", "genesis.cli.runs:main"),
-    Command("report", "write a page about runs: curves, speed, checkpoints, crashes", "genesis.cli.report:main"),
-    Command("mirror", "copy checkpoints to a second place while a run trains", "genesis.cli.mirror:main"),
-    Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
-    Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),
-    Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
-    Command(
-        *("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
-        prepare="genesis.doctor.environment:make_quiet",
-        target_of={"--device": "genesis.cli.doctor:main", "--config": "genesis.cli.doctor_recipe:main"},
-    ),
-    Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
-    Command(
-        "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"
-    ),
-    Command("crashes", "list the crashes of a run: class, rank, step, action, cost", "genesis.cli.crashes:main"),
-    Command("bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"),
-    Command(
-        "bench data", "measure tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"
-    ),
-    Command("bench step", "compare the training step with bare loops and other trainers", "genesis.bench.step:main"),
-    Command(
-        "bench experts", "compare a mixture of experts with a dense model and Mixtral", "genesis.bench.experts:main"
-    ),
-    Command(
-        *(
-            "bench evaluate",
-            "compare evaluation with lm-eval's hf backend",
-            "genesis.bench.evaluate:main",
-            "evaluate,peers",
+SECTIONS: Final = {
+    "Start here": (
+        Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
+        Command("recipes", "list the recipes that come with Genesis", "genesis.cli.recipes:main"),
+        Command("recipes copy", "copy recipes into configs/, to change them", "genesis.cli.recipes:copy_main"),
+        Command(
+            *("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
+            prepare="genesis.doctor.environment:make_quiet",
+            target_of={"--device": "genesis.cli.doctor:main", "--config": "genesis.cli.doctor_recipe:main"},
         ),
-        prepare="genesis.evaluate.environment:make_quiet",
+        Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
     ),
-    Command(
-        "bench finetune",
-        "compare fine-tuning with TRL: speed, memory, losses",
-        "genesis.bench.finetune:main",
-        "peers",
+    "Text and tokens": (
+        Command("tokenizer train", "train a tokenizer on text", "genesis.cli.tokenizer:train_main"),
+        Command(
+            "tokenizer inspect",
+            "report bytes per token, round trip and unused pieces",
+            "genesis.cli.tokenizer:inspect_main",
+        ),
+        Command(
+            "data clean", "filter and deduplicate raw text, with a report", "genesis.cli.clean:clean_main", "clean"
+        ),
+        Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
+        Command("data adopt", "use token files of other tools as a corpus, without a copy", "genesis.cli.adopt:main"),
+        Command("data plan", "pack the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
+        Command("data distill", "store a teacher's probabilities for a corpus", "genesis.cli.distill:main"),
+        Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
+        Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
     ),
-    Command(
-        "bench checkpoint", "measure training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"
+    "Models": (
+        Command("import", "import a model from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
+        Command("model describe", "print parameters by part, FLOPs and memory", "genesis.cli.model:describe_main"),
+        Command("model add-tokens", "add special tokens to a model and its tokenizer", "genesis.cli.add_tokens:main"),
+        Command("upcycle", "make a mixture of experts from a dense checkpoint", "genesis.cli.upcycle:main"),
     ),
-    Command("bench recovery", "measure the time from a killed rank to the next step", "genesis.bench.recovery:main"),
-    Command("bench session", "measure all that a borrowed GPU should answer, in minutes", "genesis.bench.session:main"),
-    Command(
-        "bench telemetry", "measure what each telemetry callback costs a training step", "genesis.bench.telemetry:main"
+    "Training": (
+        Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),
+        Command(
+            "rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"
+        ),
+        Command(
+            *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),
+            check="genesis.cli.option_names:check_fit",
+        ),
+        Command(
+            *("validate", "compute the loss of a checkpoint on the validation set", "genesis.cli.fit:validate_main"),
+            check="genesis.cli.option_names:check_validate",
+        ),
+        Command(
+            "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"
+        ),
     ),
-    Command("bench versions", "compare this version's speed with another checkout's", "genesis.bench.versions:main"),
-    Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
-)
+    "Runs": (
+        Command("runs", "list the runs under a directory: steps, tokens, loss, state, size", "genesis.cli.runs:main"),
+        Command("report", "write a page about runs: curves, speed, checkpoints, crashes", "genesis.cli.report:main"),
+        Command("crashes", "list the crashes of a run: class, rank, step, action, cost", "genesis.cli.crashes:main"),
+        Command("mirror", "copy checkpoints to a second place while a run trains", "genesis.cli.mirror:main"),
+        Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
+    ),
+    "Checkpoints": (
+        Command(
+            "checkpoint list",
+            "list a run's checkpoints: step, tokens, age, verified",
+            "genesis.cli.checkpoint.list:main",
+        ),
+        Command("checkpoint show", "show the content of a checkpoint", "genesis.cli.checkpoint.show:main"),
+        Command(
+            "checkpoint verify", "check sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint.verify:main"
+        ),
+        Command(
+            "checkpoint diff", "compare settings and tensors of two checkpoints", "genesis.cli.checkpoint.diff:main"
+        ),
+        Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint.prune:main"),
+        Command(
+            "checkpoint to-lightning",
+            "write one .ckpt file for stock Lightning",
+            "genesis.cli.checkpoint.to_lightning:main",
+        ),
+        Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
+    ),
+    "Using a model": (
+        Command("generate", "generate text from prompts with a checkpoint", "genesis.cli.generate:main"),
+        Command("serve", "serve checkpoints: a web page and an OpenAI-compatible API", "genesis.cli.serve:main"),
+        Command(
+            *("evaluate", "run benchmarks and held-out text on checkpoints", "genesis.cli.evaluate:main", "evaluate"),
+            prepare="genesis.evaluate.environment:make_quiet",
+            target_of={"--tasks": "genesis.cli.evaluate_tasks:main"},
+        ),
+        Command("export", "export a checkpoint for transformers, with a proof", "genesis.cli.export:main", "export"),
+        Command("release", "prepare an export for the Hugging Face Hub", "genesis.cli.release:main", "release"),
+    ),
+    "Benchmarks": (
+        Command(
+            "bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"
+        ),
+        Command(
+            "bench data",
+            "measure tokens per second of the data alone, prepared and streamed",
+            "genesis.bench.data:main",
+        ),
+        Command(
+            "bench step", "compare the training step with bare loops and other trainers", "genesis.bench.step:main"
+        ),
+        Command(
+            "bench experts", "compare a mixture of experts with a dense model and Mixtral", "genesis.bench.experts:main"
+        ),
+        Command(
+            *(
+                "bench evaluate",
+                "compare evaluation with lm-eval's hf backend",
+                "genesis.bench.evaluate:main",
+                "evaluate,peers",
+            ),
+            prepare="genesis.evaluate.environment:make_quiet",
+        ),
+        Command(
+            "bench finetune",
+            "compare fine-tuning with TRL: speed, memory, losses",
+            "genesis.bench.finetune:main",
+            "peers",
+        ),
+        Command(
+            "bench checkpoint",
+            "measure training steps around a save, ours and torch's",
+            "genesis.bench.checkpoint:main",
+        ),
+        Command(
+            "bench recovery", "measure the time from a killed rank to the next step", "genesis.bench.recovery:main"
+        ),
+        Command(
+            "bench session", "measure all that a borrowed GPU should answer, in minutes", "genesis.bench.session:main"
+        ),
+        Command(
+            "bench telemetry",
+            "measure what each telemetry callback costs a training step",
+            "genesis.bench.telemetry:main",
+        ),
+        Command(
+            "bench versions", "compare this version's speed with another checkout's", "genesis.bench.versions:main"
+        ),
+    ),
+}
+"""All commands, in the sections and the order of `genesis --help`."""
+
+COMMANDS: Final = tuple(chain.from_iterable(SECTIONS.values()))

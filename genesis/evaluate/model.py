@@ -14,6 +14,7 @@ from genesis.chat.render import ChatRenderer
 from genesis.errors import UserError
 from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens
 from genesis.evaluate.plan import Request
+from genesis.evaluate.questions import UnanswerableError
 from genesis.evaluate.score import Score, Scorer
 from genesis.generate.layout import transpose_linears
 from genesis.generate.sample import SamplingOptions
@@ -26,10 +27,6 @@ SEED: Final = 1234
 """The default of lm-eval for sampled text."""
 _CACHED_TEXTS: Final = 65_536
 _QUOTED_CHARS: Final = 60
-
-
-class UnanswerableError(UserError):
-    """This model cannot process a row of a task; other tasks may still work."""
 
 
 class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types

@@ -1,42 +1,27 @@
-"""Questions about a checkpoint: tasks of lm-eval, and held-out text."""
+"""Questions about a checkpoint: what each one is, and held-out text. `task_question.py` has the tasks of lm-eval."""
 
-import io
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-
-import jinja2
-import numpy as np
-import torch
-from lm_eval.evaluator import evaluate
 
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.paths import find_path, read_path
 from genesis.errors import UserError
-from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
-from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.results import Measure
 from genesis.evaluate.score import default_batch_tokens
-from genesis.evaluate.tasks import LoadedTasks
 from genesis.generate.load import Loaded
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest
 
 Progress = Callable[[int], None]
-_RANDOM_SEED: Final = 0
-_OTHER_SEED: Final = 1234
-"""The seeds of lm-eval's own command, so that few-shot examples are the same."""
-_BOOTSTRAP_ITERATIONS: Final = 1000
-_NOT_METRICS: Final = ("name", "alias", "sample_len", "sample_count")
-_ITEM_FIELDS: Final = ("doc_id", "doc", "target", "resps", "filtered_resps", "filter")
+_PACKAGES: Final = ("genesis-lm", "lm-eval", "torch")
 
 
 class Answer(NamedTuple):
@@ -44,6 +29,10 @@ class Answer(NamedTuple):
 
     measures: list[Measure]
     items: list[dict[str, Any]]
+
+
+class UnanswerableError(UserError):
+    """This model cannot process a row of a task; other tasks may still work."""
 
 
 class Question(ABC):
@@ -94,90 +83,6 @@ class ChatQuestion:
     def describe(self, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
         """Returns everything that determines the contexts, in plain types."""
         return {"template": self.open(tokenizer, learned).hash, "system": self.system, "multiturn": self.is_multiturn}
-
-
-@dataclass(frozen=True)
-class TaskQuestion(Question):
-    """A task, or several under one name.
-
-    Args:
-        tasks: The tasks from `load_tasks`.
-        limit: Number of questions per task; None for all.
-        chat: How contexts become conversations; None without a chat template.
-    """
-
-    tasks: LoadedTasks
-    limit: int | None
-    chat: ChatQuestion | None = None
-
-    @property
-    def name(self) -> str:
-        """Returns the task's name, with the number of shots and the limit, if any."""
-        shots = {task.get_config("num_fewshot") for task in self.tasks.tasks["tasks"].values()}
-        return f"{self.tasks.name}{_describe_shots(shots)}{self._variant}"
-
-    @property
-    def _variant(self) -> str:
-        chat = "" if self.chat is None else "-chat"
-        return chat if self.limit is None else f"{chat}-limit{self.limit}"
-
-    def describe(self, manifest: Manifest, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
-        """Returns names, versions, shots, limit, and the hash of the user's own data."""
-        tasks = self.tasks.tasks["tasks"]
-        return {
-            "kind": "task",
-            "task": self.tasks.name,
-            "versions": {name: str(task.VERSION) for name, task in tasks.items()},
-            "num_fewshot": {name: task.get_config("num_fewshot") for name, task in tasks.items()},
-            "limit": self.limit,
-            "data_hash": self.tasks.data_hash,
-            "lm_eval": version("lm-eval"),
-            **({} if self.chat is None else {"chat": self.chat.describe(tokenizer, learned)}),
-        }
-
-    def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
-        """Runs lm-eval on our model."""
-        random.seed(_RANDOM_SEED)
-        np.random.seed(_OTHER_SEED)
-        torch.manual_seed(_OTHER_SEED)
-        for task in self.tasks.tasks["tasks"].values():
-            task.set_fewshot_seed(seed=_OTHER_SEED)
-        chat = None if self.chat is None else self.chat.open(loaded.text_tokenizer, loaded.learned)
-        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress, chat, loaded.stop_ids)
-        try:
-            with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # lm-eval prints its bootstrap progress
-                found = evaluate(
-                    lm,
-                    self.tasks.tasks,
-                    limit=self.limit,
-                    bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-                    system_instruction=None if self.chat is None else self.chat.system,
-                    apply_chat_template=chat is not None,
-                    fewshot_as_multiturn=self.chat is not None and self.chat.is_multiturn,
-                )
-        except UserError:
-            raise
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"task {self.tasks.name} failed on its rows or settings: {reason}; check both") from error
-        return Answer(list(self._read_measures(found)), list(_read_items(found)))
-
-    def _read_measures(self, found: dict[str, Any]) -> Iterator[Measure]:
-        for task, values in found["results"].items():
-            subject = f"{task}{_describe_shots({found['n-shot'].get(task)})}{self._variant}"
-            for key, value in values.items():
-                metric, _, filter_name = key.partition(",")
-                if key in _NOT_METRICS or metric.endswith("_stderr") or not isinstance(value, int | float):
-                    continue
-                stderr = values.get(f"{metric}_stderr,{filter_name}")
-                yield Measure(
-                    subject,
-                    metric if filter_name in ("", "none") else key,
-                    float(value),
-                    stderr if isinstance(stderr, float) else None,
-                    found["higher_is_better"].get(task, {}).get(metric),
-                    int(values.get("sample_len") or 0),
-                )
 
 
 class HeldOutQuestion(Question):
@@ -238,16 +143,9 @@ class HeldOutQuestion(Question):
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect an answer."""
-    return {name: version(name) for name in ("genesis-lm", "lm-eval", "torch")}
-
-
-def _describe_shots(shots: set[int | None]) -> str:
-    return "".join(f"-{number}shot" for number in sorted(number for number in shots if number))
-
-
-def _read_items(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for task, samples in found["samples"].items():
-        for sample in samples:
-            fields = (*_ITEM_FIELDS, *sample["metrics"])
-            yield {"task": task, **{field: sample[field] for field in fields if field in sample}}
+    """Returns the versions of the packages that affect an answer, as far as they are installed."""
+    versions = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

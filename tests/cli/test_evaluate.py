@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from genesis.cli.table import COMMANDS, Command
 from genesis.evaluate import watch as watching
-from genesis.evaluate.questions import TaskQuestion
+from genesis.evaluate.task_question import TaskQuestion
 from tests.cli.conftest import Genesis
 from tests.cli.test_configs import CONFIGS
 from tests.commands import PIPE, ForkedCommand, start_genesis

@@ -1,7 +1,9 @@
 """The table of commands: one page, quick, and every command helps."""
 
 import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import pytest
 from genesis import __version__
 from genesis.cli import main as main_module
 from genesis.cli import table
+from genesis.cli.command_record import COLUMNS, RECORD, Record, find_options, read_record
 from genesis.cli.main import main
 from genesis.cli.table import COMMANDS, Command
 from genesis.errors import RunEndedError, UserError
@@ -35,7 +38,8 @@ OPTIONS = {
     "evaluate": ("checkpoint", "--tasks", "--heldout", "--limit", "--checkpoints", "--watch", "--until_step"),
     "serve": ("model", "--adapter", "--host", "--port", "--token", "--public", "--max_concurrent", "--max_models"),
     "release": ("export", "--repo", "--license", "--space", "--dry-run", "--upload"),
-    "demo": ("--configs",),
+    "demo": ("--steps",),
+    "recipes copy": ("NAME",),
     "bench tokenize": ("--out",),
     "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
@@ -101,7 +105,10 @@ def test_commands_that_need_no_tensors_never_import_torch() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name.replace(" ", "-"))
-def test_every_command_helps(command: Command, genesis: Genesis) -> None:
+def test_every_command_helps_and_its_golden_record_agrees(
+    command: Command, genesis: Genesis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
     outcome = genesis(*command.name.split(), "--help")
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out.startswith("usage: genesis")
@@ -109,6 +116,32 @@ def test_every_command_helps(command: Command, genesis: Genesis) -> None:
     assert len(outcome.out.splitlines()) > 6
     for option in OPTIONS.get(command.name, ()):
         assert option in outcome.out
+    recorded = write_record(command, outcome.out) if os.environ.get("GENESIS_UPDATE_GOLDEN") == "1" else read_record()
+    assert recorded.options[command.name] == find_options(outcome.out), "options have changed; `make golden`"
+    assert recorded.help.get(command.name) == (outcome.out.rstrip() if command.extra else None)
+
+
+def write_record(command: Command, text: str) -> Record:
+    """Writes what the record has for one command; other workers may write at the same time."""
+    with RECORD.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        record = Record(**json.load(file))
+        names = {each.name for each in COMMANDS}
+        options = {name: value for name, value in record.options.items() if name in names}
+        helps = {name: value for name, value in record.help.items() if name in names}
+        options[command.name] = find_options(text)
+        if command.extra:
+            helps[command.name] = text.rstrip()
+        fresh = Record(dict(sorted(options.items())), dict(sorted(helps.items())))
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(fresh._asdict(), indent=1) + "\n")
+    return fresh
+
+
+def test_the_record_has_no_command_that_does_not_exist() -> None:
+    assert set(read_record().options) == {command.name for command in COMMANDS}
+    assert set(read_record().help) == {command.name for command in COMMANDS if command.extra}
 
 
 def test_what_packages_read_at_their_import_is_set_before_a_command_is_imported(
@@ -233,6 +266,30 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Gene
     outcome = genesis("export")
     assert outcome.status == 2
     assert "pip install 'genesis-lm[hub]'" in outcome.err
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.extra], ids=lambda each: each.name)
+def test_a_command_whose_extra_is_missing_still_helps(
+    command: Command, monkeypatch: pytest.MonkeyPatch, genesis: Genesis
+) -> None:
+    def find(target: str) -> None:
+        raise ModuleNotFoundError(f"No module named {target}", name="lm_eval")
+
+    monkeypatch.setattr(table, "_find", find)
+    outcome = genesis(*command.name.split(), "--help")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.startswith(f"usage: genesis {command.name}")
+    assert outcome.out.endswith(f"pip install 'genesis-lm[{command.extra}]'\n")
+    assert genesis(*command.name.split()).status == 2
+
+
+def test_only_the_form_of_evaluate_with_tasks_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(table, "_find", lambda target: found.append(target) or (lambda: None))
+    (command,) = [command for command in COMMANDS if command.name == "evaluate"]
+    for arguments in (["run", "--heldout"], ["run", "--tasks", "x"], ["run", "--tasks=x"]):
+        command.load(arguments)
+    assert found[1::2] == ["genesis.cli.evaluate:main", *["genesis.cli.evaluate_tasks:main"] * 2]
 
 
 # As modules do that take an interruption of their import for a failure of their own.

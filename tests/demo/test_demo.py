@@ -50,7 +50,7 @@ def test_too_few_steps_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "genesis", "demo", "--steps", str(STEPS), "--configs", str(REPOSITORY / "configs")]
+    command = [sys.executable, "-m", "genesis", "demo", "--steps", str(STEPS)]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     said = re.search(r"SIGKILL at step (\d+); the newest checkpoint is step-(\d+)", done.stdout)

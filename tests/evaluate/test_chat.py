@@ -17,7 +17,8 @@ from genesis.chat.template import ConversationError
 from genesis.cli.evaluate import main
 from genesis.errors import UserError
 from genesis.evaluate.model import GenesisLM
-from genesis.evaluate.questions import ChatQuestion, TaskQuestion
+from genesis.evaluate.questions import ChatQuestion
+from genesis.evaluate.task_question import TaskQuestion
 from genesis.evaluate.tasks import load_tasks
 from genesis.generate.load import build_empty_decoder
 from genesis.huggingface.shape import read_shape
