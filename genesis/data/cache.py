@@ -25,6 +25,7 @@ from genesis.data.remote import RemoteFile, download
 from genesis.data.store import StoreOptions, WriteError
 from genesis.errors import UserError
 from genesis_callbacks.files import sync_directory
+from genesis_callbacks.locks import lock_file
 
 _POLL_SECONDS = 0.1
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -232,8 +233,9 @@ def _try_lock(path: Path, operation: int) -> int | None:
     """Returns the descriptor of the lock, or None if another process holds it or its file was removed meanwhile."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(lock, operation)
-        if os.path.samestat(os.fstat(lock), path.stat()):
+        opened = os.fstat(lock)
+        lock_file(lock, operation)
+        if os.path.samestat(opened, path.stat()):
             return lock
     os.close(lock)
     return None

@@ -44,6 +44,7 @@ from genesis.data.packing import (
 from genesis.data.shards import hash_index, index_path, remedy
 from genesis.errors import UserError
 from genesis_callbacks.files import create_file, sync_directory
+from genesis_callbacks.locks import lock_file
 
 PLANS_DIRECTORY: Final = "packing"
 BLOCK_DOCUMENTS: Final = 1 << 21
@@ -336,9 +337,9 @@ def _check_index(corpus: Corpus, record: SourceRecord) -> None:
 @contextmanager
 def _locked(plans: Path) -> Iterator[None]:
     plans.mkdir(exist_ok=True)
-    with (plans / ".lock").open("w") as lock:
+    with (plans / ".lock").open("w+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, plans)
         except BlockingIOError:
             raise UserError(f"another process is writing a plan in {plans}; wait for its end, or stop it") from None
         for left_over in plans.glob(".staging-*"):

@@ -57,6 +57,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import hash_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.locks import lock_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
@@ -359,9 +360,9 @@ def _locked(corpus: Path) -> Iterator[None]:
         raise UserError(f"{corpus} is not empty and was not made by `genesis data prepare`; choose another name or out")
     directory = corpus / PREPARE_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
+    with (directory / "lock").open("w+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, corpus)
         except BlockingIOError:
             raise UserError(f"another `genesis data prepare` is running in {corpus}; wait for it or stop it") from None
         yield

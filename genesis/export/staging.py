@@ -12,6 +12,7 @@ from pathlib import Path
 
 from genesis.errors import UserError
 from genesis_callbacks.files import sync_directory
+from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import COMMITTED_NAME
 
 
@@ -40,8 +41,7 @@ def staged(out: Path, num_bytes: int) -> Iterator[Path]:
     staging.mkdir()
     try:
         with _open_directory(staging) as descriptor:
-            with suppress(OSError):  # a file system without locks: leftovers there stay
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_file(descriptor, fcntl.LOCK_EX)
             yield staging
             check_is_new(out)
             staging.rename(out)
@@ -67,7 +67,7 @@ def _open_directory(path: Path) -> Iterator[int]:
 def _delete_leftovers(out: Path) -> None:
     for left_over in out.parent.glob(f"{glob.escape(out.name)}.staging-????????"):
         with suppress(OSError), _open_directory(left_over) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
+            lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
             shutil.rmtree(left_over)
 
 

@@ -37,6 +37,7 @@ from genesis.errors import UserError
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.teacher import name_classes
 from genesis_callbacks.files import replace_file, replacing
+from genesis_callbacks.locks import lock_file
 
 CACHE_NAME: Final = "cache.json"
 IDENTITY_NAME: Final = "made_for.json"
@@ -239,9 +240,9 @@ _LOCK_NAME: Final = ".lock"
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    with (directory / _LOCK_NAME).open("w") as lock:
+    with (directory / _LOCK_NAME).open("w+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, directory)
         except BlockingIOError:
             raise UserError(f"another process is writing {directory}; wait for its end, or stop it") from None
         yield

@@ -18,6 +18,7 @@ from typing import Final
 
 from genesis.processes import Mark, find_kind, find_processes, kill_process
 from genesis.run_directory import RunDirectory
+from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import LOCK_NAME
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -110,8 +111,8 @@ def _is_lock_free(path: Path) -> bool:
         return True
     try:
         # Shared, for a moment only: a fit that starts meanwhile tries for longer than that.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+        lock_file(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     finally:
         os.close(descriptor)

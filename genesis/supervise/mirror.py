@@ -54,6 +54,7 @@ from genesis.supervise.mirror_state import (
     without_password,
     write_mirror_status,
 )
+from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import BEST_NAME, MANIFEST_NAME, PLACES_VARIABLE, is_checkpoint_name
 
 OWNER_NAME: Final = "mirror.json"
@@ -463,7 +464,7 @@ def _lock(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(

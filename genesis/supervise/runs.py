@@ -25,6 +25,7 @@ from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES, read_small
 from genesis.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.events import decode_event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
+from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import COMMITTED_NAME, LOCK_NAME, MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
@@ -175,10 +176,10 @@ def _is_held(path: Path) -> bool:
         return False
     try:
         # A shared lock, for no longer than this line: a run that starts waits longer than that.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except OSError:  # a lock that this process may not have
         return False
     finally:
         os.close(descriptor)

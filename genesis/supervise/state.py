@@ -20,6 +20,7 @@ from genesis.run_directory import RunDirectory
 from genesis.supervise.plain import count, number, read_object, read_positions, text
 from genesis.supervise.skips import NO_SKIPS, Skips
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.locks import lock_file
 
 _STATE_NAME: Final = "state.json"
 _LOCK_NAME: Final = "lock"
@@ -155,8 +156,8 @@ class SupervisorLock:
         path = directory / _LOCK_NAME
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock_file(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, directory.parent)
+        except BlockingIOError:
             holder = os.pread(self._descriptor, 20, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
             _, is_node, node = directory.name.partition(NODE_PREFIX)

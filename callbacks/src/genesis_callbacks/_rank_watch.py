@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .checkpoint.descriptor import PrivateDescriptor
 from .events import EventLog
+from .locks import lock_file
 from .run_directory import RunDirectory
 
 EXIT_STATUS = 70
@@ -62,7 +63,7 @@ class RankWatch:
         self._descriptor = PrivateDescriptor(self._path(rank), os.O_CREAT | os.O_RDWR)
         self._is_watching = True
         try:
-            fcntl.flock(self._descriptor.number, fcntl.LOCK_EX)
+            lock_file(self._descriptor.number, fcntl.LOCK_EX)
             self._write(f"process {os.getpid()}")
         except OSError:  # no locks on this file system: the text keeps other ranks from taking this one for lost
             self._is_watching = False
@@ -149,7 +150,7 @@ class RankWatch:
         try:
             # It raises while the owner lives. If it succeeds, closing the descriptor frees the lock again, so that
             # every other rank can find the same.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             said = os.pread(descriptor, 500, 0).decode(errors="replace")
         except OSError:
             return None

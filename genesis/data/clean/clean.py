@@ -37,6 +37,7 @@ from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_r
 from genesis.data.sources import InputFile, find_files
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
+from genesis_callbacks.locks import lock_file
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
@@ -175,9 +176,9 @@ def _locked(options: CleanOptions) -> Iterator[None]:
     if out.is_dir() and not options.work.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty and was not made by `genesis data clean`; choose another out")
     options.work.mkdir(parents=True, exist_ok=True)
-    with (options.work / "lock").open("w") as lock:
+    with (options.work / "lock").open("w+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, out)
         except BlockingIOError:
             raise UserError(f"another `genesis data clean` is running in {out}; wait for it or stop it") from None
         yield

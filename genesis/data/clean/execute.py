@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from genesis.errors import UserError
 from genesis.processes import PipedWorker, serve_pipe
+from genesis_callbacks.locks import lock_file
 
 Executor = Literal["local", "slurm", "ray"]
 
@@ -373,6 +374,6 @@ def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
 @contextlib.contextmanager
 def _held(path: Path, kind: int) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, kind)
+    with path.open("w+") as file:  # NFS gives a shared lock to readers only
+        lock_file(file.fileno(), kind)
         yield

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from genesis_callbacks.events import EventLog
 from genesis_callbacks.files import sync_directory
+from genesis_callbacks.locks import lock_file
 
 from ..errors import describe_error
 from .assemble import ManifestHeader, assemble, collect_records, retain
@@ -221,7 +222,7 @@ def hold_staging(staging: Path) -> Iterator[int]:
     try:
         # Shared: the writers of all ranks hold it together. Without waiting: if the lock is refused, a restart has just
         # taken it exclusively, and will discard the directory.
-        fcntl.flock(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield descriptor.number
     finally:
         descriptor.close()

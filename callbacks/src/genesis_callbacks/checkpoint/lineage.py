@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from genesis_callbacks.files import find_irregular_kind
+from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
 
 from .commit import discard, quarantine, remove_empty_trash
@@ -52,7 +53,7 @@ class DirectoryLock:
         self._descriptor = PrivateDescriptor(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
         number = self._descriptor.number
         deadline_seconds = time.monotonic() + _GLANCE_SECONDS
-        while not _try_lock(number, fcntl.LOCK_EX):
+        while not _try_lock(number, fcntl.LOCK_EX, directory):
             if time.monotonic() > deadline_seconds:
                 holder = _read_holder(number)
                 self._descriptor.close()
@@ -72,9 +73,9 @@ class DirectoryLock:
         self._descriptor.close()
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int, reported: Path | None = None) -> bool:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        lock_file(descriptor, kind | fcntl.LOCK_NB, reported)
     except BlockingIOError:
         return False
     return True
@@ -267,7 +268,7 @@ def _becomes_free(path: Path, deadline_seconds: float) -> bool:
     try:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline_seconds:
                     return False

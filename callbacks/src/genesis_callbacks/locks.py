@@ -1,0 +1,68 @@
+"""Locks that end with their process, also on file systems that have none. Imports no torch.
+
+    lock_file(descriptor, kind)    as `fcntl.flock`
+
+A file system may have no such locks: Lustre without the mount option `flock`, NFS without a lock daemon.
+There a file in this machine's directory for temporary files is locked in the place of the file that was meant, and the
+descriptor is made one of that file. Processes of one user on one machine keep out each other as usual; processes on
+other machines do not see the lock.
+"""
+
+import errno
+import fcntl
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from .errors import naming
+
+__all__ = ["lock_file"]
+
+_HAS_NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
+    """Locks an open file or directory, as `fcntl.flock` does.
+
+    Read and write the text of a lock file through `descriptor`, after this call: it may be another file then.
+
+    Args:
+        descriptor: The file's. Only what is opened for reading and for writing can have every kind of lock on NFS.
+        kind: `fcntl.LOCK_EX` or `LOCK_SH`, with `LOCK_NB` not to wait.
+        reported: What the lock protects. If the file system has no locks, a line on standard error names it; None
+            reports nothing.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+        OSError: There is no lock for another reason.
+    """
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise
+        directory = Path(tempfile.gettempdir()) / f"genesis-locks-{os.getuid()}"
+        if reported is not None:
+            sys.stderr.write(
+                f"genesis-callbacks: {reported} is on a file system without locks ({error.strerror}): a lock in "
+                f"{directory} keeps out other processes of yours on this machine, but none on other machines: "
+                "use it from one machine at a time, or mount it with locks (Lustre: -o flock)\n"
+            )
+            sys.stderr.flush()
+        _become_stand_in(descriptor, directory)
+        with naming(directory):
+            fcntl.flock(descriptor, kind)
+
+
+def _become_stand_in(descriptor: int, directory: Path) -> None:
+    """Makes `descriptor` one of the file that stands in for its file; every process finds the same one."""
+    found = os.fstat(descriptor)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    stand_in = os.open(directory / f"{found.st_dev:x}-{found.st_ino:x}", flags, 0o600)
+    try:
+        os.dup2(stand_in, descriptor, inheritable=False)
+    finally:
+        os.close(stand_in)
