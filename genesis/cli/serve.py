@@ -8,7 +8,7 @@ from genesis.arguments import Parser
 from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
-from genesis.generate.load import Loaded, load_decoder
+from genesis.generate.load import Loaded, has_chat_template, load_decoder
 from genesis.generate.shared import SharedBases
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
@@ -55,6 +55,9 @@ def main(argv: list[str]) -> int:
             chat_template=arguments.chat_template,
         )
 
+    def has_chat(entry: Entry) -> bool:
+        return arguments.chat_template is not None or has_chat_template(entry.base or entry.path, arguments.tokenizer)
+
     with bind(arguments.host, arguments.port) as sock:
         address, port = sock.getsockname()[:2]
         if not is_loopback(address) and guard.token is None and not guard.is_public:
@@ -66,7 +69,7 @@ def main(argv: list[str]) -> int:
         count = len(catalogue.entries())
         line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
-            lambda: Server(catalogue, load, guard, limits),
+            lambda: Server(catalogue, load, guard, limits, has_chat),
             sock,
             lambda: print(f"{line}; Ctrl-C stops", flush=True),
         )

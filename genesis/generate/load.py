@@ -156,6 +156,28 @@ def find_learned_template(checkpoint: Path, manifest: Manifest) -> Path | None:
     return file
 
 
+def has_chat_template(path: Path, tokenizer: Path | None = None) -> bool:
+    """Returns whether a checkpoint or an export has a chat template, without reading its weights.
+
+    Args:
+        path: As in `load_decoder`.
+        tokenizer: A tokenizer's file or directory; None for the model's own.
+
+    Raises:
+        UserError: There is no such model, or its tokenizer is missing or a different one.
+    """
+    reference = read_reference(path)
+    if reference.kind == "export":
+        own = tokenizer if find_format(reference.path) is None else reference.path
+        found = None if own is None else open_tokenizer(own)
+        learned = _find_exported_template(reference.path, found)
+    else:
+        checkpoint = reference.find_checkpoint(level="quick")
+        manifest = read_manifest(checkpoint)
+        found, learned = load_tokenizer(tokenizer, manifest, checkpoint), find_learned_template(checkpoint, manifest)
+    return found is not None and (learned is not None or found.chat_template is not None)
+
+
 def _find_exported_template(directory: Path, tokenizer: Tokenizer | None) -> Path | None:
     """Returns the template of an export whose tokenizer is of a kind that holds none."""
     file = directory / TEMPLATE_NAME

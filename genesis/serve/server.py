@@ -44,6 +44,7 @@ class Server:
         load: Loads one of these models; called in a thread.
         guard: The access rule.
         limits: The capacity limits.
+        has_chat: Whether one of the models has a chat template; called in a thread, once for the models of a run.
     """
 
     def __init__(
@@ -52,8 +53,11 @@ class Server:
         load: Callable[[Entry], Loaded],
         guard: Guard,
         limits: Limits,
+        has_chat: Callable[[Entry], bool] = lambda _: True,
     ) -> None:
         self._catalogue, self._guard, self._limits = catalogue, guard, limits
+        self._has_chat = has_chat
+        self._chats: dict[str, bool] = {}
         self.pool = ModelPool(load, limits)
         self._page = _read_page()
 
@@ -112,12 +116,23 @@ class Server:
 
     async def _list_entries(self, request: web.Request) -> web.Response:
         entries, newest = await asyncio.to_thread(lambda: (self._catalogue.entries(), self._catalogue.newest()))
+        chats = await asyncio.to_thread(lambda: [self._find_chat(entry) for entry in entries])
         return web.json_response(
             {
-                "models": [_describe_entry(entry) for entry in entries],
+                "models": [_describe_entry(*pair) for pair in zip(entries, chats, strict=True)],
                 "latest": {name: entry.id for name, entry in newest.items()},
             }
         )
+
+    def _find_chat(self, entry: Entry) -> bool:
+        """Returns whether a model has a chat template; the checkpoints of a run have one tokenizer."""
+        if entry.run not in self._chats:
+            try:
+                self._chats[entry.run] = self._has_chat(entry)
+            except (UserError, OSError) as error:
+                _log.warning("%s: no chat: %s", entry.id, error)
+                self._chats[entry.run] = False
+        return self._chats[entry.run]
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(self.pool.status())
@@ -319,8 +334,9 @@ def _describe_model(name: str, entry: Entry) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(entry.created_seconds), "owned_by": "genesis"}
 
 
-def _describe_entry(entry: Entry) -> dict[str, Any]:
+def _describe_entry(entry: Entry, has_chat: bool) -> dict[str, Any]:
     return {
+        "has_chat": has_chat,
         "id": entry.id,
         "run": entry.run,
         "step": entry.step,

@@ -321,9 +321,9 @@ def test_enter_sends_with_the_system_instructions_and_the_answer_stays_in_view_a
         assert page.evaluate("navigator.clipboard.readText()") == content
 
 
-def test_a_model_without_a_chat_template_says_so_in_its_panel(served_run, page):
+def test_a_model_without_a_chat_template_offers_no_chat(served_run, page):
     with start(served_run) as running:
         page.goto(f"{running.url}#chat=1")
-        page.get_by_label("Message").fill("Hello")
-        page.get_by_role("button", name="Send").click()
-        expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")
+        expect(page.get_by_label("Prompt")).to_be_visible()
+        expect(page.get_by_label("Chat", exact=True)).to_be_disabled()
+        expect(page.get_by_title("This model has no chat template")).to_be_visible()

@@ -128,6 +128,11 @@ function show() {
   document.body.classList.toggle("is-compare", isCompare);
   document.body.classList.toggle("has-shade", $("shade").checked);
   $("legend").hidden = !$("shade").checked;
+  // A model without a chat template would refuse each message.
+  const hasChat = names().every((name) => find(picked[name])?.has_chat ?? true);
+  $("chat").disabled = !hasChat;
+  $("chat").parentElement.title = hasChat ? "" : "This model has no chat template";
+  if (!hasChat) $("chat").checked = false;
   const isChat = $("chat").checked;
   document.body.classList.toggle("is-chat", isChat);
   $("clear").hidden = $("system-line").hidden = !isChat;
