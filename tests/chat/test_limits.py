@@ -36,7 +36,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{% set x %}{% for i in range(9999) %}" + "y" * 500 + "{% endfor %}{% endset %}", CHARS),
         ("{{ 2 ** 100000000 }}", "it computes a power"),
         ("{% set x = messages.append(1) %}", "not safely callable|unsafe"),
-        # Single operations, which nothing interrupts.
+        # Single operations, which nothing interrupts: reported as mitsuhiko/minijinja#924 and ollama/ollama#17035.
         ("{{ 'x' | center(10**9) }}", "it calls center with a number above 100,000"),
         ("{{ 'x'.ljust(10**9) }}", "it calls ljust with a number"),
         ("{{ [[1]] | tojson(indent=10**9) }}", "it calls tojson with a number"),

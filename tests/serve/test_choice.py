@@ -90,7 +90,7 @@ def test_a_stop_text_ends_the_text_and_is_never_shown_however_it_is_cut_into_tok
 @pytest.mark.parametrize(
     ("stop", "wanted"),
     [
-        # A client asks for the symbol that closes a turn, which is no part of the text: hiyouga/LLaMA-Factory#9338.
+        # Reported as LostRuins/koboldcpp#791, vllm-project/vllm#2123 and thinking-machines-lab/tinker-feedback#90.
         ("</s>", "alpha beta"),
         ("beta</s>", "alpha "),
         ("</s>\nuser", "alpha beta"),
