@@ -3,6 +3,10 @@
 conversation.py   a conversation and the forms of records that hold one
 template.py       a chat template in its sandbox, as transformers runs it
 training.py       templates of our own, for families whose template drops text of earlier turns
+limits.py         what a template may compute
+operations.py     what a single operation of a template may compute
+stops.py          the symbols that close the assistant's turns
+learned.py        the template that a model has learned, and the tokens that end its texts
 turns.py          where the assistant's turns stand in a rendered text
 render.py         ids and labels of a conversation; the prompt of the next turn
 options.py        the options of `genesis data prepare`

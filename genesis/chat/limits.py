@@ -1,12 +1,13 @@
 """Limits on what a chat template may compute: a template that loops for long, or writes very long texts, is refused.
 
 Iterations, calls of macros and characters are counted, so that the same template is refused on every machine. The time
-is limited, too, for templates that spend it in few but costly operations. One operation is never interrupted.
+is limited, too, for templates that spend it in few but costly operations. One operation is never interrupted: what a
+filter, a method of a text or an operator would write is bounded before it runs (`genesis.chat.operations`).
 """
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -15,16 +16,22 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from genesis.chat.operations import (
+    TemplateLimitError,
+    bound_filter,
+    bound_test,
+    check_format,
+    check_method,
+    check_nesting,
+    check_power,
+    check_product,
+)
+
 MAX_STEPS: Final = 1_000_000
 """Iterations of loops and calls of macros in one text."""
 MAX_CHARS: Final = 64_000_000
 """Characters that one text's loops, expressions and operators write."""
-MAX_SECONDS: Final = 30.0
-_STEPS_PER_LOOK: Final = 256
-
-
-class TemplateLimitError(jinja2.TemplateRuntimeError):
-    """A template exceeds a limit."""
+MAX_SECONDS: Final = 10.0
 
 
 class _Spent(threading.local):
@@ -60,24 +67,31 @@ class Counting(Extension):
         spent.num_steps += 1
         if spent.num_steps > MAX_STEPS:
             raise TemplateLimitError(f"its loops and macros take more than {MAX_STEPS:,} steps; simplify it")
-        if spent.num_steps % _STEPS_PER_LOOK == 0 and spent.is_active and time.monotonic() > spent.deadline:
-            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:.0f} s; simplify it")
         self.charge(num_chars)
         return True
 
     def charge(self, num_chars: int) -> None:
-        """Counts characters."""
+        """Counts characters, and looks at the time."""
         if not self._spent.is_active:
             return
+        if time.monotonic() > self._spent.deadline:
+            raise TemplateLimitError(f"it takes more than {MAX_SECONDS:.0f} s; simplify it")
         self._spent.num_chars += num_chars
         if self._spent.num_chars > MAX_CHARS:
             raise TemplateLimitError(f"it writes more than {MAX_CHARS:,} characters; shorten what it repeats")
 
     def join(self, *parts: Any) -> str:
         """The operator `~`."""
+        for part in parts:
+            check_nesting(part)
         texts = [str(part) for part in parts]
         self.charge(sum(map(len, texts)))
         return "".join(texts)
+
+    def bounded(self, value: Any) -> Any:
+        """Returns a value that is compared, if it is not nested without end."""
+        check_nesting(value)
+        return value
 
     def insert_steps(self, template: nodes.Template) -> None:
         """Adds a step to each loop and macro of a parsed template, and replaces the operator `~`."""
@@ -88,6 +102,8 @@ class Counting(Extension):
             if isinstance(node, nodes.For) and node.test is not None:
                 node.test = nodes.And(self._call("step", 0), node.test)
         _replace_joins(template, self)
+        for compare in template.find_all(nodes.Compare):
+            compare.expr = self.call_method("bounded", [compare.expr])
         template.set_environment(self.environment)
 
     def _call(self, name: str, num_chars: int) -> nodes.Call:
@@ -97,12 +113,16 @@ class Counting(Extension):
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox in which templates run, with limits."""
 
-    intercepted_binops = frozenset({"+", "*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.add_extension(Counting)
         self.finalize = self._charge_output
+        for name, function in self.filters.items():
+            self.add_filter(name, function)
+        self.tests = {name: bound_test(name, function) for name, function in self.tests.items()}
+        self.globals.pop("lipsum")  # as much text as it is asked for
 
     @property
     def counting(self) -> Counting:
@@ -115,23 +135,54 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.counting.insert_steps(source)
         return super()._generate(source, *arguments, **options)
 
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Adds a filter, with a bound of what it writes."""
+        self.filters[name] = bound_filter(name, function, self._charge)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Returns a format method in the sandbox, with a bound of what it writes; None for any other value."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            check_format(str(value.__self__), [*args, *kwargs.values()])
+            result = wrapped(*args, **kwargs)
+            self._charge(len(result))
+            return result
+
+        return bounded
+
+    def _charge(self, num_chars: int) -> None:
+        self.counting.charge(num_chars)
+
     def _charge_output(self, value: Any) -> Any:
+        check_nesting(value)
         self.counting.charge(len(value) if isinstance(value, str) else 1)
         return value
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function or a method of a template, if what it writes is not too long."""
+        is_method = check_method(obj, args, kwargs)
+        result = super().call(context, obj, *args, **kwargs)
+        if is_method and isinstance(result, str):
+            self.counting.charge(len(result))
+        return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Computes an operator whose result may be long, if it is not too long."""
         if operator == "+":
             self.counting.charge(_length_of(left) + _length_of(right))
+        elif operator == "%":
+            if isinstance(left, str):
+                check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "*":
+            check_product(left, right)
             times = next((one for one in (left, right) if isinstance(one, int)), 1)
             self.counting.charge(max(_length_of(left), _length_of(right)) * max(0, times))
-        elif not (isinstance(left, int | float) and isinstance(right, int | float) and abs(right) <= _MAX_EXPONENT):
-            raise TemplateLimitError(f"it computes a power with an exponent above {_MAX_EXPONENT}; write the number")
+        else:
+            check_power(left, right)
         return super().call_binop(context, operator, left, right)
-
-
-_MAX_EXPONENT: Final = 64
 
 
 def _length_of(value: Any) -> int:

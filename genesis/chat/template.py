@@ -18,7 +18,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from genesis.chat.limits import LimitedEnvironment, TemplateLimitError
+from genesis.chat.limits import LimitedEnvironment
+from genesis.chat.operations import TemplateLimitError
 from genesis.errors import UserError
 
 Message = dict[str, Any]
@@ -236,7 +237,7 @@ def _to_json(
 
 def _build_environment(format_today: Callable[[str], str]) -> LimitedEnvironment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=format_today, dict=_SafeDict(), namespace=_SafeNamespace
     )

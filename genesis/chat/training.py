@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
-from genesis.chat.template import ChatTemplate, ConversationError, Message
+from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message
 from genesis.errors import UserError
 
 _TOOL: Final[dict[str, Any]] = {
@@ -55,6 +55,9 @@ def find_training_template(template: ChatTemplate, variables: Mapping[str, Any])
     Args:
         template: A model's own template.
         variables: The spellings of bos, eos and other tokens.
+
+    Raises:
+        UserError: The template computes without end.
     """
     if template.has_generation_tags:
         return template
@@ -72,5 +75,7 @@ def _write(template: ChatTemplate, probe: _Probe, variables: Mapping[str, Any]) 
         return template.render(
             probe.messages, probe.tools, {**variables, **(probe.variables or {})}, has_prompt=probe.has_prompt
         )
+    except EndlessTemplateError as error:  # for any conversation; more probes would each take as long
+        raise UserError(str(error)) from None
     except (ConversationError, UserError):
         return None

@@ -4,10 +4,12 @@ import time
 
 import pytest
 
-from genesis.chat import limits
+from genesis.chat import limits, operations
 from genesis.chat.template import ChatTemplate, ConversationError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+NESTED = "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+NESTING = "it nests lists of more than"
 STEPS, CHARS = "its loops and macros take more than", "it writes more than"
 
 
@@ -15,6 +17,8 @@ STEPS, CHARS = "its loops and macros take more than", "it writes more than"
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_STEPS", 20_000)
     monkeypatch.setattr(limits, "MAX_CHARS", 100_000)
+    monkeypatch.setattr(operations, "MAX_RESULT_CHARS", 100_000)
+    monkeypatch.setattr(operations, "_MAX_PARTS", 10_000)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,36 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{% set x %}{% for i in range(9999) %}" + "y" * 500 + "{% endfor %}{% endset %}", CHARS),
         ("{{ 2 ** 100000000 }}", "it computes a power"),
         ("{% set x = messages.append(1) %}", "not safely callable|unsafe"),
+        # Single operations, which nothing interrupts: reported as mitsuhiko/minijinja#924 and ollama/ollama#17035.
+        ("{{ 'x' | center(10**9) }}", "it calls center with a number above 100,000"),
+        ("{{ 'x'.ljust(10**9) }}", "it calls ljust with a number"),
+        ("{{ [[1]] | tojson(indent=10**9) }}", "it calls tojson with a number"),
+        ("{{ [1] | batch(10**9, 0) | list }}", "it calls batch with a number"),
+        ("{{ '%1000000000d' % 1 }}", "it formats with a width"),
+        ("{{ '%*d' % (10**9, 1) }}", "it formats with a width"),
+        ("{{ '{:>1000000000}'.format(1) }}", "it formats with a width"),
+        ("{{ '%1000000000s' | format('x') }}", "it formats with a width"),
+        ("{% set f = '{:>{}}'.format %}{{ f(1, 10**9) }}", "it formats with a width"),
+        (
+            "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s.replace('a', 'aa') %}{% endfor %}",
+            CHARS,
+        ),
+        ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = [n.s, n.s] | join %}{% endfor %}", CHARS),
+        ("{{ ('a' * 9999).replace('a', 'b' * 9999) }}", "its replace writes more than"),
+        ("{{ range(9999) | map('string') | join('b' * 9999) }}", "its join writes more than"),
+        (NESTED + "{{ n.s }}", NESTING),
+        (NESTED + "{{ n.s | tojson }}", NESTING),
+        (NESTED + "{% set x = n.s ~ '' %}", NESTING),
+        (NESTED + "{% set m = n.s %}" + NESTED + "{{ m == n.s }}", NESTING),
+        (
+            "{% set n = namespace(s=9) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+            "a number of more",
+        ),
+        (
+            "{% set n = namespace(s=9) %}{% for i in range(60) %}{% set n.s = n.s ** 64 %}{% endfor %}",
+            "it computes a power",
+        ),
+        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
     ],
 )
 def test_a_template_beyond_a_limit_is_refused(text: str, reason: str) -> None:
@@ -42,7 +76,7 @@ def test_a_template_beyond_a_limit_is_refused(text: str, reason: str) -> None:
 def test_the_time_is_limited_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000_000, 20))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with pytest.raises(ConversationError, match=r"it takes more than 30 s"):
+    with pytest.raises(ConversationError, match=r"it takes more than 10 s"):
         ChatTemplate("{% for a in range(9999) %}{% endfor %}", "slow").render(MESSAGES)
 
 

@@ -107,3 +107,35 @@ def test_a_wrong_value_is_refused_by_its_reason_alone(
     assert refused.err.startswith("genesis: error: ")
     assert refused.err.endswith(f"{message}\n")
     assert "Union" not in refused.err
+
+
+@pytest.mark.slow
+def test_prompts_are_written_by_the_template_that_the_weights_have_learned(
+    genesis: Genesis, case: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(
+        "{% for m in messages %}<start_of_turn>{{ m.role }}{{ tone }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>assistant{{ tone }}\n{% endif %}"
+    )
+    changes = {"trainer.max_steps": 1, "checkpoint.every_n_steps": 1}
+    learning = {"data.prompts.template": str(own), "data.prompts.variables": {"tone": " calmly"}}
+    first = write_prompt_recipe(case, tmp_path / "first", **changes, **learning)
+    fitted = genesis("fit", "--config", str(first), *ALLOWED)
+    assert fitted.status == 0, fitted.err
+    learned = tmp_path / "first" / "chat" / "template.jinja"
+    assert learned.read_text().endswith("%}\n" + own.read_text())
+
+    second = write_prompt_recipe(case, tmp_path / "second", **changes)
+    from_first = ("--ckpt_path", str(tmp_path / "first"), "--checkpoint.restore", "weights")
+    fitted = genesis("fit", "--config", str(second), *ALLOWED, *from_first)
+    assert fitted.status == 0, fitted.err
+    resolved = yaml.safe_load((tmp_path / "second" / "config.yaml").read_text())
+    assert resolved["data"]["prompts"]["template"] == str(learned)
+    assert (tmp_path / "second" / "chat" / "template.jinja").read_text() == learned.read_text()
+    other = tmp_path / "other.jinja"
+    other.write_text(own.read_text().replace("calmly", "").replace("\n{{", "{{"))
+    differing = write_prompt_recipe(case, tmp_path / "third", **changes, **{"data.prompts.template": str(other)})
+    fitted = genesis("fit", "--config", str(differing), *ALLOWED, *from_first)
+    assert fitted.status == 0, fitted.err
+    assert f"the model has learned the chat template {learned}, and {other} writes" in fitted.err

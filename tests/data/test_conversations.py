@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genesis.chat.learned import find_recorded, find_stop_ids, write_defaults
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat
 from genesis.chat.template import ChatTemplate
@@ -308,6 +309,14 @@ def test_what_cannot_hold_or_learn_conversations_is_one_line(directory: Path, tm
     write_tokenizer(tmp_path / "none", template=None)
     with pytest.raises(UserError, match=r"none: the tokenizer has no chat template; give one by --chat.template"):
         prepare_corpus(replace(options_for(directory, name="none"), tokenizer=tmp_path / "none"))
+    endless = tmp_path / "endless.jinja"
+    for text, line in (
+        (CHATML.replace("<|im_end|>", ""), "never closes the assistant's turns.*no control symbol of the tokenizer"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1,000,000 steps"),
+    ):
+        endless.write_text(text)
+        with pytest.raises(UserError, match=line):
+            prepare_corpus(options_for(directory, name="endless", chat=ChatOptions(template=endless)))
     all_bad = write_lines(directory / "all-bad.jsonl", [{"text": "a"}])
     with pytest.raises(UserError, match="no conversation of source chat is left: 1 skipped as bad"):
         prepare_corpus(options_for(directory, all_bad.name, name="all-bad", chat=ChatOptions(on_bad_row="skip")))
@@ -350,7 +359,14 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     assert "chat: 2 conversations; 1 skipped as bad" in printed.out
     assert "skip.jsonl, line 2: the conversation is empty" in printed.err
     assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
-    assert "learned: assistant\nchat: 2 conversations; 1 skipped as bad\n" in capsys.readouterr().out
+    ends = "the assistant's turns end with <|im_end|> (2)"
+    shown = f"learned: assistant\n{ends}\nchat: 2 conversations; 1 skipped as bad\n"
+    assert shown in capsys.readouterr().out
+    # What is learned includes the variables.
+    learned = find_recorded(directory / "corpora" / "command")
+    assert learned is not None
+    assert learned.read_text() == write_defaults(CHATML, {"enable_thinking": False})
+    assert find_stop_ids(open_tokenizer(directory / "tokenizer"), learned) == {2, 4}
 
 
 @pytest.mark.usefixtures("here")

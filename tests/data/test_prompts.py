@@ -218,3 +218,14 @@ def test_options_that_cannot_be_trained_are_refused(
 def test_the_state_of_other_data_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(UserError, match="was not trained on prompts"):
         open_data(tmp_path, tokenizer, [{"prompt": "Hello"}]).load_state({"data_position": 4, "order": {}})
+
+
+def test_answers_end_where_the_template_closes_turns(tmp_path: Path, tokenizer: Path) -> None:
+    # huggingface/open-r1#603 is the same on a base model: every answer counts as cut.
+    data = open_data(tmp_path, tokenizer, [{"prompt": "a?"}])
+    assert {data.tokenizer.pieces[token] for token in data.stop_ids} == {"</s>", "<|im_end|>"}
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    data = open_data(tmp_path, tokenizer, [{"prompt": "a?"}], template=own)
+    assert {data.tokenizer.pieces[token] for token in data.stop_ids} == {"</s>", "<|end|>"}
+    assert data.chat_template == own.read_text()

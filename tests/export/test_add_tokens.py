@@ -1,5 +1,6 @@
 """Special tokens that are added to a model and its tokenizer: what they get, and that nothing else changes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from genesis.tokenizer.open import extend_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import read_manifest, trace_ancestors
 from tests.tiny_runs import SHAPE, build_decoder, save_adapted
-from tests.tokenizer.test_huggingface import HARD, llama2, llama3, qwen
+from tests.tokenizer.test_huggingface import CONFIG, HARD, SPECIAL, llama2, llama3, qwen
 
 NEW = ("<|tool|>", "<|user turn|>")
 SPELLED = [*HARD, *SCRIPTS.values(), "a<|tool|>b <|user turn|> <|tool|> <|too|>", "<|tool|>"]
@@ -146,6 +147,23 @@ def test_a_new_row_follows_from_its_name_and_not_from_its_number() -> None:
 def test_what_cannot_be_a_token_is_refused(tokens: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TokenAddition(tokens=tokens)
+
+
+def test_an_existing_token_becomes_the_end_of_texts_without_a_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (qwen(tmp_path / "theirs") / "tokenizer_config.json").write_text(json.dumps({**CONFIG, "eos_token": SPECIAL[0]}))
+    base = build_base(tmp_path / "base", open_tokenizer(tmp_path / "theirs"), vocab_size=640)
+    assert main(["model", "add-tokens", str(base), str(tmp_path / "new"), "--eos", "<|im_end|>"]) == 0
+    out = capsys.readouterr().out
+    assert "with 0 more special tokens" in out
+    assert "documents and texts end with <|im_end|>" in out
+    before, after = load_decoder(base), load_decoder(tmp_path / "new")
+    assert after.text_tokenizer.eos_id == before.text_tokenizer.pieces.index("<|im_end|>")
+    assert after.text_tokenizer.pieces == before.text_tokenizer.pieces
+    for name, tensor in before.decoder.state_dict().items():
+        assert torch.equal(after.decoder.state_dict()[name], tensor)
 
 
 def test_tokens_that_exist_and_an_eos_that_does_not_are_refused(tmp_path: Path, tokenizer_file: Path) -> None:

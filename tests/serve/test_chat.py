@@ -6,6 +6,7 @@ import io
 import json
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,13 @@ def loaded(chat_run: Path) -> Loaded:
 
 
 def _ask(run: Path, *bodies: Any, template: str | None = None, path: str = "/v1/chat/completions") -> list[Any]:
+    chosen = None if template is None else run.parent / "chosen.jinja"
+    if chosen is not None:
+        chosen.write_text(template or "")
+
     async def ask() -> list[Any]:
-        server = Server(Catalogue([run]), lambda entry: load_decoder(entry.path), Guard(), Limits(), template)
+        load = partial(load_decoder, chat_template=chosen)
+        server = Server(Catalogue([run]), lambda entry: load(entry.path), Guard(), Limits())
         with bind("127.0.0.1", 0) as sock:
             async with answering(server, sock):
                 running = Running(sock.getsockname()[1])
@@ -319,7 +325,9 @@ def test_a_conversation_of_megabytes_is_refused_before_it_is_tokenized(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, context = loaded.text_tokenizer, loaded.decoder.config.max_seq_len
-    facts = Facts(tokenizer, context, tokenizer.vocab_size, weights_bytes=0, shared_bytes=0)
+    facts = Facts(
+        tokenizer, context, tokenizer.vocab_size, weights_bytes=0, shared_bytes=0, chat_template=tokenizer.chat_template
+    )
     monkeypatch.setattr(type(tokenizer), "encode_with_controls", lambda *_: pytest.fail("it was tokenized"))
     monkeypatch.setattr(type(tokenizer), "encode_with_offsets", lambda *_: pytest.fail("it was tokenized"))
     for content in ("a " * 2_000_000, [{"type": "text", "text": "a " * 2_000_000}]):

@@ -87,6 +87,32 @@ def test_a_stop_text_ends_the_text_and_is_never_shown_however_it_is_cut_into_tok
             assert "".join(token.name for token in tokens) == wanted
 
 
+@pytest.mark.parametrize(
+    ("stop", "wanted"),
+    [
+        # Reported as LostRuins/koboldcpp#791, vllm-project/vllm#2123 and thinking-machines-lab/tinker-feedback#90.
+        ("</s>", "alpha beta"),
+        ("beta</s>", "alpha "),
+        ("</s>\nuser", "alpha beta"),
+        ("gamma</s>", None),
+        ("/s", None),
+    ],
+)
+def test_a_stop_text_that_spells_a_control_symbol_ends_the_text_at_the_symbol(tokenizer, stop, wanted):
+    choice = Choice(tokenizer, ("zzz", stop))
+    ids = [*tokenizer.encode("alpha beta"), tokenizer.eos_id, *tokenizer.encode(" 12")]
+    assert text_of(feed(choice, ids)) == (wanted or "alpha beta 12")
+    assert choice.finish_reason == ("length" if wanted is None else "stop")
+    assert choice.num_tokens == len(ids) - (0 if wanted is None else len(tokenizer.encode(" 12")))
+
+
+def test_a_token_that_ends_the_text_is_not_shown_even_if_it_has_text(tokenizer):
+    (last,) = set(tokenizer.encode("12")[-1:])
+    choice = Choice(tokenizer, stop_ids={last})
+    assert text_of(feed(choice, [*tokenizer.encode("alpha"), last])) == "alpha"
+    assert choice.finish_reason == "stop"
+
+
 def test_what_might_become_a_stop_text_is_held_back_and_comes_when_it_does_not(tokenizer):
     choice = Choice(tokenizer, ("alphabet",))
     ids = tokenizer.encode("alpha") + tokenizer.encode("12")

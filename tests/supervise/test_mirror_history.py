@@ -36,6 +36,8 @@ class LoggedRun(Run):
         if not metrics.exists():
             metrics.write_text("step,train/loss\n")
             (self.path / "config.yaml").write_text("run: first\n")
+            (self.path / "chat").mkdir()
+            (self.path / "chat" / "template.jinja").write_text("{{ messages }}")  # without a line break at its end
         with metrics.open("a") as file:
             file.writelines(f"{step},{1 / step}\n" for step in range(first, last + 1))
         EventLog(self.path, 0).append("started", text=f"from {first}")
@@ -86,6 +88,7 @@ def test_a_run_on_an_empty_machine_has_its_history_up_to_the_mirrored_checkpoint
     assert lines[-1].startswith("the history up to step 4 is restored: 4 files")
     assert run.rows == [1, 2, 3, 4]
     assert read_events(run.path) == events
+    assert (run.path / "chat" / "template.jinja").read_text() == "{{ messages }}"
     assert [(run.path / name).read_text() for name in ("config.yaml", "config.resume-1.yaml")] == [
         "run: first\n",
         "run: second\n",

@@ -465,13 +465,13 @@ def read_rewards(directory: Path) -> list[float]:
 
 def mean_greedy_reward(decoder: Decoder, data: CorpusDataModule, prompts: Any) -> float:
     """Returns the mean reward of answers that are written token by token, without a cache."""
-    tokenizer, rewards = data.training.tokenizer, []
+    tokenizer, rewards, stop_ids = data.training.tokenizer, [], data.training.stop_ids
     for prompt in prompts:
         ids = list(prompt.ids)
-        while len(ids) < len(prompt.ids) + 12 and (ids == list(prompt.ids) or ids[-1] not in tokenizer.stop_ids):
+        while len(ids) < len(prompt.ids) + 12 and (ids == list(prompt.ids) or ids[-1] not in stop_ids):
             with torch.no_grad():
                 ids.append(int(decoder(torch.tensor([ids]))[0, -1].argmax()))
-        new = [token for token in ids[len(prompt.ids) :] if token not in tokenizer.stop_ids]
+        new = [token for token in ids[len(prompt.ids) :] if token not in stop_ids]
         text = tokenizer.spell(new, has_controls=True)
         rewards.append(sum(c in "aeiou" for c in text) / (len(text) + 1) + prompt.columns["bonus"])
     return sum(rewards) / len(rewards)
