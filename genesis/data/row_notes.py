@@ -107,16 +107,16 @@ def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str
         rows: The rows; those beyond MAX_REFUSED are not listed.
         remedy: The option that skips such rows.
     """
-    hint = f"; or {remedy}" if any(row.may_skip for row in rows) else ""
+    hint = f" or {remedy}" if any(row.may_skip for row in rows) else ""
     shown = rows[:MAX_REFUSED]
     alike: dict[str, list[RefusedRow]] = {}
     for row in shown:
         alike.setdefault(_key(row.reason), []).append(row)
     lines = [_describe_rows(same[0].reason, [row.place for row in same]) for same in alike.values()]
     if len(lines) == 1:
-        return f"{lines[0]}{hint}"
+        return f"{lines[0]};{hint}" if hint else lines[0]
     count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))
-    return "\n  ".join([f"source {source} has {count} bad rows; correct them{hint}:", *lines])
+    return "\n  ".join([f"source {source} has {count} bad rows; correct them{hint and ','}{hint}:", *lines])
 
 
 def strip_place(message: str, place: str) -> str:

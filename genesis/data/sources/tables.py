@@ -79,7 +79,8 @@ def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int
         if path is None:
             yield from map(_plain, rest.to_pylist())
         else:
-            yield from _bytes_of(rest.column(0), path[1:]).to_pylist()
+            # Parquet's `columns` are paths, so that another column may come with this one.
+            yield from _bytes_of(rest.column(rest.schema.names.index(path[0])), path[1:]).to_pylist()
 
 
 def _bytes_of(column: Any, path: Sequence[str]) -> Any:
