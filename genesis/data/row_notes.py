@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
+from genesis.errors import UserError, printable
+
 MAX_REFUSED: Final = 10
 """Rows that an error names, at most."""
 _MAX_PLACES: Final = 3
@@ -29,6 +31,12 @@ class RefusedRow(NamedTuple):
     place: str
     reason: str
     may_skip: bool
+
+
+class BadRowsError(UserError):
+    """Rows stop a command; each reason has a line of its own."""
+
+    is_one_line = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str
     alike: dict[str, list[RefusedRow]] = {}
     for row in shown:
         alike.setdefault(_key(row.reason), []).append(row)
-    lines = [_describe_rows(same[0].reason, [row.place for row in same]) for same in alike.values()]
+    lines = [printable(_describe_rows(same[0].reason, [row.place for row in same])) for same in alike.values()]
     if len(lines) == 1:
         return f"{lines[0]};{hint}" if hint else lines[0]
     count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))

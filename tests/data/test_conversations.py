@@ -356,7 +356,7 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     assert "chat: 2 conversations; 1 skipped as bad" in printed.out
     assert "skip.jsonl, line 2: the conversation is empty" in printed.err
     assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
-    assert "learned: assistant\nchat: 2 conversations; 1 skipped as bad\n" in capsys.readouterr().out
+    assert "\nchat: 2 conversations; 1 skipped as bad\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("here")
