@@ -85,7 +85,7 @@ def test_other_layouts_of_the_same_conversation_are_read_alike() -> None:
     assert older.messages[2] == {"role": "tool", "name": "look", "content": "21.0"}
     columns = {"role": ["user", "assistant"], "content": ["Why?", "So."]}  # of `datasets`, for a sequence of objects
     assert list(read_conversation({"messages": columns}).messages) == [QUESTION, ANSWER]
-    system = {"role": "system", "content": "Be."}
+    system = {"role": "system", "content": "Be."}  # In a field of its own: axolotl-ai-cloud/axolotl#2397.
     for messages in ([QUESTION, ANSWER], [system, QUESTION, ANSWER]):
         assert list(read_conversation({"system": "Be.", "messages": messages}).messages) == [system, QUESTION, ANSWER]
 

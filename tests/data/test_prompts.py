@@ -87,12 +87,7 @@ def test_a_record_without_a_usable_prompt_is_refused_with_its_line(
 
 
 def test_an_error_names_all_bad_rows_of_a_source(tmp_path: Path, tokenizer: Path) -> None:
-    records = [
-        {"prompt": "Why?"},
-        {"prompt": "Why?", "messages": [QUESTION]},
-        {"question": "Why?"},
-        {"messages": [ANSWER]},
-    ]
+    both, none, answered = {"prompt": "Why?", "messages": [QUESTION]}, {"question": "Why?"}, {"messages": [ANSWER]}
     with pytest.raises(UserError) as caught:
         _ = open_data(tmp_path, tokenizer, [{"prompt": "Why?"}, both, none, answered, none]).prompts
     first, *lines = str(caught.value).splitlines()
