@@ -1,5 +1,6 @@
 """Tables as other writers make them: text in any layout is read, and what is no text is refused by its name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genesis.cli.tokenizer import train_main
 from genesis.data.sources import BadRow, SourceOptions, find_files, plan_spans, read_documents, read_rows
 from genesis.errors import UserError
 
@@ -156,6 +158,23 @@ def test_a_null_is_a_bad_row_beside_the_others(tmp_path: Path, name: str) -> Non
     (bad,) = (row for row in rows if isinstance(row, BadRow))
     assert bad.place() == f"{tmp_path / name}, {'line 2' if name == 'a.jsonl' else 'row 1'}"
     assert bad.explain().startswith(bad.place())
+
+
+def test_a_tokenizer_skips_nulls_by_choice_and_counts_them_or_names_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Reported for other tools as huggingface/setfit#566 and huggingface/transformers#16975.
+    texts = [None if number % 50 == 7 else f"some text number {number} with words " * 5 for number in range(200)]
+    path = write(tmp_path / "a.parquet", pa.table({"text": texts}))
+    source = {"name": "web", "paths": [str(path)]}
+    arguments = ["--out", str(tmp_path / "tokenizer"), "--vocab_size", "300", "--sources"]
+    with pytest.raises(UserError, match=r"a.parquet, row 7 has no 'text' \(null\)"):
+        train_main([*arguments, json.dumps([source])])
+    assert train_main([*arguments, json.dumps([{**source, "on_bad_row": "skip"}])]) == 0
+    assert capsys.readouterr().err == (
+        f"genesis: warning: source web: skipped 4: {path}, row 7 has no 'text' (null); remove it or set another "
+        "text_field for source web (also row 57, row 107, ...)\n"
+    )
 
 
 def test_conversations_are_read_in_the_layouts_of_other_writers(tmp_path: Path) -> None:
