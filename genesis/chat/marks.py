@@ -175,6 +175,10 @@ def refuse_likely_marks(messages: Sequence[Message], left_out: Sequence[str], te
 
 
 def _is_like_mark(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(key in MARKS for key in value)
+    if isinstance(value, str):
+        return value.lower() in ("true", "false")
     values: Iterator[Any] = iter(value if isinstance(value, list | tuple) and value else [value])
     return all(isinstance(one, bool | int | float) for one in values)
 

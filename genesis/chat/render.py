@@ -2,8 +2,9 @@
 
 Ids equal those of transformers' `apply_chat_template`: the text of the template, in which the spelling of a control
 symbol is that symbol, without anything before or after it. A token is learned if it stands in a turn of the assistant,
-including the token that closes the turn. If the boundary of a turn is within a token, the token belongs to the
-turn, as in transformers.
+including the token that closes the turn. If the end of a turn is within a token, the token belongs to the turn, as in
+transformers. If its start is, as where an answer begins with white space, the prompt is encoded by itself: a model is
+asked with the prompt's own ids.
 """
 
 import itertools

@@ -38,7 +38,6 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
-from genesis.data.row_notes import RowNotes
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
 from genesis.data.tokenize_pool import run_jobs
@@ -62,8 +61,6 @@ from genesis_callbacks.locks import lock_file
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
 _PLAN_VERSION = 1
-_LATER_OPTIONS = {"chat": None, "on_bad_row": "error", "ignored_keys": ()}
-"""Options of sources that plans of earlier versions do not have, by the value with which nothing changes."""
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -406,14 +403,7 @@ def _describe_plan(
         "validation_fraction": options.validation_fraction,
         "shard_tokens": options.shard_tokens,
         "seed": options.seed,
-        "sources": {
-            source.name: {
-                key: list(value) if isinstance(value, tuple) else value
-                for key, value in asdict(source).items()
-                if key not in _LATER_OPTIONS or value != _LATER_OPTIONS[key]
-            }
-            for source in options.sources
-        },
+        "sources": {source.name: source.describe() for source in options.sources},
         **({} if chat is None else {"chat": chat.describe()}),
         "files": {
             f"{source}: {file.path}": {
@@ -482,15 +472,11 @@ def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
 def _read_parts(corpus: Path) -> list[FinishedPart]:
     parts = []
     for path in sorted((corpus / PREPARE_DIRECTORY / "parts").glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        for split in ("train", "validation"):
-            if record[split]:
-                record[split] = ShardRecord(**record[split])
-                _check_present(corpus, record[split])
-        conversations = ConversationCounts(**record.pop("conversations", {}))
-        record.pop("fault", None)  # of earlier versions
-        notes = RowNotes.read(record.pop("notes", {}))
-        parts.append(FinishedPart(**record, conversations=conversations, notes=notes))
+        part = FinishedPart.read(json.loads(path.read_text(encoding="utf-8")))
+        for shard in (part.train, part.validation):
+            if shard is not None:
+                _check_present(corpus, shard)
+        parts.append(part)
     return parts
 
 

@@ -15,14 +15,17 @@ from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ConversationError, Message
+from genesis.data.row_notes import MAX_REFUSED, BadRowsError, RefusedRow, explain_refused, strip_place
 from genesis.data.sources import (
+    BadRow,
     Document,
     SourceOptions,
     check_sources,
     find_files,
     plan_spans,
-    read_entries,
+    read_rows,
     refuse_pairs,
+    refuse_skipping,
 )
 from genesis.errors import UserError, check_is_named
 
@@ -75,6 +78,7 @@ class PromptOptions:
     def __post_init__(self) -> None:
         check_sources(self.sources)
         refuse_pairs(self.sources, "which have answers already; name another form by `chat`")
+        refuse_skipping(self.sources, "data.prompts")
         for name in ("reward", "tokenizer"):
             check_is_named(getattr(self, name), f"data.prompts.{name}")
         least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}
@@ -208,35 +212,46 @@ def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prom
     # Marks say what is learned of given answers; here they are columns for the reward function.
     ignored = (*source.ignored_keys, *RECORD_MARKS)
     source, number = replace(source, chat=source.chat or "auto", ignored_keys=ignored), 0
+    refused: list[RefusedRow] = []
     for span in plan_spans(source, find_files(source), _SPAN_BYTES):
-        for entry in read_entries(source, span):
-            document = entry.read(True)
-            if document.utf8:
-                number += 1
-                yield _build(source, document, number, renderer)
+        for row in read_rows(source, span):
+            number += 1
+            try:
+                prompt = _build(source, row, number, renderer)
+            except ConversationError as error:
+                place = row.place() if row.place is not None else span.file.path
+                refused.append(RefusedRow(place, strip_place(str(error), place), may_skip=False))
+                if len(refused) == MAX_REFUSED:
+                    break
+                continue
+            if not refused:
+                yield prompt
+        if len(refused) == MAX_REFUSED:
+            break
+    if refused:
+        raise BadRowsError(explain_refused(source.name, refused, ""))
 
 
-def _build(source: SourceOptions, document: Document, number: int, renderer: ChatRenderer) -> Prompt:
+def _build(source: SourceOptions, document: Document | BadRow, number: int, renderer: ChatRenderer) -> Prompt:
+    if isinstance(document, BadRow):
+        raise ConversationError(document.explain())
     assert document.record is not None, "a record of a conversation"
     assert document.place is not None, "a record of a conversation"
     fields = [name for name in _TURNS if document.record.get(name) is not None]
     if source.chat == "auto" and source.turn_field is None and len(fields) > 1:
-        raise UserError(
-            f"{document.place()}: the record has both {fields[0]} and {fields[1]}, and only one is the prompt; "
+        raise ConversationError(
+            f"the record has both {fields[0]} and {fields[1]}, and only one is the prompt; "
             f"name the form by `chat` of source {source.name} (messages, sharegpt or prompt), or remove one of them"
         )
     conversation = load_conversation(document.text)
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    try:
-        if not messages:
-            raise ConversationError("the conversation has nothing before the assistant's last turn; remove it")
-        ids = renderer.render_prompt(messages, conversation.tools, variables=conversation.variables)
-        if not ids:
-            raise ConversationError(f"the chat template {renderer.template.name} writes no text for the prompt")
-    except ConversationError as error:
-        raise UserError(f"{document.place()}: {error}") from None
+    if not messages:
+        raise ConversationError("the conversation has nothing before the assistant's last turn; remove it")
+    ids = renderer.render_prompt(messages, conversation.tools, variables=conversation.variables)
+    if not ids:
+        raise ConversationError(f"the chat template {renderer.template.name} writes no text for the prompt")
     turns = {*_TURNS, *([source.turn_field] if source.turn_field is not None else [])}
     columns = {name: value for name, value in document.record.items() if name not in turns}
     return Prompt(tuple(ids), messages, columns, f"{source.name} {number}", document.place)

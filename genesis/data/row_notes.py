@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
+from genesis.errors import UserError, printable
+
 MAX_REFUSED: Final = 10
 """Rows that an error names, at most."""
 _MAX_PLACES: Final = 3
@@ -29,6 +31,12 @@ class RefusedRow(NamedTuple):
     place: str
     reason: str
     may_skip: bool
+
+
+class BadRowsError(UserError):
+    """Rows stop a command; each reason has a line of its own."""
+
+    is_one_line = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,8 @@ class RowNotes:
             reasons[_key(rows.reason)] = SkippedRows(before.reason, before.num_rows + rows.num_rows, places)
         return RowNotes(
             tuple(reasons.values()),
-            Counter(self.unused_fields) + Counter(other.unused_fields),
-            Counter(self.unused_keys) + Counter(other.unused_keys),
+            dict(Counter(self.unused_fields) + Counter(other.unused_fields)),
+            dict(Counter(self.unused_keys) + Counter(other.unused_keys)),
         )
 
     def describe(self, source: str) -> list[str]:
@@ -100,19 +108,23 @@ class SkippedCounter:
 
 
 def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str:
-    """Returns the message about rows that stop a command: one line for a single row, else a line for each.
+    """Returns the message about rows that stop a command: one line, or a line for each reason below a first one.
 
     Args:
         source: The source's name.
         rows: The rows; those beyond MAX_REFUSED are not listed.
         remedy: The option that skips such rows.
     """
-    hint = f"; or {remedy}" if any(row.may_skip for row in rows) else ""
-    if len(rows) == 1:
-        return f"{_sentence(rows[0].place, rows[0].reason)}{hint}"
+    hint = f" or {remedy}" if any(row.may_skip for row in rows) else ""
+    shown = rows[:MAX_REFUSED]
+    alike: dict[str, list[RefusedRow]] = {}
+    for row in shown:
+        alike.setdefault(_key(row.reason), []).append(row)
+    lines = [printable(_describe_rows(same[0].reason, [row.place for row in same])) for same in alike.values()]
+    if len(lines) == 1:
+        return f"{lines[0]};{hint}" if hint else lines[0]
     count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))
-    listed = "".join(f"\n  {_sentence(row.place, row.reason)}" for row in rows[:MAX_REFUSED])
-    return f"source {source} has {count} bad rows; correct them{hint}:{listed}"
+    return "\n  ".join([f"source {source} has {count} bad rows; correct them{hint and ','}{hint}:", *lines])
 
 
 def strip_place(message: str, place: str) -> str:
@@ -121,19 +133,22 @@ def strip_place(message: str, place: str) -> str:
     return rest.removeprefix(":").strip() if rest.startswith((": ", " ")) else message
 
 
-def count_all(names: Iterable[Iterable[str]]) -> Counter[str]:
+def count_all(names: Iterable[Iterable[str]]) -> dict[str, int]:
     """Returns how often each name occurs."""
-    return Counter(name for some in names for name in some)
+    return dict(Counter(name for some in names for name in some))
 
 
 def _describe_skipped(rows: SkippedRows) -> str:
-    if not rows.places:
-        return f"{rows.num_rows:,}: {rows.reason}"
-    first, *others = rows.places
+    places = [*rows.places, *(["..."] if rows.num_rows > len(rows.places) else [])]
+    return f"{rows.num_rows:,}: {_describe_rows(rows.reason, places)}"
+
+
+def _describe_rows(reason: str, places: Sequence[str]) -> str:
+    """Returns the reason at the first place, and the other places."""
+    first, *others = places
     file = first.rpartition(", ")[0]
-    shown = [place.removeprefix(f"{file}, ") for place in others]
-    more = f" (also {', '.join(shown)}{', ...' if rows.num_rows > len(rows.places) else ''})" if shown else ""
-    return f"{rows.num_rows:,}: {_sentence(first, rows.reason)}{more}"
+    more = f" (also {', '.join(place.removeprefix(f'{file}, ') for place in others)})" if others else ""
+    return f"{_sentence(first, reason)}{more}"
 
 
 def _sentence(place: str, reason: str) -> str:

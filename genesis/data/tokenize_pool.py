@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
+from genesis.data.row_notes import BadRowsError
 from genesis.data.tokenize_worker import Failure, FinishedPart, Job, Progress, Setup
 from genesis.errors import UserError
 from genesis.processes import PipedWorker
@@ -50,6 +51,6 @@ def _receive(worker: PipedWorker) -> Progress | FinishedPart:
             "num_workers if memory is short): finished shards are kept"
         ) from None
     if isinstance(message, Failure):
-        raise UserError(message.message)
+        raise BadRowsError(message.message) if message.has_rows else UserError(message.message)
     assert isinstance(message, Progress | FinishedPart)
     return message

@@ -8,19 +8,28 @@ A unit is written in *parts* of one train and one validation shard each. A part 
 reached the size limit, so that a unit of any length can restart at its last finished part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from blake3 import blake3
 
 from genesis.chat.render import RenderedChat
 from genesis.data.conversations import ChatSetup, ConversationCounts, EncodedChats, join_rendered
-from genesis.data.manifest import ShardRecord, Split
-from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, explain_refused, strip_place
+from genesis.data.manifest import SPLITS, ShardRecord, Split
+from genesis.data.row_notes import (
+    MAX_REFUSED,
+    BadRowsError,
+    RefusedRow,
+    RowNotes,
+    SkippedCounter,
+    explain_refused,
+    strip_place,
+)
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
 from genesis.errors import UserError
@@ -97,6 +106,16 @@ class FinishedPart:
     conversations: ConversationCounts = field(default_factory=ConversationCounts)
     notes: RowNotes = field(default_factory=RowNotes)
 
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Self:
+        """Returns the part whose fields were written as JSON, by this version or an earlier one."""
+        fields = {name: value for name, value in raw.items() if name != "fault"}  # of earlier versions
+        for split in SPLITS:
+            fields[split] = ShardRecord(**raw[split]) if raw[split] else None
+        fields["conversations"] = ConversationCounts(**raw.get("conversations", {}))
+        fields["notes"] = RowNotes.read(raw.get("notes", {}))
+        return cls(**fields)
+
 
 def add_notes(parts: Sequence[FinishedPart], source: str) -> RowNotes:
     """Returns the notes of all parts of a source."""
@@ -106,9 +125,10 @@ def add_notes(parts: Sequence[FinishedPart], source: str) -> RowNotes:
 
 @dataclass(frozen=True)
 class Failure:
-    """A user's mistake or a failure of the disk, in one line."""
+    """A user's mistake or a failure of the disk, in one line; `has_rows` says that bad rows have lines of their own."""
 
     message: str
+    has_rows: bool = False
 
 
 def shard_path(split: Split, source: str, unit: int, part: int) -> str:
@@ -148,7 +168,7 @@ def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress 
                 if len(part.refused) >= MAX_REFUSED:
                     break
                 part.append(rest, job.num_threads)
-            raise UserError(explain_refused(unit.source.name, part.refused, _remedy(unit.source)))
+            raise BadRowsError(explain_refused(unit.source.name, part.refused, _remedy(unit.source)))
         num_documents += len(batch)
         yield Progress(batch[-1].position - num_bytes, num_tokens)
         num_bytes = batch[-1].position
@@ -305,7 +325,7 @@ def _serve(connection: "Connection[object, object]") -> None:
             for message in tokenize(setup, tokenizer, job):
                 connection.send(message)
         except UserError as error:
-            connection.send(Failure(str(error)))
+            connection.send(Failure(str(error), has_rows=isinstance(error, BadRowsError)))
         except (BrokenPipeError, ConnectionResetError):
             raise
         except OSError as error:

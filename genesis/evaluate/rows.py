@@ -1,6 +1,5 @@
 """Reads the rows of a user's task: JSONL files, strictly, without a copy in a cache."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from genesis.errors import UserError
+from genesis.json_text import load_json
 
 Splits = Mapping[str, Sequence[Path]]
 
@@ -84,8 +84,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            row = load_json(line)
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number} is not JSON ({error}); fix or remove it") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number} is a JSON {type(row).__name__}, not an object; fix or remove it")

@@ -63,12 +63,14 @@ def train_tokenizer(texts: Iterable[str], options: TokenizerOptions, out: Path) 
     (`genesis.data.sources.sample_texts`) of a large corpus.
 
     Raises:
-        UserError: There is no text, or the vocabulary is too large or too small for it; the message names the bound.
+        UserError: There is no text, or the vocabulary is too large or too small for it; the message names the bound. Or
+            `texts` raises it.
     """
     model = io.BytesIO()
+    faults: list[UserError] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_iterate_chunks(texts),
+            sentence_iterator=_iterate_chunks(_watch(texts, faults)),
             model_writer=model,
             model_type="bpe",
             vocab_size=options.vocab_size,
@@ -90,10 +92,21 @@ def train_tokenizer(texts: Iterable[str], options: TokenizerOptions, out: Path) 
             minloglevel=3,
         )
     except RuntimeError as error:
+        if faults:
+            raise faults[0] from None
         raise _explain(str(error), options) from None
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / MODEL_NAME, model.getvalue())
     return out / MODEL_NAME
+
+
+def _watch(texts: Iterable[str], faults: list[UserError]) -> Iterator[str]:
+    """Yields the texts, and keeps an error, of which SentencePiece raises no more than the text."""
+    try:
+        yield from texts
+    except UserError as error:
+        faults.append(error)
+        raise
 
 
 def _iterate_chunks(texts: Iterable[str]) -> Iterator[str]:

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from genesis.chat.conversation import Conversation, find_form, load_conversation, read_conversation
+from genesis.chat.conversation import (
+    Conversation,
+    find_form,
+    find_unused_fields,
+    load_conversation,
+    read_conversation,
+)
 from genesis.chat.template import ConversationError
 
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -61,6 +67,45 @@ def test_system_history_tools_and_weights_are_read() -> None:
     assert [message.get("weight") for message in prompt.messages] == [None, 0, None, None]
 
 
+def test_other_layouts_of_the_same_conversation_are_read_alike() -> None:
+    # The older form of OpenAI: MicrosoftDocs/azure-docs#120001. Its call has no content, and its answer another role.
+    older = read_conversation(
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at": "it", "n": 1}'}},
+                {"role": "function", "name": "look", "content": "21.0"},
+                ANSWER,
+            ],
+            "functions": [TOOL["function"]],
+        }
+    )
+    assert older.tools == [TOOL]
+    assert older.messages[1] == {"role": "assistant", "tool_calls": [CALL], "content": ""}
+    assert older.messages[2] == {"role": "tool", "name": "look", "content": "21.0"}
+    columns = {"role": ["user", "assistant"], "content": ["Why?", "So."]}  # of `datasets`, for a sequence of objects
+    assert list(read_conversation({"messages": columns}).messages) == [QUESTION, ANSWER]
+    system = {"role": "system", "content": "Be."}  # In a field of its own: axolotl-ai-cloud/axolotl#2397.
+    for messages in ([QUESTION, ANSWER], [system, QUESTION, ANSWER]):
+        assert list(read_conversation({"system": "Be.", "messages": messages}).messages) == [system, QUESTION, ANSWER]
+
+
+def test_fields_that_no_form_reads_are_found() -> None:
+    read = {"tools": [TOOL], "system": "Be.", "weight": 1, "functions": None}
+    assert find_unused_fields(
+        {"messages": [QUESTION, ANSWER], "id": 3, "source": "a", "score": None, **read}, "auto"
+    ) == [
+        "id",
+        "source",
+    ]
+    assert find_unused_fields({"instruction": "a", "output": "b", "text": "ab"}, "auto") == ["text"]
+    assert find_unused_fields({"messages": [QUESTION], "prompt": "Why?"}, "messages") == ["prompt"]
+    assert find_unused_fields({"turns": [QUESTION], "topic": "x"}, "messages", "turns") == ["topic"]
+    assert find_unused_fields({"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 2}, "pairs") == [
+        "score_chosen"
+    ]
+
+
 def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_templates_read() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it", "n": 1}'}}
     record = {
@@ -70,7 +115,7 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
     conversation = read_conversation(record)
     assert conversation.messages[1]["tool_calls"] == [{**CALL, "id": "c1"}]
     assert conversation.messages[1]["reasoning_content"] == "Hm."
-    assert "content" not in conversation.messages[1]
+    assert conversation.messages[1]["content"] == ""  # templates join it with other text
     assert conversation.variables == {"enable_thinking": False}
     assert load_conversation(conversation.dump()) == conversation
     assert (
@@ -97,7 +142,22 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         ({"messages": [{"role": "user", "content": 3}]}, "content of turn 1 is int '3', not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of turn 1 is list .*, not text"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "turn 2 has weight 0.5; a weight is 0"),
-        ({"messages": [QUESTION, {**ANSWER, "weight": True}]}, "turn 2 has weight True"),
+        ({"messages": [{"role": "user", "content": None}, ANSWER]}, r"turn 1 \(user\) has no content"),
+        ({"messages": [QUESTION, ANSWER], "tools": [TOOL], "functions": [TOOL]}, "both tools and functions"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}]},
+            "turn 2 has both",
+        ),
+        ({"messages": [QUESTION, {**ANSWER, "function_call": "look"}]}, "function_call of turn 2 is not JSON: 'look'"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, QUESTION, ANSWER], "system": "b"},
+            "has the field system and a",
+        ),
+        (
+            {"messages": '[{"role": "user", "role": "system"}]'},
+            "messages is not JSON: .*the key 'role' is twice in one",
+        ),
+        ({"messages": {"role": ["user"], "content": []}}, "messages is dict .*, not a list of turns"),
         ({"messages": [QUESTION, ANSWER], "tools": "{"}, "tools is not JSON: '{'"),
         ({"messages": [QUESTION, ANSWER], "tools": ["a"]}, "tools is not a list of definitions"),
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": ["a"]}]}, "tool_calls of turn 2 is not a list of calls"),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from genesis.chat.marks import UnclearMarkError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.template import ChatTemplate, ConversationError
@@ -56,6 +57,42 @@ def test_a_turn_of_weight_zero_is_not_learned(tokenizer: Tokenizer, template: st
     before, after = learned(renderer, renderer.render(first, labels="all"))
     assert "two" not in before + after
     assert before.endswith("<|im_start|>assistant\n" if template == CHATML else "one<|im_end|>\n")
+
+
+# Reported as PrimeIntellect-ai/prime-rl#1103 and QwenLM/Qwen3-VL#1199: the line break of the prompt is one token with
+# those of the answer.
+@pytest.mark.parametrize("answer", ["  \n Aye! \n\n", "\n\nAye!", "\tAye!\t", "Aye! ", "\n"])
+def test_white_space_at_the_ends_of_an_answer_does_not_move_what_is_learned(tokenizer: Tokenizer, answer: str) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    turns = [TURNS[0], {"role": "assistant", "content": answer}]
+    rendered = renderer.render([*turns, *turns])
+    assert learned(renderer, rendered) == [f"{answer}<|im_end|>"] * 2
+    asked = renderer.render_prompt(turns[:1])
+    assert rendered.ids[: int(rendered.trained.argmax())].tolist() == asked
+    assert tokenizer.spell(rendered.ids.tolist(), has_controls=True) == renderer.template.render([*turns, *turns])
+
+
+def test_keys_that_the_template_does_not_use_are_counted_and_likely_marks_among_them_refused(
+    tokenizer: Tokenizer,
+) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    named = ChatRenderer(tokenizer, ChatTemplate(CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.name }}"), "named"))
+    turns = [{**TURNS[0], "name": "Ann", "id": "a"}, {**TURNS[1], "id": "b"}]
+    assert renderer.render(turns).left_out == ("name", "id", "id")
+    assert named.render(turns).left_out == ("id", "id")
+    assert renderer.render(TURNS).left_out == ()
+    for key, value in {
+        "toxic": False,
+        "score": 0.5,
+        "keep": 1,
+        "tokens": [0, 1, 1],
+        "use": "False",
+        "meta": {"train": 0},
+    }.items():
+        with pytest.raises(UnclearMarkError, match=rf"turn 2 has {key} .*may be a mark .* in `ignored_keys` of the"):
+            renderer.render([TURNS[0], {**TURNS[1], key: value}])
+    used = ChatRenderer(tokenizer, ChatTemplate(CHATML.replace("{{ m.role }}", "{{ m.role }}{{ m.level }}"), "used"))
+    assert used.render([{**TURNS[0], "level": 3}, TURNS[1]]).left_out == ()
 
 
 @pytest.mark.parametrize("said", [{"content": ""}, {"content": None}, {}])
@@ -137,6 +174,8 @@ def test_variables_reach_the_template_and_its_identity(tokenizer: Tokenizer) -> 
 
 
 NESTED = "{% generation %}a{% generation %}{{ messages[1].content }}{% endgeneration %}{% endgeneration %}<|im_end|>"
+SPOKEN = CHATML.replace("{{ m.content }}", "{{ '' + m.content }}")
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 SYSTEM, DEVELOPER = {"role": "system", "content": "x"}, {"role": "developer", "content": "x"}
 DROPS_A_TURN = CHATML.replace("{{ m.content }}", "{% if loop.index != 3 %}{{ m.content }}{% endif %}")
 DROPS_A_ROLE = CHATML.replace("messages %}", "messages if m.role != 'developer' %}")
@@ -165,7 +204,9 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "two system turns": (ONE_SYSTEM, [SYSTEM, SYSTEM, *TURNS], "refuses it: one system"),
     "nested": (NESTED, TURNS[:2], "nests its `generation` blocks"),
     "no prompt": (CHATML.replace("nt\n{% endif", "nt\nHm{% endif"), TURNS, "turn 2 does not begin with the prompt"),
-    "begins with an answer": (CHATML, TURNS[1:], "turn 1 does not begin with the prompt"),
+    "begins with an answer": (CHATML, TURNS[1:], "begins with a turn of the assistant, which no prompt asks for"),
+    # Reported as huggingface/transformers#45290 and meta-pytorch/torchtune#2618.
+    "a call without content": (SPOKEN, [TURNS[0], CALL], "leaves out the tool_calls of turn 2"),
     "nothing to learn": (CHATML, TURNS[:1], "no turn of the assistant to learn"),
     "nothing": (CHATML, [], "no turn of the assistant to learn"),
 }

@@ -194,8 +194,14 @@ def test_workers_and_a_worker_that_starts_again_change_nothing(directory: Path, 
         assert manifest.chat is not None
         assert manifest.chat.sources["chat"]["num_bad"] == 3
         assert manifest.chat.sources["chat"]["num_written"] == NUM_CHATS
-        assert len(warnings) == 1
-        assert re.search(r"every bad record of source chat: .*mixed.jsonl, line \d+", warnings[0])
+        path = directory / "mixed.jsonl"
+        assert warnings == [
+            f"source chat: skipped 1: {path}, line 1 is not JSON (Expecting value: line 1 column 15 (char 14)); fix or "
+            "remove it",
+            f"source chat: skipped 1: {path}, line 21: the conversation is empty: it has no turns; remove it",
+            f"source chat: skipped 1: {path}, line 41: the conversation has no turn of the assistant to learn; "
+            "remove it",
+        ]
     assert trees[0] == trees[1]
     parts = sorted((directory / "corpora" / "workers0" / ".prepare" / "parts").iterdir())
     assert len(parts) > 3
@@ -396,3 +402,101 @@ def test_inspect_shows_what_is_learned_the_lengths_and_conversations_per_sequenc
     colored = capsys.readouterr().out
     assert "\x1b[32manswer " in colored
     assert "\u27e6" not in colored
+
+
+def prepare_by_command(directory: Path, path: Path, name: str, *options: str, **source: Any) -> int:
+    """`genesis data prepare` of one source, as a user types it; its status."""
+    given = json.dumps([{"name": "chat", "paths": [str(path)], **({"chat": "auto"} | source)}])
+    arguments = ["--name", name, "--tokenizer", str(directory / "tokenizer"), "--out", str(directory / "corpora")]
+    return prepare_main([*arguments, "--sources", given, "--num_workers", "1", *options])
+
+
+@pytest.mark.usefixtures("here")
+def test_an_error_names_up_to_ten_rows_of_a_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, empty = {"messages": CHATS[0]}, {"messages": []}
+    robot = {"messages": [{"role": "robot", "content": "a"}]}
+    few = write_lines(directory / "few.jsonl", [good, empty, good, robot, "{", empty])
+    with pytest.raises(UserError) as caught:
+        prepare_by_command(directory, few, "few")
+    assert str(caught.value).splitlines() == [
+        "source chat has 4 bad rows; correct them, or set chat.on_bad_row: skip, which counts such records:",
+        f"  {few}, line 2: the conversation is empty: it has no turns; remove it (also line 6)",
+        f"  {few}, line 4: turn 1 has the unknown role 'robot'; the roles are system, developer, user, assistant, tool",
+        f"  {few}, line 5 is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
+        "fix or remove it",
+    ]
+    many = write_lines(directory / "many.jsonl", [good, empty] * 30)
+    monkeypatch.setattr("genesis.data.tokenize_worker._BATCH_BYTES", 1)
+    with pytest.raises(UserError) as caught:
+        prepare_by_command(directory, many, "many")
+    (line,) = str(caught.value).splitlines()
+    assert re.findall(r"line (\d+)", line) == [str(number) for number in range(2, 22, 2)]
+    lengths = write_lines(directory / "long.jsonl", [good, {"messages": CHATS[4]}, {"messages": CHATS[9]}])
+    with pytest.raises(UserError, match=r"line 1: .* chat.max_tokens is 12; raise it, .* \(also line 2, line 3\)$"):
+        prepare_by_command(directory, lengths, "long", "--chat.max_tokens", "12", "--chat.on_bad_row", "skip")
+
+
+@pytest.mark.usefixtures("here")
+def test_skipped_rows_are_listed_by_reason_with_counts_and_the_first_lines(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = {"role": "user", "content": "a"}
+    silent = [{"messages": [*[turn] * number, {"role": "assistant", "content": ""}]} for number in range(1, 6)]
+    path = write_lines(directory / "skipped.jsonl", [*silent, {"text": "a"}, *({"messages": chat} for chat in CHATS)])
+    assert prepare_by_command(directory, path, "skipped", "--chat.on_bad_row", "skip") == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        f"genesis: warning: source chat: skipped 5: {path}, line 1: turn 2 of the assistant is empty; remove it, or "
+        "the conversation (also line 2, line 3, ...)",
+        f"genesis: warning: source chat: skipped 1: {path}, line 6: no conversation is in the fields text: it needs "
+        "messages, conversations, instruction and output, or prompt; name the field of the turns by text_field",
+    ]
+    assert f"{NUM_CHATS} conversations; 6 skipped as bad" in out
+
+
+@pytest.mark.usefixtures("here")
+def test_what_nothing_uses_is_named_once_and_an_unknown_mark_stops_even_where_bad_rows_are_skipped(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = [{"messages": [{**turn, "name": "Ann"} for turn in chat], "id": 1, "toxic": True} for chat in CHATS]
+    path = write_lines(directory / "named.jsonl", named)
+    assert prepare_by_command(directory, path, "named") == 0
+    num_turns = sum(map(len, CHATS))
+    assert capsys.readouterr().err.splitlines() == [
+        "genesis: warning: source chat: left out, because nothing uses them: fields of records id (60), toxic (60); "
+        f"keys of messages name ({num_turns})"
+    ]
+    marked = [{"messages": [{**turn, "toxic": False, "rank": 2} for turn in chat]} for chat in CHATS]
+    path = write_lines(directory / "marked.jsonl", marked)
+    with pytest.raises(
+        UserError, match=r"marked.jsonl, line 1: turn 1 has toxic false, .*\(also line 2, .*, line 10\)$"
+    ):
+        prepare_by_command(directory, path, "marked", "--chat.on_bad_row", "skip")
+    assert prepare_by_command(directory, path, "ignored", ignored_keys=["toxic", "rank"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_null_text_stops_a_prepare_or_is_skipped_and_counted(
+    directory: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["one " * 9, None, "two " * 9, "", None]
+    path = directory / f"nulls.{kind}"
+    if kind == "jsonl":
+        write_lines(path, [{"text": text} for text in texts])
+    else:
+        pq.write_table(pa.table({"text": texts}), path)
+    with pytest.raises(
+        UserError, match=r"nulls.*\(also .*\); or set on_bad_row: skip for source chat, which counts such"
+    ):
+        prepare_by_command(directory, path, f"nulls-{kind}", chat=None)
+    name, held_out = f"skips-{kind}", ("--validation_fraction", "0")
+    assert prepare_by_command(directory, path, name, *held_out, chat=None, on_bad_row="skip") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    places = (
+        ("line 2: field 'text' is NoneType", "line 5") if kind == "jsonl" else ("row 1 has no 'text' (null)", "row 4")
+    )
+    assert line.startswith(f"genesis: warning: source chat: skipped 2: {path}, {places[0]}")
+    assert line.endswith(f"(also {places[1]})")
+    assert read_manifest(directory / "corpora" / name).train[0].num_documents == 2

@@ -50,6 +50,8 @@ def open_data(tmp_path: Path, tokenizer: Path, records: list[Any], **changes: An
         ({"prompt": [QUESTION], "tags": ["a"]}, {"tags": ["a"]}),
         ({"prompt": None, "messages": [QUESTION]}, {}),
         ({"prompt": QUESTION["content"], "completion": "Four."}, {"completion": "Four."}),
+        # No answer of the data is learned, so that marks have no meaning here: they are columns for the reward.
+        ({"messages": [{**QUESTION, "toxic": False}, {**ANSWER, "train": 0.5}], "weight": 0.7}, {"weight": 0.7}),
     ],
 )
 def test_a_prompt_is_a_conversation_without_its_answer(
@@ -82,6 +84,16 @@ def test_a_record_without_a_usable_prompt_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(UserError, match=message):
         _ = open_data(tmp_path, tokenizer, [record]).prompts
+
+
+def test_an_error_names_all_bad_rows_of_a_source(tmp_path: Path, tokenizer: Path) -> None:
+    both, none, answered = {"prompt": "Why?", "messages": [QUESTION]}, {"question": "Why?"}, {"messages": [ANSWER]}
+    with pytest.raises(UserError) as caught:
+        _ = open_data(tmp_path, tokenizer, [{"prompt": "Why?"}, both, none, answered, none]).prompts
+    first, *lines = str(caught.value).splitlines()
+    assert first == "source questions has 4 bad rows; correct them:"
+    assert [line.partition("jsonl, ")[2][:6] for line in lines] == ["line 2", "line 3", "line 4"]
+    assert lines[1].endswith("(also line 5)")
 
 
 def test_long_prompts_are_dropped_by_choice_and_counted(tmp_path: Path, tokenizer: Path) -> None:

@@ -138,6 +138,9 @@ def test_a_lone_surrogate_in_json_is_named_or_replaced(tmp_path):
         ('{"text": "cut', r"line 3 is not JSON"),
         ("[" * 100_000, r"line 3 is not JSON"),
         ('["text"]', r"line 3 is a JSON list, not an object"),
+        # Python's reader keeps the last of the two.
+        ('{"text": "a", "text": "b"}', r"line 3 is not JSON \(the key 'text' is twice in one object\)"),
+        ('{"text": "a", "meta": {"x": 1, "x": 2}}', r"line 3 is not JSON \(the key 'x' is twice in one object\)"),
         ('{"body": "x", "id": 1}', r"line 3 has no field 'text' \(it has: body, id\); set text_field of source web"),
         ('{"text": null}', r"line 3: field 'text' is NoneType, not text"),
     ],

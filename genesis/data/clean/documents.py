@@ -243,8 +243,16 @@ def _with_fields(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     # `texts` refuses an invalid record by its position, and skips a record whose text is empty.
     for row in rows:
-        if row.get(text_field) not in ("", b""):
+        if _find(row, text_field) not in ("", b""):
             yield next(texts).text, {name: row[name] for name in names if row.get(name) is not None}
+
+
+def _find(row: dict[str, Any], text_field: str) -> Any:
+    """Returns the text of a row, whose field may be a path through objects; None if the row has none."""
+    found: Any = row
+    for name in [text_field] if text_field in row else text_field.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _json_rows(source: SourceOptions, span: Span) -> Iterator[dict[str, Any]]:

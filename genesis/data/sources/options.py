@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
 from genesis.chat.conversation import Form
 from genesis.chat.options import OnBadRow
@@ -79,6 +79,15 @@ class SourceOptions:
     def has_pairs(self) -> bool:
         """Returns whether each record is a pair of answers."""
         return self.chat == "pairs"
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the options that decide the documents, in plain types, as plans of a corpus keep them."""
+        later = {"chat": None, "on_bad_row": "error", "ignored_keys": ()}  # plans of earlier versions have none of them
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in asdict(self).items()
+            if key not in later or value != later[key]
+        }
 
     @property
     def turn_field(self) -> str | None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import pyarrow as pa
+
 from genesis.data.sources.blocks import DAMAGE, can_cut
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import InputFile, Span, check_unchanged, compression_of, explain_unreadable, kind_of
@@ -57,6 +59,11 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
     entries = row_entries if kind_of(span.file.path, source) in TABLES else record_entries
     try:
         yield from entries(source, span, start)
+    except pa.ArrowNotImplementedError as error:
+        raise UserError(
+            f"{span.file.path} has a layout that pyarrow {pa.__version__} does not read ({one_line(error)}); write it "
+            "again with plain strings"
+        ) from None
     except DAMAGE as error:
         raise DamagedFileError(
             f"{span.file.path} is truncated or damaged ({one_line(error)}); fetch it again"

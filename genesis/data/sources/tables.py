@@ -4,7 +4,6 @@ Text may lie in any layout that Arrow has for it: strings and bytes, with long o
 dictionary, run-end encoded, or in an extension type whose storage is one of these.
 """
 
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
@@ -78,9 +77,10 @@ def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int
         rest = batch.slice(min(num_skipped, len(batch)))
         num_skipped -= len(batch) - len(rest)
         if path is None:
-            yield from map(_plain, rest.to_pylist(maps_as_pydicts="strict"))
+            yield from map(_plain, rest.to_pylist())
         else:
-            yield from _bytes_of(rest.column(0), path[1:]).to_pylist()
+            # Parquet's `columns` are paths, so that another column may come with this one.
+            yield from _bytes_of(rest.column(rest.schema.names.index(path[0])), path[1:]).to_pylist()
 
 
 def _bytes_of(column: Any, path: Sequence[str]) -> Any:
@@ -96,7 +96,10 @@ def _stored(column: Any) -> Any:
         if isinstance(column.type, pa.BaseExtensionType):
             column = column.storage
         elif pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+            values = _stored(column.dictionary)
+            if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
+                values = values.cast(pa.large_binary())  # Arrow cannot take from views
+            column = values.take(column.indices)
         elif pa.types.is_run_end_encoded(column.type):
             column = pc.run_end_decode(column)
         else:
@@ -126,18 +129,23 @@ def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]
 
 def _plain(value: Any) -> Any:
     """Returns a value of a table as JSON has it, without keys that are null: an object has the keys of its column."""
+    if isinstance(value, list) and value and all(isinstance(item, tuple) for item in value):
+        value = dict(value) if len(dict(value)) == len(value) else value  # a map, whose items are the only tuples
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
-    if isinstance(value, bytes):  # text of writers that do not mark it as such
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return value
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
+    return _decoded(value) if isinstance(value, bytes) else value
+
+
+def _decoded(value: bytes) -> str | bytes:
+    """Returns the text of writers that do not mark it as such; other bytes as they are."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:

@@ -188,6 +188,8 @@ class BlockReader:
         return items, num_tokens
 
     def _may_skip(self, error: UserError) -> bool:
+        if isinstance(error, DamagedFileError):  # more than a row
+            return self._recipe.on_bad_document == "skip"
         return self._skips and not isinstance(error, _FatalError)
 
     def _read_ahead(self) -> bool:

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from genesis.data.sources import SourceOptions
 from genesis.data.stream.block import BlockReader, Cursor
 from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
@@ -63,6 +64,7 @@ BAD_LINES = {
     "not JSON": (b'{"text": "cut', r"line 21 is not JSON"),
     "a wrong type": (b'{"text": 7}', r"line 21: field 'text' is int, not text"),
     "no field": (b'{"content": "x"}', r"line 21 has no field 'text' \(it has: content\)"),
+    "a key twice": (b'{"text": "a", "text": "b"}', r"line 21 is not JSON \(the key 'text' is twice in one object\)"),
     "not an object": (b"[1]", r"line 21 is a JSON list"),
     "invalid UTF-8": (b'{"text": "\xff"}', r"offset \d+.*: byte 0xff is not UTF-8"),
     "half a surrogate pair": (rb'{"text": "\ud83d"}', r"line 21 has a lone surrogate"),
@@ -133,6 +135,9 @@ def test_a_null_in_a_parquet_column_is_named_by_row_or_skipped(tmp_path, tokeniz
     pairs, usage, stream = read_skipping(tmp_path / "web", tokenizer)
     assert pairs == expected_pairs(stream.tokenizer, TEXTS)
     assert usage.num_bad_documents == 1
+    source = SourceOptions("web", (str(path),), on_bad_row="skip")
+    rows, _ = read_strictly(tmp_path / "web", tokenizer, sources=(source,))
+    assert count_pairs(rows) == pairs
 
 
 def test_a_column_of_the_wrong_type_is_refused_before_training(tmp_path, tokenizer):
