@@ -58,7 +58,7 @@ from genesis.train.module import GenesisModule, find_place
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
+from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_checkpoints, list_committed
 from genesis_callbacks.run_directory import read_run_dir
 
 _REFUSED_OPTION = re.compile(
@@ -228,13 +228,12 @@ class GenesisCLI(LightningCLI):
             default=False,
             help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
         )
-        parser.add_lightning_class_args(TokenCounters, "counters")
+        parser.add_class_arguments(TokenCounters, "counters", skip={"unit"}, sub_configs=True)
+        parser.callback_keys.append("counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
-        # This class sets the recipe and the corpus's identity; users cannot.
-        parser.add_class_arguments(
-            AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
-        )
+        own = {"recipe", "identity", "drift_policy"}  # this class sets them; users cannot
+        parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip=own, sub_configs=True)
         parser.callback_keys.append("checkpoint")
         parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
@@ -401,8 +400,8 @@ class GenesisCLI(LightningCLI):
             check_not_in_use(self.checkpoint.directory)
         if wanted is not None:
             arguments["ckpt_path"] = self._find(wanted)
-        elif subcommand == "fit":
-            self._check_is_new()
+        if subcommand == "fit":
+            self._check_continues(arguments["ckpt_path"])
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "fit" and not self.model.is_restored:
             report_export(self.model.decoder_config)
@@ -445,11 +444,13 @@ class GenesisCLI(LightningCLI):
             )
         return found
 
-    def _check_is_new(self) -> None:
-        run_dir = self.checkpoint.directory.parent
-        if list_committed(run_dir):
+    def _check_continues(self, start: Path | None) -> None:
+        directory = self.checkpoint.directory
+        is_own = start is not None and start.parent.resolve() == directory
+        if not is_own and self.checkpoint.on_existing == "refuse" and list_checkpoints(directory):
             raise UserError(
-                f"{run_dir} already has checkpoints; resume it with --ckpt_path latest, or give another --run_dir"
+                f"{directory.parent} already has checkpoints; resume it with --ckpt_path latest, or start over in "
+                "another --run_dir, or here with --checkpoint.on_existing start_over, which moves them aside"
             )
 
     def _check_fork(self, run_dir: Path) -> None:
