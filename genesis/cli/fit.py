@@ -232,7 +232,7 @@ class GenesisCLI(LightningCLI):
         parser.callback_keys.append("counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
-        own = {"recipe", "identity", "drift_policy"}  # this class sets them; users cannot
+        own: set[str | int] = {"recipe", "identity", "drift_policy"}  # this class sets them; users cannot
         parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip=own, sub_configs=True)
         parser.callback_keys.append("checkpoint")
         parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())

@@ -54,7 +54,7 @@ def choose_path(trainer: Any, ckpt_path: Any, original: Callable[[Any], Any], ou
         # Files of a `ModelCheckpoint` beside ours count only while there are none of ours.
         has_own = any(list_checkpoints(callback.directory) for callback in ours)
         has_theirs = any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks)
-        return LATEST if has_own or not has_theirs else original(ckpt_path)
+        return LAST if has_own or not has_theirs else original(ckpt_path)
     first = trainer.checkpoint_callback
     if ckpt_path == BEST and first in ours:
         path = first.best_model_path

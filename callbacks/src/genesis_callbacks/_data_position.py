@@ -141,7 +141,7 @@ def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> st
         return None
     return (
         f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
-        "were used, and the others come from the beginning of a new order: some samples twice, others not at all "
+        "were used, and the others are read from the loader's beginning: some samples come twice, others not at all "
         "(genesis_callbacks.ResumableLoader continues exactly)"
     )
 
