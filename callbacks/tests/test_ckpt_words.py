@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import CheckpointError, list_checkpoints, read_best, read_tensors
@@ -79,7 +80,7 @@ def steps(*numbers):
 
 @pytest.mark.parametrize("word", ["last", "latest"])
 def test_last_starts_a_run_and_then_continues_it(tmp_path, word, caplog):
-    """Reported as Lightning-AI/pytorch-lightning#11912: the word for a script that starts a run and resumes it."""
+    """The same script in a second process; reported as Lightning-AI/pytorch-lightning#14466."""
     with caplog.at_level("INFO"):
         first, _ = fit(tmp_path, 1, word)
     assert first.steps == [0, 1]
@@ -110,6 +111,7 @@ def test_last_takes_the_file_of_a_model_checkpoint_until_there_is_a_checkpoint_o
 
 
 def test_best_resumes_and_evaluates_the_best_and_the_attributes_name_it(tmp_path):
+    """An empty path and no score; reported as Lightning-AI/pytorch-lightning#8900."""
     _, checkpoint = fit(tmp_path, monitor="val_loss")
     best = tmp_path / "checkpoints/step-00000004"
     assert checkpoint.best_model_path == str(best)
@@ -156,6 +158,7 @@ def test_a_word_without_a_checkpoint_never_evaluates_untrained_weights(tmp_path,
 
 
 def test_a_used_directory_is_refused_in_one_line_that_names_both_ways(tmp_path):
+    """A run that starts from scratch unasked; reported as Lightning-AI/pytorch-lightning#7072 and #2735."""
     fit(tmp_path, 2)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, 2)
@@ -214,7 +217,7 @@ def test_every_n_epochs_saves_after_the_last_step_of_an_epoch(tmp_path, every, e
 
 
 def test_a_monitor_that_is_never_logged_is_said(tmp_path, caplog):
-    """Reported as Lightning-AI/pytorch-lightning#16636 and many more: nothing says why there is no best checkpoint."""
+    """Nothing says why there is no best checkpoint; reported as Lightning-AI/pytorch-lightning#12923, sp-uhh/sgmse#32."""
     ended = pytest.warns(UserWarning, match="training ended with CheckpointError; the last good one is step-00000002")
     with ended, pytest.raises(CheckpointError, match="monitor is 'val_acc', but validation logged val_loss"):
         fit(tmp_path / "key", monitor="val_acc")
@@ -235,11 +238,37 @@ def test_what_a_resume_will_not_and_did_not_restore_is_said(tmp_path, caplog):
     within = tmp_path / "checkpoints/step-00000001"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own, and that newer ones move
-        model, checkpoint = fit(tmp_path, 1, str(within))
+        model = Model()
+        model.accuracy = MeanMetric()
+        _, checkpoint = fit(tmp_path, 1, str(within), model=model)
     assert model.steps == [1]
-    assert "Reset: the position of DataLoader in the epoch: 1 of 2 batches were used" in checkpoint.restore_report.text
+    assert "Reset: what the metrics accuracy counted in this epoch" in checkpoint.restore_report.text
+    assert "the position of DataLoader in the epoch: 1 of 2 batches were used" in checkpoint.restore_report.text
     _, checkpoint = fit(tmp_path, 2, "latest")
     assert "the position of" not in checkpoint.restore_report.text  # from an epoch's end the next one is whole
+
+
+def test_the_unit_of_an_interval_with_two_optimizers_is_said(tmp_path, caplog):
+    """Reported as Lightning-AI/pytorch-lightning#17958 and ashleve/lightning-hydra-template#409."""
+
+    class Two(Model):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.layer(batch).square().mean())
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+    with caplog.at_level("INFO"):
+        fit(tmp_path, 1, every_n_steps=2, every_n_epochs=None, model=Two())
+    assert "the steps of all 2 optimizers together are a multiple of 2" in caplog.text
+    assert names(tmp_path) == steps(2, 4)
 
 
 def test_a_run_that_a_sigkill_would_lose_is_said(tmp_path, caplog):

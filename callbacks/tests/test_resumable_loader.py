@@ -41,7 +41,10 @@ def read_indices(batches) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.process)])
 def test_from_every_position_the_same_batches_follow(num_workers):
-    """The straight run has no workers: what makes a batch does not change it. Two epochs, stopped after each batch."""
+    """The straight run has no workers: what makes a batch does not change it. Two epochs, stopped after each batch.
+
+    Asked for in Lightning-AI/pytorch-lightning#19764 and ecmwf/anemoi-training#200.
+    """
     straight = build()
     expected = [batch for _ in range(2) for batch in straight]
     assert len(expected) == 2 * len(straight) == 8
@@ -75,7 +78,10 @@ def test_each_epoch_has_each_sample_once():
 
 
 def test_ranks_share_each_batch_of_the_run_on_one_rank_and_read_on_there():
-    """Half the batch on twice the ranks: the order, and so the state, is that of the run and not that of a rank."""
+    """Half the batch on twice the ranks: the order, and so the state, is that of the run and not that of a rank.
+
+    A position that is restored within another order is reported as huggingface/accelerate#4195.
+    """
     alone = build(12, batch_size=4)
     expected = read_indices(itertools.chain(alone, alone))
     ranks = [build(12, batch_size=2, num_replicas=2, rank=rank) for rank in range(2)]

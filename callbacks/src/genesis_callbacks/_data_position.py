@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from torchmetrics import Metric
 
 from ._compat import begin_next_epoch, list_loaders, load_loader_states, loader_generators, read_loader_states
 
@@ -130,15 +131,28 @@ def describe_lost_position(trainer: Trainer) -> str | None:
     )
 
 
-def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> str | None:
-    """Returns what of the position in the data a restore could not set, otherwise None."""
+def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> list[str]:
+    """Returns what belongs to a position within an epoch, and could not be restored."""
+    progress = fit_loop["epoch_loop.batch_progress"]
+    num_used = progress["current"]["ready"]  # with the batch of the save, whose training has ended
+    if progress["is_last_batch"] or num_used == 0:
+        return []
+    found = []
+    metrics = [
+        name
+        for name, module in trainer.lightning_module.named_modules()
+        if isinstance(module, Metric) and not any(module._persistent.values())
+    ]
+    if metrics:
+        found.append(
+            f"what the metrics {', '.join(metrics)} counted in this epoch: they begin at the resume "
+            "(metric.persistent(True) lets them be saved)"
+        )
     names = _name_stateless(trainer)
-    if not names or is_epoch_over(fit_loop):
-        return None
-    # `ready` counts the batch of the save, whose training has ended.
-    num_used = fit_loop["epoch_loop.batch_progress"]["current"]["ready"]
-    if num_used == 0:
-        return None
+    return found if not names else [*found, _describe_loaders(trainer, names, num_used)]
+
+
+def _describe_loaders(trainer: Trainer, names: Sequence[str], num_used: int) -> str:
     return (
         f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
         "were used, and the others are read from the loader's beginning: some samples come twice, others not at all "

@@ -12,7 +12,7 @@ def describe_start(trainer: Trainer, options: SaveOptions) -> list[str]:
     """Returns a sentence for each thing to know. No communication."""
     notices = (
         _describe_rarity(options),
-        describe_interval(options.every_n_steps, trainer.accumulate_grad_batches),
+        describe_interval(options.every_n_steps, trainer.accumulate_grad_batches, len(trainer.optimizers)),
         _describe_monitor(trainer, options.monitor),
         describe_lost_position(trainer),
         describe_bucket_order(trainer.strategy, trainer.world_size),

@@ -476,8 +476,7 @@ class Restore:
         rebuilt = []
         reset = list(self._reset_parts)
         loop = self._content["trainer"].get("loops", {}).get("fit_loop")
-        position = None if loop is None else describe_reset_position(trainer, loop)
-        reset += [] if position is None else [position]
+        reset += [] if loop is None else describe_reset_position(trainer, loop)
         if not self._match.is_same_role:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
             if manifest.world_size == self._ranks.world_size:

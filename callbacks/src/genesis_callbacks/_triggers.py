@@ -79,13 +79,18 @@ def is_save_due(moment: Moment, vote: Vote, options: SaveOptions) -> bool:
     return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_epoch_due or is_end_due
 
 
-def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str | None:
+def describe_interval(every_n_steps: int | None, batches_per_step: int, num_optimizers: int = 1) -> str | None:
     """Returns a notice on the unit of `every_n_steps`, where a reader might take it for batches; otherwise None.
 
     Example:
         >>> describe_interval(500, 4)
         'Saves every 500 optimizer steps, which are 2,000 batches by accumulate_grad_batches=4.'
     """
+    if every_n_steps is not None and num_optimizers > 1:
+        return (
+            f"Saves when the steps of all {num_optimizers} optimizers together are a multiple of {every_n_steps:,}: "
+            "Lightning's global step counts the steps of each."
+        )
     if every_n_steps is None or batches_per_step == 1:
         return None
     return (

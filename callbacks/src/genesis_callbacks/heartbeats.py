@@ -45,12 +45,12 @@ class HeartbeatRecord:
         clocks: The other exact counts, such as `tokens_seen`. Those that only the device knows so far are older.
             `data_position` is the position after the last trained batch, if the data module has one.
         loss: The training loss that was last logged; None before.
-        unit: What `TokenCounters` count, "tokens" by default.
         units_per_second: Over all ranks, since the heartbeat before; None if nothing is counted.
         time_seconds: Unix time, by the clock of that machine.
         monotonic_seconds: That machine's monotonic clock.
         milestones: When the callback was "created", and when this fit came to "setup", "train" and "first_step", by the
             same monotonic clock.
+        unit: What `TokenCounters` count, "tokens" by default.
     """
 
     rank: int
@@ -63,9 +63,9 @@ class HeartbeatRecord:
     monotonic_seconds: float
     clocks: Mapping[str, int] = field(default_factory=dict)
     loss: float | None = None
-    unit: str = "tokens"
     units_per_second: float | None = None
     milestones: Mapping[str, float] = field(default_factory=dict)
+    unit: str = "tokens"
 
 
 def write_heartbeat(run_dir: Path, record: HeartbeatRecord) -> None:

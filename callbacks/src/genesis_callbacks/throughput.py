@@ -32,7 +32,7 @@ from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ran
 
 __all__ = ["Throughput"]
 
-MFU = "train/mfu"
+RATE, MFU = "train/{unit}_per_second", "train/mfu"
 
 _STATE_VERSION = 1
 _READ_FLOPS = "count_batch_flops"
@@ -207,7 +207,7 @@ class Throughput(pl.Callback, PartListener):
         (total,) = self._group.sum_floats((rate,)).wait()
         if self._seconds <= 0 or total <= 0:
             return
-        values = {f"train/{self._unit}_per_second": total / self._ranks_per_batch}
+        values = {RATE.format(unit=self._unit): total / self._ranks_per_batch}
         if self._peak is not None and self._flops > 0:
             values[MFU] = compute_mfu(1.0 / self._seconds, self._flops / self._ranks_per_batch, self._peak)
         log_exact(pl_module, values)

@@ -42,6 +42,7 @@ SKIPPED_DATA = "skipped_data"
 """A module's `skip_reason` for a window that the user wants to be skipped: `max_consecutive_skips` ignores it."""
 
 DEFAULT_UNIT = "tokens"
+SEEN, UPDATED = "{unit}_seen", "{unit}_updated"
 
 _STATE_VERSION = 1
 _IGNORE_INDEX = -100
@@ -134,6 +135,7 @@ class TokenCounters(pl.Callback):
                 f"max_consecutive_skips is {max_consecutive_skips}: it must be at least 1, or null for no limit"
             )
         self.unit = unit
+        self._names = SEEN.format(unit=unit), UPDATED.format(unit=unit)
         self.count = choose_count(count_fn, unit)
         self._max_consecutive_skips = max_consecutive_skips
         self._group = HostGroup()
@@ -197,9 +199,9 @@ class TokenCounters(pl.Callback):
         """Returns the clocks for a checkpoint's manifest."""
         return {
             "step": self._step,
-            f"{self.unit}_seen": self._tokens_seen,
+            self._names[0]: self._tokens_seen,
             "updates": self._updates,
-            f"{self.unit}_updated": self._tokens_updated,
+            self._names[1]: self._tokens_updated,
         }
 
     # ---- state
@@ -319,8 +321,8 @@ class TokenCounters(pl.Callback):
             self._reset()
         elif not self._was_restored and self._step != global_step:
             rank_zero_warn(
-                f"the run resumes at step {global_step} from a checkpoint without counters: {self.unit}_seen, updates "
-                f"and {self.unit}_updated count from here"
+                f"the run resumes at step {global_step} from a checkpoint without counters: {self._names[0]}, updates "
+                f"and {self._names[1]} count from here"
             )
             self._reset()
             self._step = global_step
@@ -377,9 +379,9 @@ class TokenCounters(pl.Callback):
     def _log(self, pl_module: pl.LightningModule) -> None:
         values = {
             STEP: self._step,
-            f"counters/{self.unit}_seen": self._tokens_seen,
+            "counters/" + self._names[0]: self._tokens_seen,
             UPDATES: self._updates,
-            f"counters/{self.unit}_updated": self._tokens_updated,
+            "counters/" + self._names[1]: self._tokens_updated,
             SKIPS: sum(self._skips.values()),
             **{SKIPS_BY_REASON.format(reason=reason): count for reason, count in self._skips.items()},
         }
