@@ -38,6 +38,7 @@ from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
 from genesis.cli.type_errors import explain_types
+from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
@@ -58,7 +59,7 @@ from genesis.train.module import GenesisModule, find_place
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_checkpoints, list_committed
+from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
 from genesis_callbacks.run_directory import read_run_dir
 
 _REFUSED_OPTION = re.compile(
@@ -314,7 +315,7 @@ class GenesisCLI(LightningCLI):
         fork = self._get(self.config_init, "fork")
         run_dir = Path(_place_run(self._get(self.config_init, "run_dir"), fork))
         if fork is not None:
-            self._check_fork(run_dir)
+            check_fork(run_dir, self._get(self.config_init, "ckpt_path"))
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.config_dump.pop("allow_reward_code", None)
@@ -401,7 +402,7 @@ class GenesisCLI(LightningCLI):
         if wanted is not None:
             arguments["ckpt_path"] = self._find(wanted)
         if subcommand == "fit":
-            self._check_continues(arguments["ckpt_path"])
+            check_continues(self.checkpoint.directory, arguments["ckpt_path"], self.checkpoint.on_existing)
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "fit" and not self.model.is_restored:
             report_export(self.model.decoder_config)
@@ -443,24 +444,6 @@ class GenesisCLI(LightningCLI):
                 f"{found} is not a checkpoint (it has no {MANIFEST_NAME}); give a run, RUN/best, RUN/STEP, or latest"
             )
         return found
-
-    def _check_continues(self, start: Path | None) -> None:
-        directory = self.checkpoint.directory
-        is_own = start is not None and start.parent.resolve() == directory
-        if not is_own and self.checkpoint.on_existing == "refuse" and list_checkpoints(directory):
-            raise UserError(
-                f"{directory.parent} already has checkpoints; resume it with --ckpt_path latest, or start over in "
-                "another --run_dir, or here with --checkpoint.on_existing start_over, which moves them aside"
-            )
-
-    def _check_fork(self, run_dir: Path) -> None:
-        if self._get(self.config_init, "ckpt_path") is None:
-            raise UserError("--fork needs a checkpoint to start from; give one by --ckpt_path, or latest")
-        if list_committed(run_dir):
-            raise UserError(
-                f"the fork {run_dir} already has checkpoints; to resume it, replace --fork by "
-                f"--run_dir {run_dir} --ckpt_path latest"
-            )
 
 
 def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:
