@@ -590,7 +590,7 @@ def test_one_rank_of_a_node_says_that_another_one_is_gone(tmp_path, is_stuck):
 
 def test_ranks_that_end_well_miss_nobody(tmp_path):
     for _ in range(2):
-        runs = fit_on(2, tmp_path, "ddp", 2, lost_rank_seconds=0.1)
+        runs = fit_on(2, tmp_path, "ddp", 2, lost_rank_seconds=0.1, on_existing="start_over")
     assert [run["last_saved"].name for run in runs] == ["step-00000002"] * 2
 
 

@@ -27,10 +27,10 @@ RECORD = HeartbeatRecord(
 
 def test_a_heartbeat_comes_back_as_it_was_written(tmp_path: Path) -> None:
     write_heartbeat(tmp_path, RECORD)
-    write_heartbeat(tmp_path, replace(RECORD, rank=0, loss=None, tokens_per_second=None))
+    write_heartbeat(tmp_path, replace(RECORD, rank=0, loss=None, units_per_second=None))
     found = read_heartbeats(tmp_path)
     assert found[1] == RECORD
-    assert (found[0].loss, found[0].tokens_per_second) == (None, None)
+    assert (found[0].loss, found[0].units_per_second) == (None, None)
     assert sorted(path.name for path in RunDirectory(tmp_path).heartbeats.iterdir()) == ["rank-0.json", "rank-1.json"]
 
 

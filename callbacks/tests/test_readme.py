@@ -2,13 +2,21 @@
 
 import inspect
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
+from genesis_callbacks import (
+    AsyncProcessCheckpoint,
+    CheckpointVerification,
+    ResumableLoader,
+    SkipAwareLR,
+    TokenCounters,
+)
 from genesis_callbacks.checkpoint import list_committed
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -27,7 +35,7 @@ def run_blocks(*blocks: str) -> dict[str, object]:
 
 def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script, reading, inference, story = BLOCKS
+    _, script, reading, inference, story = BLOCKS
     run_blocks(script.replace("max_steps=60", "max_steps=30"))
     assert [manifest.step for _, manifest in list_committed("runs/mine")] == [20, 30]
     names = run_blocks(script, reading, inference, story)
@@ -47,11 +55,26 @@ def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatc
 
 
 def test_the_example_is_ten_lines_or_so():
-    lines = [line for line in BLOCKS[0].splitlines() if line and not line.startswith(("import", "from"))]
+    lines = [line for line in BLOCKS[1].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 10
 
 
-@pytest.mark.parametrize("kind", [AsyncProcessCheckpoint, CheckpointVerification, TokenCounters, SkipAwareLR])
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_experiment_at_its_top_gives_the_figures_that_stand_there(tmp_path):
+    (tmp_path / "experiment.py").write_text(BLOCKS[0], encoding="utf-8")
+    run = subprocess.run([sys.executable, "experiment.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    printed = re.findall(r"(\w+) and (\w+): (\d+ of \d+) tensors are equal", run.stdout)
+    rows = re.findall(r"^\|.*`(\w+)` \|.*`(\w+)` \| (\d+ of \d+) \|", README, re.MULTILINE)
+    assert len(rows) == 4
+    assert printed == rows
+    assert len(list(tmp_path.glob("*/killed"))) == 4
+
+
+OPTIONS = [AsyncProcessCheckpoint, CheckpointVerification, ResumableLoader, TokenCounters, SkipAwareLR]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_each_option_stands_in_the_table_of_its_callback(kind):
     section = re.search(rf"### {kind.__name__}\n(.*?)(\n### |\Z)", README, re.DOTALL)
     assert section is not None

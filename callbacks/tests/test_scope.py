@@ -842,7 +842,7 @@ def test_a_base_in_the_runs_own_directory_is_kept_or_refused(tmp_path):
     assert sorted(path.name for path in base.parent.glob("step-*")) == [base.name, "step-00000005"]
     copy = shutil.copytree(base, tmp_path / "copy" / base.name)
     with pytest.raises(AssertionError, match="lies in this run's directory, but this run does not continue from it"):
-        run_training(1, run, "single", 5, ckpt_path=str(copy), **scoped(base))
+        run_training(1, run, "single", 5, ckpt_path=str(copy), **scoped(base, on_existing="start_over"))
 
 
 @FITS

@@ -14,6 +14,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from genesis_callbacks import Heartbeat, Throughput
+from genesis_callbacks.errors import UserError
+from genesis_callbacks.heartbeats import read_heartbeats
 from genesis_callbacks.testing import run_ranks
 from genesis_callbacks.token_counters import (
     RankDisagreementError,
@@ -202,7 +205,7 @@ def test_logged_counts_are_exact_beyond_what_float32_holds(tmp_path: Path) -> No
 
 def test_count_fn_may_be_a_dotted_path_and_a_wrong_one_is_refused_by_name() -> None:
     batch = {"labels": torch.tensor([[1, -100, 2]])}
-    assert TokenCounters(count_fn="genesis_callbacks.token_counters.count_valid_labels")._count(batch) == 2
+    assert TokenCounters(count_fn="genesis_callbacks.token_counters.count_valid_labels").count(batch) == 2
     with pytest.raises(ValueError, match=r"'nowhere\.count' cannot be imported"):
         TokenCounters(count_fn="nowhere.count")
     with pytest.raises(ValueError, match="max_consecutive_skips is 0"):
@@ -254,7 +257,7 @@ def test_a_checkpoint_without_counters_is_said_to_be_one(tmp_path: Path) -> None
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer(tmp_path, [saver], enable_checkpointing=True).fit(Module(), loader(TOKENS))
     counters = TokenCounters()
-    with pytest.warns(UserWarning, match="at step 4 from a checkpoint without token counters"):
+    with pytest.warns(UserWarning, match="at step 4 from a checkpoint without counters"):
         trainer(tmp_path, [counters]).fit(
             Module(), loader(TOKENS), ckpt_path=tmp_path / "step=4.ckpt", weights_only=True
         )
@@ -351,3 +354,21 @@ def test_ranks_that_part_are_told_so_even_in_the_last_window(tmp_path: Path, ind
     for message in run_ranks(_part_on_rank, 2, str(tmp_path), index):
         assert f"after step {index + 1} this rank counted" in message
         assert f"all 2 ranks {2 * index + 1}" in message
+
+
+def test_a_unit_of_the_users_stands_wherever_something_is_counted_logged_saved_or_printed(tmp_path: Path) -> None:
+    counters, rate = TokenCounters(count_fn=lambda batch: 1, unit="images"), Throughput()
+    run = trainer(tmp_path, [counters, rate, Heartbeat(tmp_path, every_seconds=0.0)], log_every_n_steps=1)
+    run.fit(Module(), loader(TOKENS))
+    assert counters.checkpoint_counters() == {"step": 6, "images_seen": 6, "updates": 6, "images_updated": 6}
+    assert {"counters/images_seen", "counters/images_updated", "train/images_per_second"} <= run.logged_metrics.keys()
+    assert not any("token" in key for key in run.logged_metrics)
+    (record,) = read_heartbeats(tmp_path).values()
+    assert (record.unit, record.clocks["images_seen"]) == ("images", 6)
+    assert "token" not in next((tmp_path / "heartbeats").glob("rank-*.json")).read_text()
+    with pytest.raises(UserError, match="count images, and this run tokens: give unit='images'"):
+        TokenCounters().load_state_dict(counters.state_dict())
+    with pytest.raises(UserError, match="the images of a batch of type list cannot be counted: give count_fn"):
+        TokenCounters(unit="images").count([1, 2])
+    with pytest.raises(UserError, match="unit is 'my images': give a plural noun without spaces"):
+        TokenCounters(unit="my images")

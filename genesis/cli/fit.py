@@ -38,6 +38,7 @@ from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
 from genesis.cli.type_errors import explain_types
+from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
@@ -228,13 +229,12 @@ class GenesisCLI(LightningCLI):
             default=False,
             help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
         )
-        parser.add_lightning_class_args(TokenCounters, "counters")
+        parser.add_class_arguments(TokenCounters, "counters", skip={"unit"}, sub_configs=True)
+        parser.callback_keys.append("counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
-        # This class sets the recipe and the corpus's identity; users cannot.
-        parser.add_class_arguments(
-            AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
-        )
+        own: set[str | int] = {"recipe", "identity", "drift_policy"}  # this class sets them; users cannot
+        parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip=own, sub_configs=True)
         parser.callback_keys.append("checkpoint")
         parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
@@ -315,7 +315,7 @@ class GenesisCLI(LightningCLI):
         fork = self._get(self.config_init, "fork")
         run_dir = Path(_place_run(self._get(self.config_init, "run_dir"), fork))
         if fork is not None:
-            self._check_fork(run_dir)
+            check_fork(run_dir, self._get(self.config_init, "ckpt_path"))
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.config_dump.pop("allow_reward_code", None)
@@ -401,8 +401,8 @@ class GenesisCLI(LightningCLI):
             check_not_in_use(self.checkpoint.directory)
         if wanted is not None:
             arguments["ckpt_path"] = self._find(wanted)
-        elif subcommand == "fit":
-            self._check_is_new()
+        if subcommand == "fit":
+            check_continues(self.checkpoint.directory, arguments["ckpt_path"], self.checkpoint.on_existing)
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "fit" and not self.model.is_restored:
             report_export(self.model.decoder_config)
@@ -444,22 +444,6 @@ class GenesisCLI(LightningCLI):
                 f"{found} is not a checkpoint (it has no {MANIFEST_NAME}); give a run, RUN/best, RUN/STEP, or latest"
             )
         return found
-
-    def _check_is_new(self) -> None:
-        run_dir = self.checkpoint.directory.parent
-        if list_committed(run_dir):
-            raise UserError(
-                f"{run_dir} already has checkpoints; resume it with --ckpt_path latest, or give another --run_dir"
-            )
-
-    def _check_fork(self, run_dir: Path) -> None:
-        if self._get(self.config_init, "ckpt_path") is None:
-            raise UserError("--fork needs a checkpoint to start from; give one by --ckpt_path, or latest")
-        if list_committed(run_dir):
-            raise UserError(
-                f"the fork {run_dir} already has checkpoints; to resume it, replace --fork by "
-                f"--run_dir {run_dir} --ckpt_path latest"
-            )
 
 
 def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:

@@ -104,8 +104,8 @@ class RunCollector(Collector):
                 yield self._gauge(f"genesis_{clock}", f"The run's clock {clock}", newest.clocks[clock])
         if newest.loss is not None:
             yield self._gauge("genesis_loss", "Last logged training loss in nats per valid token", newest.loss)
-        if newest.tokens_per_second is not None:
-            yield self._gauge("genesis_tokens_per_second", "Valid tokens per second", newest.tokens_per_second)
+        if newest.units_per_second is not None:
+            yield self._gauge("genesis_tokens_per_second", "Valid tokens per second", newest.units_per_second)
 
     def _collect_ages(
         self, status: SupervisorStatus | None, heartbeats: list[HeartbeatRecord], newest: HeartbeatRecord | None

@@ -52,7 +52,7 @@ def beat(run: Path, rank: int = 0, *, age_seconds: float = 0.0, loss: float | No
             *(rank, 2, 1, "node", "train", step, time.time() - age_seconds, 0.0),
             clocks={"tokens_seen": 6400, "tokens_updated": 6300},
             loss=loss,
-            tokens_per_second=1000.0,
+            units_per_second=1000.0,
         ),
     )
 

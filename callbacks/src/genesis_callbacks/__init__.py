@@ -18,6 +18,7 @@ _MODULES = {
     "Heartbeat": ".heartbeat",
     "LossWatch": ".loss_watch",
     "MemoryWatch": ".memory_watch",
+    "ResumableLoader": ".resumable_loader",
     "SaveScope": ".checkpoint.scope",
     "SkipAwareLR": ".skip_aware_lr",
     "StepTimer": ".step_timer",
@@ -35,6 +36,7 @@ __all__ = [
     "Heartbeat",
     "LossWatch",
     "MemoryWatch",
+    "ResumableLoader",
     "SaveScope",
     "SkipAwareLR",
     "StepTimer",
@@ -43,6 +45,11 @@ __all__ = [
     "TraceSteps",
     "export_lightning_checkpoint",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, which are not imported yet."""
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

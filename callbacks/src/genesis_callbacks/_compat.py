@@ -6,6 +6,7 @@ This module does not import Lightning, so that the engine may use it: trainers a
 """
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -174,6 +175,28 @@ def build_dcp_metadata(
     return stream.getvalue()
 
 
+ChooseCheckpoint = Callable[[Any, Any, Callable[[Any], Any]], Any]
+
+
+def route_ckpt_path(connector: Any, choose: ChooseCheckpoint) -> None:
+    """Makes every Trainer look for its `ckpt_path` by `choose(trainer, ckpt_path, original)`, by a method of the class.
+
+    Lightning resolves "last" and "best" before the first hook, and knows the files of `ModelCheckpoint` alone. No part
+    of a Trainer is known to a callback so early.
+
+    Args:
+        connector: The class of a Trainer's checkpoint connector.
+        choose: Its last argument is Lightning's own way from a `ckpt_path` to the path to load, or None.
+    """
+    parse = connector._parse_ckpt_path
+
+    @functools.wraps(parse)
+    def chosen(self: Any, state_fn: Any, ckpt_path: Any, **keywords: Any) -> Any:
+        return choose(self.trainer, ckpt_path, lambda path: parse(self, state_fn, path, **keywords))
+
+    connector._parse_ckpt_path = chosen
+
+
 class NothingToRestore(dict[str, Any]):
     """A Lightning checkpoint dict that is false, so that the Trainer skips every restoring step."""
 
@@ -326,10 +349,15 @@ def _samplers(loader: Any) -> list[Any]:
     return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
 
 
+def list_loaders(trainer: Any) -> list[Any]:
+    """Returns the fit's loaders."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
 def loader_generators(trainer: Any) -> list[torch.Generator]:
     """Returns the random generators that the fit's loaders and their samplers own."""
-    loader = trainer.fit_loop._combined_loader
-    owners = [owner for one in (loader.flattened if loader is not None else ()) for owner in (one, *_samplers(one))]
+    owners = [owner for one in list_loaders(trainer) for owner in (one, *_samplers(one))]
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 

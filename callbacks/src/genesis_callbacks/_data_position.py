@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from torchmetrics import Metric
 
-from ._compat import begin_next_epoch, load_loader_states, loader_generators, read_loader_states
+from ._compat import begin_next_epoch, list_loaders, load_loader_states, loader_generators, read_loader_states
 
 OnLostDataPosition = Literal["raise", "warn"]
 _STATES = "combined_loader"
@@ -102,6 +103,61 @@ def _is_equal(saved: Any, live: Any) -> bool:
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"another {type(value).__name__}"
+
+
+def _name_stateless(trainer: Trainer) -> list[str]:
+    """Returns the classes of the fit's loaders whose position in the epoch is not saved."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
+    if datamodule is not None and type(datamodule).state_dict is not LightningDataModule.state_dict:
+        return []  # it keeps the position itself
+    return sorted(
+        {
+            type(loader).__name__
+            for loader in list_loaders(trainer)
+            if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"))
+        }
+    )
+
+
+def describe_lost_position(trainer: Trainer) -> str | None:
+    """Returns a notice for a fit with loaders whose position is not saved, otherwise None."""
+    names = _name_stateless(trainer)
+    if not names or trainer.num_training_batches <= 1:
+        return None
+    return (
+        f"The position of {' and '.join(names)} in an epoch is not saved (no state_dict): after a resume within an "
+        "epoch, some of its samples come twice and others not at all. genesis_callbacks.ResumableLoader continues "
+        "exactly; so does every loader from a save at an epoch's end (every_n_epochs=1)."
+    )
+
+
+def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> list[str]:
+    """Returns what belongs to a position within an epoch, and could not be restored."""
+    progress = fit_loop["epoch_loop.batch_progress"]
+    num_used = progress["current"]["ready"]  # with the batch of the save, whose training has ended
+    if progress["is_last_batch"] or num_used == 0:
+        return []
+    found = []
+    metrics = [
+        name
+        for name, module in trainer.lightning_module.named_modules()
+        if isinstance(module, Metric) and not any(module._persistent.values())
+    ]
+    if metrics:
+        found.append(
+            f"what the metrics {', '.join(metrics)} counted in this epoch: they begin at the resume "
+            "(metric.persistent(True) lets them be saved)"
+        )
+    names = _name_stateless(trainer)
+    return found if not names else [*found, _describe_loaders(trainer, names, num_used)]
+
+
+def _describe_loaders(trainer: Trainer, names: Sequence[str], num_used: int) -> str:
+    return (
+        f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
+        "were used, and the others are read from the loader's beginning: some samples come twice, others not at all "
+        "(genesis_callbacks.ResumableLoader continues exactly)"
+    )
 
 
 def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[torch.Tensor] | None) -> str | None:

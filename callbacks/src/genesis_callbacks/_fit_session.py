@@ -29,9 +29,16 @@ from ._votes import VoteExchange
 from .checkpoint.collect import MODEL_PREFIX, SWAPPED_PREFIX, name_parameters, read_mesh
 from .checkpoint.commit import supersede
 from .checkpoint.device_proof import DeviceReport
-from .checkpoint.errors import CheckpointError
+from .checkpoint.errors import CheckpointError, ExistingCheckpointsError
 from .checkpoint.job import Outcome
-from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned, wait_for_orphans
+from .checkpoint.lineage import (
+    DirectoryLock,
+    describe_existing,
+    list_checkpoints,
+    list_committed,
+    remove_abandoned,
+    wait_for_orphans,
+)
 from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
@@ -106,6 +113,7 @@ class FitSession:
         self._last_step = 0
         self._has_swapped = False
         self._is_finished = False
+        self._is_dry = False
 
     # ---- getting in
 
@@ -120,6 +128,7 @@ class FitSession:
         # `attempt` gathers each rank's error before any rank raises, so that no rank waits forever for one that
         # has failed. It also keeps the other ranks here until rank 0 has cleared the files of the rank watch.
         self.ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
+        self._is_dry = is_dry
         run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
         if lost_rank_seconds is not None and self.ranks.world_size > 1:
             self._rank_watch = RankWatch(run_dir, self.ranks.rank, self.ranks.world_size, lost_rank_seconds)
@@ -190,8 +199,15 @@ class FitSession:
         # Between the decision what this run continues and its first save: the directory must hold one lineage only,
         # or `latest` after a kill could find a checkpoint of the abandoned future.
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
+        if last_step < 0 and self._options.on_existing == "refuse" and not self._is_dry:
+            refusal = self.ranks.broadcast(describe_existing(self._directory) if self.ranks.is_first else None)
+            if refusal is not None:
+                self._history.target = before  # this fit is not one of the run
+                raise ExistingCheckpointsError(refusal)
         self.ranks.attempt(
-            "cleaning the directory", lambda: self._tidy(target.sequence, last_step, scope), error_type=CheckpointError
+            "cleaning the directory",
+            lambda: self._tidy(target.sequence, last_step, scope, start),
+            error_type=CheckpointError,
         )
         self.saves = FitSaves(
             trainer,
@@ -227,16 +243,19 @@ class FitSession:
         self._history.last_step = None
         return -1
 
-    def _tidy(self, sequence: int, last_step: int, scope: BoundScope | None) -> None:
+    def _tidy(self, sequence: int, last_step: int, scope: BoundScope | None, start: Restore | None) -> None:
         """Removes abandoned saves, and moves checkpoints aside that are not of this run's lineage."""
-        if not self.ranks.is_first:
+        if not self.ranks.is_first or self._is_dry:
             return
         remove_abandoned(self._directory)
+        is_own = last_step >= 0
         others = [
             path
             for path, manifest in list_committed(self._directory)
             if manifest.sequence > sequence or manifest.step > last_step
         ]
+        if not is_own:
+            others = list_checkpoints(self._directory)  # damaged ones, too, as `latest` would look at them
         if scope is not None and any(path.samefile(scope.base) for path in others):
             raise CheckpointError(
                 f"the base {scope.base} lies in this run's directory, but this run does not continue from it: give the "
@@ -244,9 +263,14 @@ class FitSession:
             )
         target = supersede(others)
         if target is not None:
-            rank_zero_warn(
-                f"{len(others)} checkpoints in {self._directory} are not ancestors of this run: see {target.name}"
+            whose = "newer" if is_own else "earlier"
+            what = f"{len(others)} {whose} checkpoints were" if len(others) > 1 else f"1 {whose} checkpoint was"
+            begin = (
+                f"training continues from the older step {last_step}"
+                if is_own
+                else f"training starts over {'from step 0' if start is None else f'from {start.path}'}"
             )
+            rank_zero_warn(f"{begin}: {what} moved to {target}, and nothing was deleted")
         if self._best is not None:
             self._best.agree_with(self._directory)
 
@@ -271,6 +295,23 @@ class FitSession:
         finally:
             apply_rng_state(self.rng_of_training)
             self.rng_of_training = None
+
+    def note_verified(self, restore: Restore) -> None:
+        """Records that the checkpoint of `restore` was verified. No communication."""
+        if self.events is not None:
+            self.events.verify(restore.path, restore.manifest.step, self._options.verify_level)
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """Saves and marks a checkpoint if the metric is among the best. Communicates if there is a metric."""
+        if self.events is not None:
+            self.events.end_validation(trainer)
+        if self.saves is None or self.rng_of_training is None or self._best is None or self._is_dry:
+            return
+        # The shield around the validation restores the generators after this hook. A save here must not record the
+        # state in which the validation left them, because a resumed run does not repeat the validation.
+        apply_rng_state(self.rng_of_training)
+        with self.saves.stalling():
+            self.saves.save_if_best(self._best)
 
     def remember_boundary(self, trainer: Trainer, module: LightningModule) -> None:
         """Records a window's end, for a save on an exception."""
@@ -308,6 +349,11 @@ class FitSession:
             if self._options.save_at_end and not is_untouched:
                 saves.save()
                 saves.finish()
+        if self._best is not None and not self._best.best and not (is_untouched or self._is_dry):
+            rank_zero_warn(
+                f"no validation has logged a finite value of the monitor {self._options.monitor!r}: no checkpoint is "
+                "marked as the best"
+            )
 
     def end(self, *, wait_seconds: float = 0.0) -> None:
         """Gives back the signals, the writer and the references to tensors. No communication.

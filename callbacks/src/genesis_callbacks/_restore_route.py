@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from ._compat import LoadCheckpoint, NothingToRestore
 from ._fit_session import ORPHAN_SECONDS
@@ -22,7 +22,7 @@ from .checkpoint.ranks import Ranks, WorldRanks
 from .checkpoint.verify import VerifyLevel
 from .run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 
-LATEST = "latest"
+LATEST, LAST = "latest", "last"
 
 
 def _is_ours(path: Path) -> bool:
@@ -126,17 +126,26 @@ class RestoreRoute:
         ranks = self._world.join()
         # Rank 0's path counts: ranks with different paths would restore different steps and train on.
         target = ranks.broadcast(str(path))
-        if target != LATEST and not _is_ours(Path(target)):
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if target in (LATEST, LAST):
+            found = self._agree_on_latest(ranks)
+            if found is None and not is_fit:
+                raise CheckpointError(
+                    f"ckpt_path is {target!r}, but {self._options.directory} has no checkpoint: give the path of one, "
+                    "or leave ckpt_path out to use the model's weights as they are"
+                )
+            if found is None:
+                rank_zero_info(f"There is no checkpoint in {self._options.directory} yet: training starts from step 0.")
+                return NothingToRestore({"pytorch-lightning_version": version("lightning")})
+        elif _is_ours(Path(target)):
+            found = self._locate(target, siblings)
+        else:
             return original(path)
-        found = self._agree_on_latest(ranks) if target == LATEST else self._locate(target, siblings)
-        if found is None:
-            return NothingToRestore({"pytorch-lightning_version": version("lightning")})
         # `latest` has just verified this checkpoint, so its files are not read twice. The restored tensors are compared
         # by digest in any case.
         level: VerifyLevel = "quick" if found == self._verified else self._options.verify_level
         restore = Restore(found, ranks, trainer.strategy, level=level, scope=self._options.scope)
         self._verified = None
-        is_fit = trainer.state.fn == TrainerFn.FITTING
         is_elsewhere = found.parent != self._options.directory
         restore.has_weights_alone = is_fit and self._options.restore == "weights" and is_elsewhere
         # Also an own checkpoint without optimizer state, because there is no other way to continue from it.

@@ -14,12 +14,14 @@ from .checkpoint.verify import VerifyLevel
 
 RestoredState = Literal["all", "no_optimizer", "weights"]
 WhenBusy = Literal["wait", "skip"]
+OnExisting = Literal["refuse", "start_over"]
 OnSaveFailure = Literal["raise", "warn"]
 
-_POSITIVE = ("every_n_steps", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
+_POSITIVE = ("every_n_steps", "every_n_epochs", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
 _MAX_KEPT_BEST = 100  # so that the file of their marks stays a small one
 _CHOICES = {
     "on_save_failure": get_args(OnSaveFailure),
+    "on_existing": get_args(OnExisting),
     "mode": get_args(SaveMode),
     "staging": get_args(Staging),
     "when_busy": get_args(WhenBusy),
@@ -43,6 +45,7 @@ class SaveOptions:
 
     directory: Path
     every_n_steps: int | None
+    every_n_epochs: int | None
     every_n_minutes: float | None
     save_at_end: bool
     save_on_signal: bool
@@ -54,6 +57,7 @@ class SaveOptions:
     keep_last: int | None
     keep_every_n_steps: int | None
     restore: RestoredState
+    on_existing: OnExisting
     mode: SaveMode
     staging: Staging
     when_busy: WhenBusy

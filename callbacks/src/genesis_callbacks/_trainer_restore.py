@@ -8,7 +8,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from ._data_position import LostDataPositionWarning, OnLostDataPosition, count_epoch, place, read_saved_states
+from ._data_position import (
+    LostDataPositionWarning,
+    OnLostDataPosition,
+    count_epoch,
+    describe_reset_position,
+    place,
+    read_saved_states,
+)
 from ._live_names import LiveNames, name_live, name_optimizer_groups
 from ._rank_role import read_rank_role
 from ._trainer_state import HasRankState
@@ -468,6 +475,8 @@ class Restore:
         kept += ["random number generators of each rank"] if self._match.is_same_role else []
         rebuilt = []
         reset = list(self._reset_parts)
+        loop = self._content["trainer"].get("loops", {}).get("fit_loop")
+        reset += [] if loop is None else describe_reset_position(trainer, loop)
         if not self._match.is_same_role:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
             if manifest.world_size == self._ranks.world_size:

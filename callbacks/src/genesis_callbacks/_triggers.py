@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
-from ._save_options import WhenBusy
+from ._save_options import SaveOptions, WhenBusy
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,28 @@ def is_interval_over(elapsed_seconds: float, every_n_seconds: float | None) -> b
     return every_n_seconds is not None and elapsed_seconds >= every_n_seconds
 
 
-def is_save_due(moment: Moment, vote: Vote, *, every_n_steps: int | None, save_at_end: bool) -> bool:
+def is_save_due(moment: Moment, vote: Vote, options: SaveOptions) -> bool:
     """Returns whether this window's end is to be saved."""
     # Every term is the same on all ranks: a save that one rank begins alone would wait for the others' parts.
-    is_step_due = every_n_steps is not None and moment.step % every_n_steps == 0
-    is_end_due = save_at_end and moment.is_last_window
-    return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_end_due
+    steps, epochs = options.every_n_steps, options.every_n_epochs
+    is_step_due = steps is not None and moment.step % steps == 0
+    is_epoch_due = epochs is not None and moment.is_last_batch and (moment.epoch + 1) % epochs == 0
+    is_end_due = options.save_at_end and moment.is_last_window
+    return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_epoch_due or is_end_due
 
 
-def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str | None:
+def describe_interval(every_n_steps: int | None, batches_per_step: int, num_optimizers: int = 1) -> str | None:
     """Returns a notice on the unit of `every_n_steps`, where a reader might take it for batches; otherwise None.
 
     Example:
         >>> describe_interval(500, 4)
         'Saves every 500 optimizer steps, which are 2,000 batches by accumulate_grad_batches=4.'
     """
+    if every_n_steps is not None and num_optimizers > 1:
+        return (
+            f"Saves when the steps of all {num_optimizers} optimizers together are a multiple of {every_n_steps:,}: "
+            "Lightning's global step counts the steps of each."
+        )
     if every_n_steps is None or batches_per_step == 1:
         return None
     return (

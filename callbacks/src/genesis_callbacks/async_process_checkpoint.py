@@ -24,15 +24,18 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
-from ._bucket_order import describe_bucket_order
+from ._ckpt_words import choose_path, find_best_path, find_last_path, read_best_score
 from ._compat import (
     LoadCheckpoint,
     finish_before_hooks,
+    route_ckpt_path,
     route_load_checkpoint,
     shield_validation,
     unfinish_before_hooks,
@@ -43,10 +46,11 @@ from ._compat import (
 from ._data_position import OnLostDataPosition
 from ._fit_saves import SaveHistory
 from ._fit_session import FitSession
+from ._foreign_arguments import explaining
 from ._rank_watch import say_gone
 from ._refused_strategies import refuse_to_save
 from ._restore_route import LATEST, RestoreRoute
-from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
+from ._save_options import OnExisting, OnSaveFailure, RestoredState, SaveOptions, WhenBusy
 from ._save_statistics import SaveStatistics
 from ._save_warnings import (
     LostRankWarning,
@@ -56,13 +60,14 @@ from ._save_warnings import (
     TornSnapshotWarning,
 )
 from ._signals import stop_training
-from ._triggers import describe_interval, is_save_due, read_moment
+from ._start_notices import describe_start
+from ._triggers import is_save_due, read_moment
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
-from .checkpoint.rng import apply_rng_state, read_rng_state
+from .checkpoint.rng import read_rng_state
 from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
 from .events import EventLog
@@ -80,10 +85,12 @@ __all__ = [
 ]
 
 
-def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
+def _siblings(trainer: Any) -> list["AsyncProcessCheckpoint"]:
     """Returns the Trainer's callbacks of this kind: each has its own directory, and one of them restores for all."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
-    return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
+    return [callback for callback in trainer.callbacks if isinstance(callback, AsyncProcessCheckpoint)]
+
+
+route_ckpt_path(_CheckpointConnector, lambda trainer, path, own: choose_path(trainer, path, own, _siblings(trainer)))
 
 
 class AsyncProcessCheckpoint(Checkpoint):
@@ -100,6 +107,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         run_dir: The run's directory, the same on all ranks and on a disk that they share.
         every_n_steps: Save when Lightning's global step is a multiple of it; None for not. That counts optimizer steps,
             as `ModelCheckpoint.every_n_train_steps` does: with `accumulate_grad_batches=4` one step is four batches.
+        every_n_epochs: Save after the last step of an epoch, each time that so many epochs have passed; None for not.
         every_n_minutes: Save when so many minutes have passed since the last save, by rank 0's clock; None for not.
         save_at_end: Save when training ends, if the last step is not saved yet.
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
@@ -117,6 +125,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         restore: What a checkpoint of another directory gives: "all"; all with "no_optimizer", whose moments start from
             scratch; or its "weights" alone, so that a new run begins at step 0. One of this run's own always gives all
             that it holds.
+        on_existing: What a fit does that would not continue the checkpoints in `run_dir`, because its `ckpt_path` is
+            None or another run's: "refuse"; or "start_over", which moves them to `superseded-<n>` and begins.
         mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
             rank, which starts before the first step and imports beside it.
         staging: In the other modes than "sync": "overlapped" copies while the next forward and backward run, and
@@ -143,7 +153,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             not fails.
 
     Attributes:
-        save_optimizer: As given.
+        save_optimizer, monitor, on_existing: As given.
         scope: As given, with the base's absolute path.
         device_proofs: What the application wants to know of an accelerator, beside what saves need. They are proved at
             each start, and may be set until then.
@@ -152,8 +162,6 @@ class AsyncProcessCheckpoint(Checkpoint):
             None. None, too, where all ranks agreed to end.
         reports_lost_ranks: Whether this rank warned of `lost_ranks`; one rank of each node does.
         restore_report: The parts that the last restore kept, rebuilt and reset; None before a restore.
-        last_saved: The newest checkpoint that this run has saved or restored, or None.
-        recent_saves: The last few checkpoints that this callback has saved, oldest first.
         statistics: What saves cost: `num_failed` and `num_skipped` of the last fit, and of the last settled save
             `last_stall_seconds` (all time that the training thread spent here), `last_staged_bytes` (copied on this
             rank) and `last_write_seconds`.
@@ -162,11 +170,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         ValueError: An argument has no meaning.
     """
 
+    @explaining
     def __init__(
         self,
         *,
         run_dir: str | Path,
         every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
         every_n_minutes: float | None = None,
         save_at_end: bool = True,
         save_on_signal: bool = True,
@@ -178,6 +188,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
         restore: RestoredState = "all",
+        on_existing: OnExisting = "refuse",
         mode: SaveMode = "process",
         staging: Staging = "overlapped",
         when_busy: WhenBusy = "wait",
@@ -196,6 +207,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._options = SaveOptions(
             directory=RunDirectory(read_run_dir(run_dir).resolve()).checkpoints,
             every_n_steps=every_n_steps,
+            every_n_epochs=every_n_epochs,
             every_n_minutes=every_n_minutes,
             save_at_end=save_at_end,
             save_on_signal=save_on_signal,
@@ -207,6 +219,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             keep_last=keep_last,
             keep_every_n_steps=keep_every_n_steps,
             restore=restore,
+            on_existing=on_existing,
             mode=mode,
             staging=staging,
             when_busy=when_busy,
@@ -220,6 +233,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         )
         self.directory = self._options.directory
         self.save_optimizer = save_optimizer
+        self.monitor = monitor
+        self.on_existing = on_existing
         self.scope = self._options.scope
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
@@ -258,6 +273,21 @@ class AsyncProcessCheckpoint(Checkpoint):
         return tuple(self._history.recent)
 
     @property
+    def best_model_path(self) -> str:
+        """The best checkpoint on the disk, as `best()`; the newest without a `monitor`. Empty if there is none."""
+        return find_best_path(self.directory, self.monitor)
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """The value of `monitor` of the best checkpoint on the disk, or None."""
+        return read_best_score(self.directory)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest committed checkpoint on the disk, which is not verified. Empty if there is none."""
+        return find_last_path(self.directory)
+
+    @property
     def events(self) -> EventLog | None:
         """The event log of this rank during a fit, otherwise None."""
         session = self._session
@@ -293,8 +323,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the directory and replaces the strategy's `load_checkpoint`. Communicates."""
-        # `setup` is the first hook after the process group exists, and the last one before Lightning restores, which
-        # it does before `on_fit_start` or after it, depending on the strategy.
+        # The first hook with a process group and the last one before Lightning restores, under every strategy.
         ranks = self._world.join()
         self._route.reset()
         if stage == TrainerFn.FITTING:
@@ -326,9 +355,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             drift_policy=self.drift_policy,
             siblings=[sibling._route for sibling in _siblings(trainer)],
         )
-        restore = self._route.restored
-        if restore is not None and self._session is not None and self._session.events is not None:
-            self._session.events.verify(restore.path, restore.manifest.step, self._options.verify_level)
+        if self._route.restored is not None and self._session is not None:
+            self._session.note_verified(self._route.restored)
         return loaded
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -360,12 +388,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             if session.events is not None:
                 session.events.restore(restore)
         self._route.reset()
-        for notice in (
-            describe_interval(self._options.every_n_steps, trainer.accumulate_grad_batches),
-            describe_bucket_order(trainer.strategy, trainer.world_size),
-        ):
-            if notice is not None:
-                rank_zero_info(notice)
+        for notice in describe_start(trainer, self._options):
+            rank_zero_info(notice)
         session.watch()
         shield_validation(trainer, session.keep_generators)
         finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))
@@ -392,10 +416,7 @@ class AsyncProcessCheckpoint(Checkpoint):
                 stop_training(trainer)
             session.saves.settle(vote.outcome)
             session.saves.reserve()
-            options = self._options
-            if is_save_due(
-                read_moment(trainer), vote, every_n_steps=options.every_n_steps, save_at_end=options.save_at_end
-            ):
+            if is_save_due(read_moment(trainer), vote, self._options):
                 session.saves.save()
             if trainer.is_last_batch:
                 # Other callbacks may change weights in on_train_epoch_end. Lightning calls theirs before this one's,
@@ -420,17 +441,8 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves and marks a checkpoint if the monitored metric is among the best. Communicates if there is a metric."""
-        session = self._session
-        if session is not None and session.events is not None:
-            session.events.end_validation(trainer)
-        is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
-        if session is None or session.saves is None or session.rng_of_training is None or self._best is None or is_dry:
-            return
-        # The shield around the validation restores the generators after this hook. A save here must not record the
-        # state in which the validation left them, because a resumed run does not repeat the validation.
-        apply_rng_state(session.rng_of_training)
-        with session.saves.stalling():
-            session.saves.save_if_best(self._best)
+        if self._session is not None:
+            self._session.end_validation(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the copy, because other callbacks change weights here. No communication."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from .heartbeats import HeartbeatRecord, write_heartbeat
 from .phases import Phase, PhaseListener
 from .run_directory import read_run_dir
-from .token_counters import TokenCounters
+from .token_counters import DEFAULT_UNIT, TokenCounters
 
 __all__ = ["Heartbeat", "HeartbeatWarning", "Progress"]
 
@@ -211,7 +211,8 @@ class Heartbeat(Callback, PhaseListener):
             monotonic_seconds=now,
             clocks=self._read_clocks() | self._read_position(trainer),
             loss=self._read_loss(trainer),
-            tokens_per_second=self._measure_speed(now),
+            unit=DEFAULT_UNIT if self._counters is None else self._counters.unit,
+            units_per_second=self._measure_speed(now),
             milestones=dict(self._milestones),
         )
         try:

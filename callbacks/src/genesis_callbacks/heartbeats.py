@@ -45,11 +45,12 @@ class HeartbeatRecord:
         clocks: The other exact counts, such as `tokens_seen`. Those that only the device knows so far are older.
             `data_position` is the position after the last trained batch, if the data module has one.
         loss: The training loss that was last logged; None before.
-        tokens_per_second: Over all ranks, since the heartbeat before; None if tokens are not counted.
+        units_per_second: Over all ranks, since the heartbeat before; None if nothing is counted.
         time_seconds: Unix time, by the clock of that machine.
         monotonic_seconds: That machine's monotonic clock.
         milestones: When the callback was "created", and when this fit came to "setup", "train" and "first_step", by the
             same monotonic clock.
+        unit: What `TokenCounters` count, "tokens" by default.
     """
 
     rank: int
@@ -62,8 +63,9 @@ class HeartbeatRecord:
     monotonic_seconds: float
     clocks: Mapping[str, int] = field(default_factory=dict)
     loss: float | None = None
-    tokens_per_second: float | None = None
+    units_per_second: float | None = None
     milestones: Mapping[str, float] = field(default_factory=dict)
+    unit: str = "tokens"
 
 
 def write_heartbeat(run_dir: Path, record: HeartbeatRecord) -> None:
@@ -131,7 +133,7 @@ def _read(path: Path) -> HeartbeatRecord | None:
 
 
 def _decode(content: dict[str, Any]) -> HeartbeatRecord:
-    loss, speed = content["loss"], content["tokens_per_second"]
+    loss, speed = content["loss"], content["units_per_second"]
     return HeartbeatRecord(
         rank=read_count(content["rank"]),
         world_size=read_count(content["world_size"]),
@@ -143,7 +145,8 @@ def _decode(content: dict[str, Any]) -> HeartbeatRecord:
         monotonic_seconds=read_number(content["monotonic_seconds"]),
         clocks={_name(name): read_count(value) for name, value in read_entries(content["clocks"])},
         loss=None if loss is None else float(loss),
-        tokens_per_second=None if speed is None else read_number(speed),
+        unit=_name(content["unit"]),
+        units_per_second=None if speed is None else read_number(speed),
         milestones={_name(name): read_number(value) for name, value in read_entries(content["milestones"])},
     )
 

@@ -41,7 +41,8 @@ class SkipAwareLR(pl.Callback):
     With `shape="own"` the callback sets no rate: it calls the project's own schedulers with interval `step` after
     updates only.
 
-    Lengths are in the clock's unit: updates with `by="updates"`, else tokens.
+    Lengths are in the clock's unit: updates with `by="updates"`, else tokens, or the `unit` of the `TokenCounters`, for
+    which clocks and options keep their names.
 
     Args:
         shape: See `Schedule`; or `own`.

@@ -1,7 +1,8 @@
 """Logs how fast a run trains: tokens per second, and the share of the device's peak that the model's arithmetic uses.
 
     logged                     unit and meaning
-    train/tokens_per_second    valid tokens over the time of training since the last log line, over all ranks
+    train/tokens_per_second    valid tokens over the time of training since the last log line, over all ranks; or the
+                               `unit` of the Trainer's `TokenCounters`: train/images_per_second
     train/mfu                  share of the device's dense peak that the model's arithmetic uses, on rank 0, for all
                                tokens; attention is counted within documents; absent if the peak is unknown
                                (`genesis_callbacks.device_peaks`)
@@ -27,12 +28,11 @@ from .device_peaks import choose_peak_type, compute_mfu, read_peak_flops
 from .errors import UserError
 from .host_group import HostGroup
 from .step_parts import Part, PartListener
-from .token_counters import count_ranks_per_batch, count_tokens, import_function
+from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ranks_per_batch, import_function
 
 __all__ = ["Throughput"]
 
-TOKENS_PER_SECOND = "train/tokens_per_second"
-MFU = "train/mfu"
+RATE, MFU = "train/{unit}_per_second", "train/mfu"
 
 _STATE_VERSION = 1
 _READ_FLOPS = "count_batch_flops"
@@ -48,7 +48,9 @@ class Throughput(pl.Callback, PartListener):
     The state has what was measured since the last log line.
 
     Args:
-        count_fn: Tokens of one rank's batch; a function or its dotted path. By default as `TokenCounters` counts.
+        count_fn: Tokens of one rank's batch; a function or its dotted path. By default as the Trainer's
+            `TokenCounters` count, or as these would by default.
+        unit: What is counted, as it is to be named in the log; by default that of the `TokenCounters`, or "tokens".
         flops_fn: Floating-point operations of one rank's batch; a function or its dotted path.
         flops_per_token: Floating-point operations for each token of a batch, in the place of `flops_fn`.
         peak_flops: Peak of one device in floating-point operations per second.
@@ -58,6 +60,7 @@ class Throughput(pl.Callback, PartListener):
         self,
         *,
         count_fn: Callable[[Any], int] | str | None = None,
+        unit: str | None = None,
         flops_fn: Callable[[Any], float] | str | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
@@ -68,7 +71,9 @@ class Throughput(pl.Callback, PartListener):
                 raise UserError(f"{name} is {value}: it must be above 0, or null if it is not known")
         if flops_fn is not None and flops_per_token is not None:
             raise UserError("flops_fn and flops_per_token are both given; leave one out")
-        self._count = import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
+        self._unit, self._given_unit = unit or DEFAULT_UNIT, unit
+        self._given_count = None if count_fn is None else choose_count(count_fn, self._unit)
+        self._count = choose_count(count_fn, self._unit)
         self._given_flops = import_function(flops_fn, "flops_fn") if isinstance(flops_fn, str) else flops_fn
         self._flops_per_token, self._given_peak = flops_per_token, peak_flops
         self._group = HostGroup()
@@ -117,6 +122,10 @@ class Throughput(pl.Callback, PartListener):
         if trainer.global_step == 0:
             self._reset()
         self._has_run = True
+        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
+        counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
+        if counters is not None:
+            self._unit, self._count = self._given_unit or counters.unit, self._given_count or counters.count
         self._ranks_per_batch = count_ranks_per_batch(trainer)
         self._group.join()
         self._count_flops = self._find_flops(pl_module)
@@ -198,7 +207,7 @@ class Throughput(pl.Callback, PartListener):
         (total,) = self._group.sum_floats((rate,)).wait()
         if self._seconds <= 0 or total <= 0:
             return
-        values = {TOKENS_PER_SECOND: total / self._ranks_per_batch}
+        values = {RATE.format(unit=self._unit): total / self._ranks_per_batch}
         if self._peak is not None and self._flops > 0:
             values[MFU] = compute_mfu(1.0 / self._seconds, self._flops / self._ranks_per_batch, self._peak)
         log_exact(pl_module, values)

@@ -2,9 +2,9 @@
 
     logged                    unit and meaning
     counters/step             windows attempted: Lightning's global_step, where one optimizer is stepped per window
-    counters/tokens_seen      tokens of the batches consumed
+    counters/tokens_seen      tokens of the batches consumed, or the `unit` that is given: counters/images_seen
     counters/updates          windows whose optimizer step changed the parameters
-    counters/tokens_updated   tokens of those windows
+    counters/tokens_updated   tokens of those windows, likewise
     counters/skips            windows that changed nothing
     counters/skips_<reason>   the same by reason
 
@@ -16,6 +16,7 @@ scaler, whose scale alone shows an overflow.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,9 +32,7 @@ from genesis_callbacks.errors import RunEndedError, UserError
 from genesis_callbacks.host_group import HostGroup, Pending
 
 STEP = "counters/step"
-TOKENS_SEEN = "counters/tokens_seen"
 UPDATES = "counters/updates"
-TOKENS_UPDATED = "counters/tokens_updated"
 SKIPS = "counters/skips"
 SKIPS_BY_REASON = "counters/skips_{reason}"
 
@@ -41,6 +40,9 @@ SCALER_OVERFLOW = "scaler_overflow"
 NO_GRADIENT = "no_gradient"
 SKIPPED_DATA = "skipped_data"
 """A module's `skip_reason` for a window that the user wants to be skipped: `max_consecutive_skips` ignores it."""
+
+DEFAULT_UNIT = "tokens"
+SEEN, UPDATED = "{unit}_seen", "{unit}_updated"
 
 _STATE_VERSION = 1
 _IGNORE_INDEX = -100
@@ -70,7 +72,7 @@ def describe_skips(num_windows: int, skips: Mapping[str, int]) -> str:
     return f"{sum(skips.values())} of {num_windows} windows were skipped and changed no parameter: {reasons}"
 
 
-def count_tokens(batch: Any) -> int:
+def count_tokens(batch: Any, unit: str = DEFAULT_UNIT) -> int:
     """Returns the tokens of a batch without reading from the device.
 
     That is its `num_valid_tokens` (an attribute or a key) if it has one, else the number of elements of its `labels` or
@@ -81,7 +83,7 @@ def count_tokens(batch: Any) -> int:
         if value is not None:
             return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
     raise UserError(
-        f"the tokens of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
+        f"the {unit} of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
         "function from a batch to an int (or its dotted path)"
     )
 
@@ -105,10 +107,13 @@ class TokenCounters(pl.Callback):
 
     Args:
         count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
+        unit: What `count_fn` counts, as it is to be named wherever it is logged, saved or printed: "images".
         max_consecutive_skips: Ends the run when this many windows in a row were skipped; None never does. Windows that
             a module skips for `skipped_data` neither count nor end such a row.
 
     Attributes:
+        unit: As given. The properties keep their names: `tokens_seen` counts this unit.
+        count: Counts one rank's batch.
         last_update_step: The newest step that is known to have changed the parameters; 0 for none.
 
     Raises:
@@ -117,13 +122,21 @@ class TokenCounters(pl.Callback):
     """
 
     def __init__(
-        self, *, count_fn: Callable[[Any], int] | str | None = None, max_consecutive_skips: int | None = 100
+        self,
+        *,
+        count_fn: Callable[[Any], int] | str | None = None,
+        unit: str = DEFAULT_UNIT,
+        max_consecutive_skips: int | None = 100,
     ) -> None:
+        if not unit.isidentifier():
+            raise UserError(f"unit is {unit!r}: give a plural noun without spaces, such as 'images'")
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise UserError(
                 f"max_consecutive_skips is {max_consecutive_skips}: it must be at least 1, or null for no limit"
             )
-        self._count = import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
+        self.unit = unit
+        self._names = SEEN.format(unit=unit), UPDATED.format(unit=unit)
+        self.count = choose_count(count_fn, unit)
         self._max_consecutive_skips = max_consecutive_skips
         self._group = HostGroup()
         self._is_alone = True
@@ -186,9 +199,9 @@ class TokenCounters(pl.Callback):
         """Returns the clocks for a checkpoint's manifest."""
         return {
             "step": self._step,
-            "tokens_seen": self._tokens_seen,
+            self._names[0]: self._tokens_seen,
             "updates": self._updates,
-            "tokens_updated": self._tokens_updated,
+            self._names[1]: self._tokens_updated,
         }
 
     # ---- state
@@ -202,7 +215,11 @@ class TokenCounters(pl.Callback):
         """Returns the clocks as plain integers, exact at the last batch's end."""
         return {
             "version": _STATE_VERSION,
-            **self.checkpoint_counters(),
+            "unit": self.unit,
+            "step": self._step,
+            "tokens_seen": self._tokens_seen,
+            "updates": self._updates,
+            "tokens_updated": self._tokens_updated,
             "window_tokens": self._window_tokens,
             "consecutive_skips": self._consecutive_skips,
             "last_update_step": self.last_update_step,
@@ -216,6 +233,9 @@ class TokenCounters(pl.Callback):
                 f"the checkpoint's token counters have version {state_dict['version']}, this release reads "
                 f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
             )
+        unit = state_dict.get("unit", DEFAULT_UNIT)  # earlier releases counted tokens alone
+        if unit != self.unit:
+            raise UserError(f"the checkpoint's counters count {unit}, and this run {self.unit}: give unit={unit!r}")
         self._step = state_dict["step"]
         self._tokens_seen = state_dict["tokens_seen"]
         self._updates = state_dict["updates"]
@@ -254,7 +274,7 @@ class TokenCounters(pl.Callback):
             self._pending.wait()  # the batch before had no end: the module ended the epoch
         # The number of updates rides along, so that ranks which disagreed on a skip are found one window later,
         # without a collective of its own.
-        values = (self._count(batch), self._updates)
+        values = (self.count(batch), self._updates)
         self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
         self._global_step = trainer.global_step
 
@@ -301,8 +321,8 @@ class TokenCounters(pl.Callback):
             self._reset()
         elif not self._was_restored and self._step != global_step:
             rank_zero_warn(
-                f"the run resumes at step {global_step} from a checkpoint without token counters: tokens_seen, updates "
-                "and tokens_updated count from here"
+                f"the run resumes at step {global_step} from a checkpoint without counters: {self._names[0]}, updates "
+                f"and {self._names[1]} count from here"
             )
             self._reset()
             self._step = global_step
@@ -359,9 +379,9 @@ class TokenCounters(pl.Callback):
     def _log(self, pl_module: pl.LightningModule) -> None:
         values = {
             STEP: self._step,
-            TOKENS_SEEN: self._tokens_seen,
+            "counters/" + self._names[0]: self._tokens_seen,
             UPDATES: self._updates,
-            TOKENS_UPDATED: self._tokens_updated,
+            "counters/" + self._names[1]: self._tokens_updated,
             SKIPS: sum(self._skips.values()),
             **{SKIPS_BY_REASON.format(reason=reason): count for reason, count in self._skips.items()},
         }
@@ -378,6 +398,13 @@ class TokenCounters(pl.Callback):
         self._hooks = []
         self._pending = None
         self._scaler = None
+
+
+def choose_count(count_fn: Callable[[Any], int] | str | None, unit: str) -> Callable[[Any], int]:
+    """Returns what counts a batch: the given function, or that of a dotted path, or by default `count_tokens`."""
+    if isinstance(count_fn, str):
+        return import_function(count_fn)
+    return count_fn or partial(count_tokens, unit=unit)
 
 
 def import_function(path: str, option: str = "count_fn") -> Callable[[Any], Any]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from genesis_callbacks import ResumableLoader
+
 NUM_SAMPLES = 16
 BATCH_SIZE = 4
 
@@ -107,3 +109,8 @@ def build_counting_loader() -> CountingLoader:
     """Returns a shuffling loader that can be saved."""
     generator = torch.Generator().manual_seed(5)
     return CountingLoader(Augmented(), batch_size=BATCH_SIZE, shuffle=True, generator=generator)
+
+
+def build_resumable_loader(num_workers: int = 0) -> ResumableLoader:
+    """Returns the package's own loader in the place of a shuffling one."""
+    return ResumableLoader(Augmented(), BATCH_SIZE, shuffle=True, seed=5, num_workers=num_workers)

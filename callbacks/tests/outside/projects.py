@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from genesis_callbacks import AsyncProcessCheckpoint
 
-from .loaders import StreamLoader, build_counting_loader, build_own_generator_loader, build_plain_loader
+from .loaders import (
+    StreamLoader,
+    build_counting_loader,
+    build_own_generator_loader,
+    build_plain_loader,
+    build_resumable_loader,
+)
 from .models import Gan, Lbfgs, OneCycle, Plain, Sharded, Validated
 
 STEPS_IN_EPOCH = 4
@@ -60,6 +66,9 @@ PROJECTS = {
     "onecycle-plain": Project(partial(OneCycle, build_plain_loader), STEPS_IN_EPOCH),
     # The others have loaders with a state, and save at every step.
     "counting": Project(partial(Plain, build_counting_loader)),
+    "resumable": Project(partial(Plain, build_resumable_loader)),
+    "resumable-workers": Project(partial(Plain, partial(build_resumable_loader, 2))),
+    "ddp-resumable": Project(partial(Plain, build_resumable_loader), num_ranks=2, strategy="ddp"),
     "stream": Project(partial(Plain, StreamLoader)),
     "ema": Project(partial(Validated, build_counting_loader), 1, lambda: [EMAWeightAveraging(decay=0.5)]),
     "gan": Project(partial(Gan, build_counting_loader), 2),

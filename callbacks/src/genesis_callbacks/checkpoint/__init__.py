@@ -28,6 +28,7 @@ from .errors import (
     CorruptCheckpointError,
     DirectoryInUseError,
     DriftError,
+    ExistingCheckpointsError,
     SaveFailedError,
     UnreadableCheckpointError,
     UnsupportedStateError,
@@ -47,7 +48,15 @@ from .inventory import (
     trace_ancestors,
 )
 from .lightning_file import export_lightning_checkpoint
-from .lineage import DirectoryLock, QuarantineWarning, check_not_in_use, checkpoints_in, find_latest, list_committed
+from .lineage import (
+    DirectoryLock,
+    QuarantineWarning,
+    check_not_in_use,
+    checkpoints_in,
+    find_latest,
+    list_checkpoints,
+    list_committed,
+)
 from .manifest import (
     Ancestor,
     BaseReference,
@@ -91,6 +100,7 @@ __all__ = [
     "DirectoryInUseError",
     "DirectoryLock",
     "DriftError",
+    "ExistingCheckpointsError",
     "DriftPolicy",
     "DriftWarning",
     "FILE_ALIGNMENT",
@@ -153,6 +163,7 @@ __all__ = [
     "hash_file",
     "is_checkpoint_name",
     "is_staging_name",
+    "list_checkpoints",
     "list_committed",
     "local_shards",
     "name_bases",

@@ -52,6 +52,12 @@ class DirectoryInUseError(CheckpointError):
     """Another live run holds this checkpoint directory."""
 
 
+class ExistingCheckpointsError(CheckpointError):
+    """A run that would not continue the checkpoints of its directory, and was not asked to start over."""
+
+    ends_all_ranks = True
+
+
 class DriftError(CheckpointError):
     """The checkpoint and the restoring run differ in a value that must be equal; the message lists each difference."""
 

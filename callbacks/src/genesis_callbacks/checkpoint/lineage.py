@@ -163,6 +163,30 @@ def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda item: (item[1].sequence, item[1].step, item[0].name))
 
 
+def list_checkpoints(directory: Path | str) -> list[Path]:
+    """Returns the paths of a run's checkpoints by their names alone, damaged ones too, lowest step first."""
+    directory = checkpoints_in(directory)
+    if not directory.is_dir():
+        return []
+    with reading(directory):
+        return sorted(path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir())
+
+
+def describe_existing(directory: Path) -> str | None:
+    """Returns the line with which a run that would not continue a directory's checkpoints is refused; None if none.
+
+    It names both ways, so that no run starts from scratch unasked.
+    """
+    found = list_checkpoints(directory)
+    if not found:
+        return None
+    return (
+        f"{directory.parent} already has checkpoints, the newest {found[-1].name}, which this run would not continue: "
+        'continue with ckpt_path="latest"; or start over in another run_dir, or in this one with '
+        'on_existing="start_over", which moves them aside'
+    )
+
+
 def _order(path: Path) -> tuple[int, int]:
     """Returns a checkpoint's position in the lineage; the position of an unreadable manifest is after all others."""
     # If it came last in the search, damage of the newest checkpoint would go unreported.
@@ -196,10 +220,7 @@ def find_latest(
             or user may read it, and only the user can decide to continue from an older one.
     """
     directory = checkpoints_in(directory)
-    if not directory.is_dir():
-        return None
-    with reading(directory):
-        candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
+    candidates = list_checkpoints(directory)
     bad: dict[Path, CorruptCheckpointError] = {}
     for path in sorted(candidates, key=_order, reverse=True):
         try:
