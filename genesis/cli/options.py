@@ -14,7 +14,8 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse.typing import register_type
 
-from genesis.arguments import read_path
+from genesis.arguments import Bytes, read_path, read_size
+from genesis.cli.help import PlainHelp, format_sections
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 from genesis.recipe_yaml import check_aliases
@@ -33,6 +34,14 @@ register_type(
     Path,
     str,
     read_path,
+    deserializer_exceptions=ArgumentTypeError,
+    type_check=isinstance,
+    fail_already_registered=False,
+)
+register_type(
+    Bytes,
+    int,
+    read_size,
     deserializer_exceptions=ArgumentTypeError,
     type_check=isinstance,
     fail_already_registered=False,
@@ -57,6 +66,10 @@ set_loader("yaml", _load_value, (yaml.YAMLError,))
 
 class OptionsParser(ArgumentParser):
     """Parses options; a file that is not YAML is refused with its name and the position of the mistake."""
+
+    def format_help(self) -> str:
+        """Returns the help, with the fields of entries of lists."""
+        return super().format_help() + format_sections(self)
 
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in the file `cfg_path`."""
@@ -121,7 +134,9 @@ def _place(mark: yaml.Mark | None) -> str:
 
 def build_parser(name: str, description: str) -> ArgumentParser:
     """Returns a parser for `genesis NAME` that reads YAML files given by `--config`."""
-    parser = OptionsParser(prog=f"genesis {name}", description=description, exit_on_error=False)
+    parser = OptionsParser(
+        prog=f"genesis {name}", description=description, exit_on_error=False, formatter_class=PlainHelp
+    )
     parser.add_argument("--config", action="config", help="YAML file of options; repeatable")
     return parser
 
@@ -163,9 +178,10 @@ _CHOICES = re.compile(
 )
 """The text of jsonargparse about a value that is none of an option's choices."""
 _EMPTY_PATH = re.compile(
-    r'Parser key "(?P<key>[^"]+)": .*Not of type Path: (?P<reason>the path is empty: give a path).*'
+    r'Parser key "(?P<key>[^"]+)": .*Not of type (?:Path|Bytes): '
+    r"(?P<reason>the path is empty: give a path|.* is no size: write it as 5GB, 512MiB or a number of bytes).*"
 )
-"""The text of jsonargparse about an empty path, of which an option may have several types."""
+"""The text of jsonargparse about an empty path or a size, of which an option may have several types."""
 
 
 def _list_choices(found: re.Match[str]) -> str:

@@ -106,7 +106,7 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
         ("--trainer.strategy", "shraded", ("shraded",)),
         ("--trainer.accumulate_grad_batches", "2", ("accumulate_grad_batches is 2", "data.global_batch_size")),
         ("--checkpoint.every_n_steps", "0", ("every_n_steps", "0")),
-        ("--config", "nowhere.yaml", ("nowhere.yaml", "does not exist")),
+        ("--config", "nowhere.yaml", ("nowhere.yaml", "no such file")),
         ("--data.global_batch_size", "9", ("global_batch_size 9", "micro-batches of 2", "1, 3, 9")),
         ("--data.micro_batch_size", "-1", ("micro_batch_size", "-1")),
         ("--data.seq_len", "1000000", ("data.seq_len 1000000", "'web'", "lower data.seq_len")),

@@ -76,7 +76,7 @@ def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, cas
     assert resumed.status == 0, resumed.err
     # The fifth step has an answer that the first reward function scored.
     assert committed_steps(run_dir)[-1] == 5
-    said = genesis("generate", str(run_dir), "--prompt", "Question", "--max-new-tokens", "3")
+    said = genesis("generate", str(run_dir), "--prompt", "Question", "--max_new_tokens", "3")
     assert said.status == 0, said.err
 
 
