@@ -40,8 +40,8 @@ def test_values_names_of_sources_and_what_stands_after_two_dashes_stay_as_they_a
 
 
 def test_an_unknown_option_is_refused_with_the_nearest(parser: Parser) -> None:
-    with pytest.raises(UserError, match="unrecognized arguments: --max_queu; did you mean --max_queue"):
-        parser.parse_args(respell(["--max-queu", "3"]))
+    with pytest.raises(UserError, match="unrecognized arguments: --max_quue; did you mean --max_queue"):
+        parser.parse_args(respell(["--max-quue", "3"]))
 
 
 def test_a_name_that_no_file_can_have_is_refused_with_its_kind(tmp_path: Path) -> None:

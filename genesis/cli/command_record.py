@@ -1,4 +1,4 @@
-"""What every command's `--help` says, recorded, for those who must not import the commands or cannot.
+"""The options and the help of commands, recorded: completion and a missing extra leave the commands unimported.
 
 `command_record.json` next to this file has the options of each command, for shell completion, and the whole help of the
 commands that have an extra, because their code may not load without it. `make golden` writes the file, and a test

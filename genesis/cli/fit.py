@@ -32,7 +32,7 @@ from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
-from genesis.cli.help import PlainHelp, format_sections
+from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
@@ -86,15 +86,8 @@ _TELEMETRY_LEFT = (
 """Lightning's warning of state that no callback takes, if it is about telemetry alone."""
 
 
-class GenesisParser(LightningArgumentParser):
+class GenesisParser(PlainParser, LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"formatter_class": PlainHelp, **kwargs})
-
-    def format_help(self) -> str:
-        """Returns the help, with the options of sections that a recipe may leave out."""
-        return super().format_help() + format_sections(self)
 
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Returns the options of a command line, after deprecated names were replaced."""

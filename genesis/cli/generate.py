@@ -156,6 +156,6 @@ def _build_parser() -> Parser:
     add("--top_p", type=float, default=1.0, help="sample only from the most likely tokens that reach this probability")
     add("--seed", type=int, default=0, help="sampling seed; a seed and prompt give the same text in any batch")
     add("--no_cache", action="store_true", help="recompute the whole text for each token, without a cache")
-    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the tokenizer of the run's corpus")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add_device_options(parser)
     return parser

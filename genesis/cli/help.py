@@ -43,6 +43,17 @@ class PlainHelp(DefaultHelpFormatter):
         return _DEFAULT.sub(lambda found: f"default: {_DEFAULTS[found[1]]}", super()._expand_help(action))
 
 
+class PlainParser(ArgumentParser):
+    """A parser whose help has types in plain words, and the options of sections that a recipe may leave out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": PlainHelp, **kwargs})
+
+    def format_help(self) -> str:
+        """Returns the help, with the options of all sections."""
+        return super().format_help() + format_sections(self)
+
+
 def describe_type(hint: Any, *, is_plural: bool = False) -> str:
     """Returns the words for a type. Pure.
 

@@ -29,7 +29,7 @@ _NICENESS = 10
 _MAX_SECONDS = 1_000_000
 _DESCRIPTION = """Copies the committed checkpoints of a run to a second place while it trains: a directory, or a URL
 such as s3://bucket/prefix. Every copy is read back and compared with the manifest before it becomes visible there. The
-training is not concerned, whatever happens to the copies. `genesis mirror restore` continues a run from its mirror.
+training is unaffected, whatever happens to the copies. `genesis mirror restore` continues a run from its mirror.
 Example: genesis mirror runs/demo/run s3://bucket/runs/demo"""
 
 

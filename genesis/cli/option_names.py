@@ -157,7 +157,7 @@ def _check_file(command: str, path: Path, names: OptionNames) -> None:
     assert root is not None, "it is a mapping"
     for name in map(rename_option, _leaves(root)):
         if names.is_unknown(name) and not is_removed(name) and not _is_declared(name):
-            raise UserError(f"{path}: `genesis {command}` does not accept option {name!r}{names.hint(name)}")
+            raise UserError(f"{path}: unknown key {name}{names.hint(name)}")
 
 
 def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[str]:

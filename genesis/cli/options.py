@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse.typing import register_type
 
 from genesis.arguments import Bytes, read_path, read_size
-from genesis.cli.help import PlainHelp, format_sections
+from genesis.cli.help import PlainParser
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 from genesis.recipe_yaml import check_aliases
@@ -64,12 +64,8 @@ def _load_value(text: str) -> Any:
 set_loader("yaml", _load_value, (yaml.YAMLError,))
 
 
-class OptionsParser(ArgumentParser):
+class OptionsParser(PlainParser):
     """Parses options; a file that is not YAML is refused with its name and the position of the mistake."""
-
-    def format_help(self) -> str:
-        """Returns the help, with the fields of entries of lists."""
-        return super().format_help() + format_sections(self)
 
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in the file `cfg_path`."""
@@ -134,9 +130,7 @@ def _place(mark: yaml.Mark | None) -> str:
 
 def build_parser(name: str, description: str) -> ArgumentParser:
     """Returns a parser for `genesis NAME` that reads YAML files given by `--config`."""
-    parser = OptionsParser(
-        prog=f"genesis {name}", description=description, exit_on_error=False, formatter_class=PlainHelp
-    )
+    parser = OptionsParser(prog=f"genesis {name}", description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file of options; repeatable")
     return parser
 

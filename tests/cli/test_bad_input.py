@@ -262,7 +262,7 @@ def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: 
     check_is_one_line(outcome, "00000.ds has", "the manifest lists", "genesis data prepare")
 
 
-@pytest.mark.filterwarnings("ignore:training ended with UserError; nothing is saved yet")
+@pytest.mark.filterwarnings("ignore:Training failed .UserError.; nothing is saved yet")
 def test_a_damaged_shard_ends_training_by_its_name(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
     other = shutil.copytree(tiny_corpus, recipe.parent / "other")
     for shard in other.glob("train/web/*.ds"):

@@ -80,7 +80,7 @@ def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, cas
     assert said.status == 0, said.err
 
 
-@pytest.mark.filterwarnings("ignore:training ended with UserError")  # which the command prints
+@pytest.mark.filterwarnings("ignore:Training failed .UserError.")  # which the command prints
 def test_an_error_of_the_reward_function_is_one_line_with_the_row(genesis: Genesis, case: Path, tmp_path: Path) -> None:
     (case / "reward.py").write_text("def reward(messages, text, columns):\n    return columns['answer']\n")
     failed = genesis("fit", "--config", str(write_prompt_recipe(case, tmp_path / "run")), *ALLOWED)
