@@ -38,7 +38,7 @@ from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
-from genesis.cli.type_errors import explain_types
+from genesis.cli.type_errors import explain_types, explain_unknown
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
@@ -114,7 +114,8 @@ class GenesisParser(PlainParser, LightningArgumentParser):
         line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
         if found is not None:
             group = found.groupdict().get("group")
-            line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
+            key = f"{group}.{found['key']}" if group else found["key"]
+            line = explain_unknown(line, key) + _hint(key, sorted(_known_keys(self)))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from genesis.arguments import Parser, read_size
-from genesis.cli.option_names import check_fit
+from genesis.cli.option_names import check
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.errors import UserError
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Runs `genesis plan` and returns its exit status: 1 if the recipe's own strategy does not fit."""
     own, overrides = split_overrides(argv)
     arguments = _build_parser().parse_args(own)
-    check_fit([f"--{name}={value}" for name, value in overrides])
+    check("fit", [f"--{name}={value}" for name, value in overrides])
     for path in arguments.config:
         check_is_yaml(path)
     where = ", ".join(map(str, arguments.config))

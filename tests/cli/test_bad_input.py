@@ -39,7 +39,7 @@ def test_an_unknown_key_of_a_file_names_the_near_one(
     changes: dict[str, Any], near: str, genesis: Genesis, tmp_path: Path, tiny_corpus: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
-    check_is_one_line(genesis("fit", "--config", str(recipe)), "accept", near)
+    check_is_one_line(genesis("fit", "--config", str(recipe)), "unknown key", near)
     assert not (tmp_path / "run").exists()
 
 
