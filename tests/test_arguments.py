@@ -20,6 +20,7 @@ def parser() -> Parser:
 
 
 def test_dashes_and_underscores_are_the_same(parser: Parser) -> None:
+    """Reported as huggingface/accelerate#2527."""
     for words in (["--max_queue", "3", "--top-k=4"], ["--max-queue=3", "--top_k", "4"]):
         found = parser.parse_args(respell(words))
         assert (found.max_queue, found.top_k) == (3, 4)
@@ -57,9 +58,18 @@ def test_a_name_that_no_file_can_have_is_refused_with_its_kind(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("5GB", 5 * 10**9), ("5G", 5 * 10**9), ("1.5 GiB", 3 << 29), ("512mib", 512 << 20), ("1e9", 10**9), ("7", 7)],
+    [
+        ("5GB", 5 * 10**9),
+        ("5G", 5 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("512mib", 512 << 20),
+        ("1e9", 10**9),
+        ("10.1TB", 10_100_000_000_000),
+        ("7", 7),
+    ],
 )
 def test_a_size_is_a_number_with_or_without_a_unit(text: str, num_bytes: int) -> None:
+    """Reported as StorjOld/dataserv-client#85: a fraction of a unit was a traceback."""
     assert read_size(text) == num_bytes
 
 

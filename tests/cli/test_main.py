@@ -272,6 +272,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Gene
 def test_a_command_whose_extra_is_missing_still_helps(
     command: Command, monkeypatch: pytest.MonkeyPatch, genesis: Genesis
 ) -> None:
+    """Reported as sgl-project/sglang#13244 and cqfn/aibolit#1339."""
+
     def find(target: str) -> None:
         raise ModuleNotFoundError(f"No module named {target}", name="lm_eval")
 
