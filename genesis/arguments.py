@@ -3,12 +3,46 @@
 import argparse
 import difflib
 import re
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from genesis.errors import UserError
 from genesis_callbacks.files import find_irregular_kind
+
+_NAMED_BY_USERS: Final = ("--data.mix.", "--data.max_epochs.")
+"""Options below which the names are those of the user's sources."""
+
+
+_UNITS: Final = {
+    **{f"{letter}{end}": 1000**power for power, letter in enumerate("kmgtpe", start=1) for end in ("", "b")},
+    **{f"{letter}{end}": 1024**power for power, letter in enumerate("kmgtpe", start=1) for end in ("i", "ib")},
+    **{"": 1, "b": 1},
+}
+_SIZE: Final = re.compile(r"\s*(?P<number>[0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
+_MOST_BYTES: Final = 10**24
+
+
+class Bytes(int):
+    """A number of bytes that a user gives, also as a text: `5GB`, `512MiB`."""
+
+
+def read_size(text: object) -> Bytes:
+    """Returns the bytes that a text such as `5GB`, `80GiB` or `5000000000` means.
+
+    Example:
+        >>> read_size("5GB"), read_size("1.5 GiB"), read_size("200_000")
+        (5000000000, 1610612736, 200000)
+
+    Raises:
+        argparse.ArgumentTypeError: It is no number of bytes.
+    """
+    found = _SIZE.fullmatch(str(text).replace("_", ""))
+    unit = None if found is None else _UNITS.get(found["unit"].lower())
+    if found is None or unit is None or not 0 <= float(found["number"]) * unit <= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{str(text)!r} is no size: write it as 5GB, 512MiB or a number of bytes")
+    number = found["number"]
+    return Bytes(int(number) * unit if number.isdecimal() else int(float(number) * unit))
 
 
 def read_path(text: str) -> Path:
@@ -22,28 +56,37 @@ def read_path(text: str) -> Path:
     return Path(text)
 
 
+def respell(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command line with underscores in the names of options, up to a lone `--`. Pure.
+
+    Users may write dashes or underscores. Names that users chose, such as those of sources, stay as they are.
+
+    Example:
+        >>> respell(["--data.seq-len=8", "--data.mix.my-text", "1", "a-b", "--", "--c-d"])
+        ['--data.seq_len=8', '--data.mix.my-text', '1', 'a-b', '--', '--c-d']
+    """
+    end = words.index("--") if "--" in words else len(words)
+    return [*map(_respell, words[:end]), *words[end:]]
+
+
+def _respell(word: str) -> str:
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or " " in name:
+        return word
+    ours = "--" + name.removeprefix("--").replace("-", "_")
+    kept = next((len(option) for option in _NAMED_BY_USERS if ours.startswith(option)), len(ours))
+    return f"{ours[:kept]}{name[kept:]}{equals}{value}"
+
+
 class Parser(argparse.ArgumentParser):
     """Raises a UserError where argparse would print and exit; an unknown option comes with the nearest one.
 
-    Users may write an option with dashes or underscores between its words. An empty path is refused.
+    An empty path is refused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register("type", Path, read_path)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses after every option has been put into the spelling in which it was added."""
-        given = sys.argv[1:] if args is None else list(args)
-        end = given.index("--") if "--" in given else len(given)
-        return super().parse_known_args([*map(self._respell, given[:end]), *given[end:]], namespace)
-
-    def _respell(self, word: str) -> str:
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or name in self._option_string_actions:
-            return word
-        spellings = {option.replace("_", "-"): option for option in self._option_string_actions}
-        return spellings.get(name.replace("_", "-"), name) + equals + value
 
     def error(self, message: str) -> NoReturn:
         """Raises the message as a UserError.

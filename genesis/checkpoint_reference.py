@@ -150,7 +150,8 @@ def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Referen
             "takes .ckpt, .pt, .pth and .safetensors)"
         )
     tried = " and ".join(map(str, places))
-    raise UserError(f"no such directory: {tried}; give a run, RUN/best, RUN/STEP, or a checkpoint's directory")
+    remedy = "did you mean latest?" if text == "last" else "give a run, RUN/best, RUN/STEP, or a checkpoint's directory"
+    raise UserError(f"no such directory: {tried}; {remedy}")
 
 
 def find_checkpoint(value: Path | str, *, level: VerifyLevel | None = "quick") -> Path:

@@ -382,8 +382,8 @@ def commands(run: Path, older: Path, forged: Path, foreign: Path | None) -> Iter
     yield "checkpoint", "list", str(run), "--json"
     yield "checkpoint", "diff", str(older), str(forged)
     yield "checkpoint", "prune", str(run), "--keep_last", "1", "--dry_run"
-    yield "generate", str(forged), "--max-new-tokens", "1", "--device", "cpu"
-    yield "generate", str(run), "--max-new-tokens", "1", "--device", "cpu"
+    yield "generate", str(forged), "--max_new_tokens", "1", "--device", "cpu"
+    yield "generate", str(run), "--max_new_tokens", "1", "--device", "cpu"
     yield "export", str(forged), str(run / "exported"), "--format", "safetensors"
     yield "checkpoint", "to-lightning", str(forged), str(run / "forged.ckpt")
     yield "checkpoint", "to-lightning", str(run), str(run / "newest.ckpt")

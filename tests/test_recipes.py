@@ -22,6 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["genesis-10m", "genesis-10m.yaml", "configs/genesis-10m", "configs/genesis-10m.yaml"])
 def test_a_name_stands_for_the_recipe_that_comes_with_genesis(name: str) -> None:
+    """Reported as meta-pytorch/torchtune#350: a recipe's name was looked for in the working directory alone."""
     file = REPOSITORY / "configs" / "genesis-10m.yaml"
     assert find_recipe(name) == file
     assert resolve_recipes(["--config", name, "--run_dir", "x"]) == ["--config", str(file), "--run_dir", "x"]
@@ -90,6 +91,7 @@ def test_a_copy_never_replaces_a_file_that_was_changed() -> None:
 
 @pytest.mark.process
 def test_the_wheel_has_the_recipes_and_an_installed_genesis_finds_them(here: Path) -> None:
+    """Reported as vllm-project/vllm-omni#4932 and thammegowda/mtdata#82: a wheel without its YAML files."""
     (wheel,) = WheelBuilder(str(REPOSITORY)).build(directory=str(here / "dist"), versions=["standard"])
     site, work = here / "site", here / "work"
     with zipfile.ZipFile(wheel) as archive:

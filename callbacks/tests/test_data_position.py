@@ -60,7 +60,7 @@ def fit(run_dir, build_loader, *, stop=None, kind=Plain, max_steps=-1, **options
     if stop is None:
         trainer.fit(kind(build_loader), ckpt_path="latest")
         return seen
-    with pytest.warns(UserWarning, match="training ended with InterruptedError"), pytest.raises(InterruptedError):
+    with pytest.warns(UserWarning, match="Training failed .InterruptedError."), pytest.raises(InterruptedError):
         trainer.fit(kind(build_loader), ckpt_path="latest")
     return seen
 

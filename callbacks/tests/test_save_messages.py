@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many work
 
 
 def test_the_memory_of_copies_and_of_the_writer_are_reported_apart():
-    assert describe_memory(2_000_000_000, 0) == "Saves in the background hold 2.0 GB of memory on rank 0 for copies."
+    assert describe_memory(2_000_000_000, 0) == "Background saves need 2.0 GB of memory for copies (rank 0)."
     assert describe_memory(528, 400 << 20) == (
-        "Saves in the background hold 528 bytes of memory on rank 0 for copies; its writer process needs "
-        "419.4 MB more, independent of the model's size."
+        "Background saves need 528 bytes of memory for copies and 419.4 MB for the writer process (rank 0; the latter "
+        "whatever the model's size)."
     )
 
 

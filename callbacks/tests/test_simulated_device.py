@@ -411,7 +411,7 @@ def test_a_lost_device_does_not_hide_the_error_nor_keep_anything(tmp_path, mode)
     raised, texts, names, num_threads, num_maps = run_alone(fit_and_lose, tmp_path, mode)
     assert raised is None
     assert any("the device is lost" in text for text in texts)
-    assert any("training ended with ZeroDivisionError; the last good one is step-00000002" in text for text in texts)
+    assert any("Training failed (ZeroDivisionError); the last good one is step-00000002" in text for text in texts)
     assert [name for name in names if name.startswith("step")] == ["step-00000002"]
     assert (num_threads, num_maps) == (0, 0)
     run = run_alone(fit, tmp_path, 0, 0, {"latest": True})  # the lock is free

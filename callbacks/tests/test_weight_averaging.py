@@ -147,7 +147,7 @@ def test_an_exception_in_a_validation_does_not_save_the_average_as_the_model(tmp
 
     checkpoint, trainer = build_trainer(tmp_path, EMAWeightAveraging(decay=0.5), save_on_exception=True, max_steps=99)
     with (
-        pytest.warns(UserWarning, match="training ended with ArithmeticError; nothing is saved yet"),
+        pytest.warns(UserWarning, match="Training failed .ArithmeticError.; nothing is saved yet"),
         pytest.warns(UserWarning, match="a callback may have replaced the weights by an average"),
         pytest.raises(ArithmeticError),
     ):

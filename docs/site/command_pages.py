@@ -68,7 +68,7 @@ def render_page(command: Command, text: str) -> str:
     """Returns the Markdown page of a command."""
     usage, about, sections = parse_help(text)
     lines = [f"# genesis {command.name}", "", f"{command.summary[0].upper()}{command.summary[1:]}.", ""]
-    if command.extra is not None:
+    if command.extra is not None and not command.target_of:
         lines += [f"Needs optional packages: `pip install 'genesis-lm[{command.extra}]'`.", ""]
     for paragraph in about:
         lines += [escape(paragraph), ""]

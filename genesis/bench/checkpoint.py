@@ -191,7 +191,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what.add_argument("--model", choices=MODELS, default="43m", help="name of a model shape (default %(default)s)")
     what.add_argument("--config", type=Path, help="recipe file, such as configs/genesis-1b.yaml")
     parser.add_argument(
-        "--adapter-rank",
+        "--adapter_rank",
         type=int,
         metavar="RANK",
         help="train LoRA adapters of this rank beside frozen weights, and save the adapters alone (default: the "
@@ -205,15 +205,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
     parser.add_argument(
-        "--every-n-steps",
+        "--every_n_steps",
         type=int,
         default=5,
         help="windows per turn; the first ends with a save (default %(default)s)",
     )
     parser.add_argument("--ranks", type=int, default=1, help="ranks per mode (default %(default)s)")
     parser.add_argument("--strategy", choices=("replicated", "sharded"), default="replicated")
-    parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (default: the recipe's)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
+    parser.add_argument("--micro_batch_size", type=int, help="sequences per micro-batch (default: the recipe's)")
+    parser.add_argument("--micro_batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
     parser.add_argument(
         "--threads", type=int, help="CPU threads per rank (default: all cores, divided among the ranks)"
     )
@@ -237,7 +237,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least {least}")
     if options.adapter_rank is not None and options.adapter_rank < 1:
-        raise UserError(f"--adapter-rank is {options.adapter_rank}: it must be at least 1")
+        raise UserError(f"--adapter_rank is {options.adapter_rank}: it must be at least 1")
     _check_device(options)
     return options
 

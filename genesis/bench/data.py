@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, read_size
 from genesis.bench.contenders import WorkerProcess
 from genesis.bench.corpora import measure_opening, write_sparse_corpus
 from genesis.bench.pairs import compare_pairs, rotate_order
@@ -91,13 +91,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a turn (default %(default)s)")
     parser.add_argument(
-        "--text-bytes", type=int, default=30_000_000, help="bytes of text to stream (default %(default)s)"
+        "--text_bytes", type=read_size, default=30_000_000, help="bytes of text to stream (default %(default)s)"
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=49_152, help="ids of the stream's tokenizer (default %(default)s)"
+        "--vocab_size", type=int, default=49_152, help="ids of the stream's tokenizer (default %(default)s)"
     )
     parser.add_argument(
-        "--memory-tokens",
+        "--memory_tokens",
         type=int,
         default=100_000_000,
         help="tokens to stream for the memory measurement (default %(default)s)",
@@ -109,7 +109,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="streaming processes, and threads of SentencePiece",
     )
     parser.add_argument(
-        "--sparse-share", type=float, default=1.0, help="share of the 60 billion tokens to open (default: all)"
+        "--sparse_share", type=float, default=1.0, help="share of the 60 billion tokens to open (default: all)"
     )
     parser.add_argument("--dir", type=Path, help="directory for temporary corpora (default: the system's)")
     parser.add_argument(

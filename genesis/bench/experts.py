@@ -95,9 +95,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--mixtral", default="", help="transformers' Mixtral with these implementations: grouped_mm,eager"
     )
     parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
-    parser.add_argument("--burst-steps", type=int, default=5, help="steps of a burst (default %(default)s)")
+    parser.add_argument("--burst_steps", type=int, default=5, help="steps of a burst (default %(default)s)")
     parser.add_argument(
-        "--warmup-steps", type=int, default=4, help="steps before the first round (default %(default)s)"
+        "--warmup_steps", type=int, default=4, help="steps before the first round (default %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument(

@@ -154,13 +154,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="directory of a chat model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)",
     )
     add("--conversations", type=Path, help="JSONL file of conversations (default: 300 Alpaca rows, downloaded)")
-    add("--batch-size", type=int, default=2, help="rows of a step; DPO has two for each pair (default %(default)s)")
-    add("--seq-len", type=int, default=512, help="tokens of a row in the timed steps (default %(default)s)")
+    add("--batch_size", type=int, default=2, help="rows of a step; DPO has two for each pair (default %(default)s)")
+    add("--seq_len", type=int, default=512, help="tokens of a row in the timed steps (default %(default)s)")
     add("--rank", type=int, default=32, help="rank of the adapters (default %(default)s)")
-    add("--loss-steps", type=int, default=20, help="first steps, whose losses are compared (default %(default)s)")
-    add("--loss-tokens", type=int, default=64, help="tokens of a row in these steps (default %(default)s)")
+    add("--loss_steps", type=int, default=20, help="first steps, whose losses are compared (default %(default)s)")
+    add("--loss_tokens", type=int, default=64, help="tokens of a row in these steps (default %(default)s)")
     add("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
-    add("--burst-steps", type=int, default=1, help="steps of each contender per round (default %(default)s)")
+    add("--burst_steps", type=int, default=1, help="steps of each contender per round (default %(default)s)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     add(
         "--out",
@@ -175,7 +175,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if kind not in KINDS:
             raise UserError(f"--kinds has {kind!r}; there are {', '.join(KINDS)}")
         if KINDS[kind].has_pairs and options.batch_size % 2:
-            raise UserError(f"--batch-size is {options.batch_size}: {kind} has pairs of rows; give an even number")
+            raise UserError(f"--batch_size is {options.batch_size}: {kind} has pairs of rows; give an even number")
     for name in ("model", "conversations"):
         path = getattr(options, name)
         if path is not None and not path.exists():

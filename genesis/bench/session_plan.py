@@ -83,8 +83,8 @@ def _single(part: str, kind: str, size: str) -> tuple[str, ...]:
 def _step(kind: str, size: str, contenders: str, *words: str) -> tuple[str, ...]:
     is_tiny = size == _TINY
     model = ("--model", "tiny") if is_tiny else ("--config", str(ROOT / "configs/genesis-1b.yaml"))
-    rounds = ("--pairs", "1", "--burst-steps", "2") if is_tiny else ("--pairs", "3", "--burst-steps", "4")
-    chosen = ("--warmup-steps", "2" if is_tiny else "4", "--contenders", contenders)
+    rounds = ("--pairs", "1", "--burst_steps", "2") if is_tiny else ("--pairs", "3", "--burst_steps", "4")
+    chosen = ("--warmup_steps", "2" if is_tiny else "4", "--contenders", contenders)
     return _genesis(kind, "bench", "step", *model, *rounds, *chosen, *words, "--out", OUT)
 
 
@@ -122,7 +122,7 @@ def _large_batch(kind: str) -> tuple[str, ...]:
     """Returns the sequences of a micro-batch with which two contenders fit the device: 8 take 37 GiB each."""
     properties = None if is_host(kind) else read_properties(kind)
     is_large = properties is not None and properties.total_memory > 90 * 2**30
-    return ("--micro-batch-size", "8" if is_large else "4")
+    return ("--micro_batch_size", "8" if is_large else "4")
 
 
 def _compile(kind: str, size: str) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ def _plan_saves(kind: str, size: str) -> list[SessionPart]:
     modes = ("--modes", "baseline,process" if is_tiny else "baseline,process-overlapped", "--pairs", "1")
     whole = ("--model", "tiny" if is_tiny else "600m", *modes)
     model = ("--model", "tiny") if is_tiny else ("--config", str(ROOT / "configs/genesis-1b.yaml"))
-    lora = (*model, "--adapter-rank", "16", *modes)
+    lora = (*model, "--adapter_rank", "16", *modes)
     memory, disk = ("--dir", _MEMORY), ("--dir", SCRATCH)
     return [
         SessionPart(name, question, _genesis(kind, "bench", "checkpoint", *words, "--out", OUT), seconds, needs=needs)
@@ -172,7 +172,7 @@ def _plan_peers(kind: str, size: str) -> list[SessionPart]:
         SessionPart(
             f"step-beside-{peer}",
             f"tokens per second beside {peer}",
-            _step(kind, size, "genesis,bare", "--peers", peer, "--micro-batch-size", "2", *_compile(kind, size)),
+            _step(kind, size, "genesis,bare", "--peers", peer, "--micro_batch_size", "2", *_compile(kind, size)),
             90,
             needs=package,
         )
@@ -181,13 +181,13 @@ def _plan_peers(kind: str, size: str) -> list[SessionPart]:
 
 
 def _plan_small_cards(kind: str, size: str) -> list[SessionPart]:
-    memory = () if is_host(kind) or read_properties(kind) is None else ("--memory-gib", "24")
+    memory = () if is_host(kind) or read_properties(kind) is None else ("--memory_gib", "24")
     question = "tokens per second and memory on a card of 24 GB"
     return [
         SessionPart(
             f"step-micro-batch-{batch}{'-compiled' if compiled else ''}",
             question,
-            _step(kind, size, "genesis", "--micro-batch-size", str(batch), *memory, *compiled),
+            _step(kind, size, "genesis", "--micro_batch_size", str(batch), *memory, *compiled),
             60,
         )
         for batch in (1, 2)

@@ -156,13 +156,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
     parser.add_argument(
-        "--burst-steps", type=int, default=5, help="windows of each contender per round (default %(default)s)"
+        "--burst_steps", type=int, default=5, help="windows of each contender per round (default %(default)s)"
     )
     parser.add_argument(
-        "--warmup-steps", type=int, default=4, help="windows before the first round (default %(default)s)"
+        "--warmup_steps", type=int, default=4, help="windows before the first round (default %(default)s)"
     )
-    parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (default: the recipe's)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
+    parser.add_argument("--micro_batch_size", type=int, help="sequences per micro-batch (default: the recipe's)")
+    parser.add_argument("--micro_batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument(
         "--device", default=CPU, help="cpu, cuda or another kind that torch finds (default %(default)s)"
@@ -170,7 +170,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
     )
-    parser.add_argument("--memory-gib", type=float, help="memory of the GPU that a contender may use (default: all)")
+    parser.add_argument("--memory_gib", type=float, help="memory of the GPU that a contender may use (default: all)")
     parser.add_argument("--compile", action="store_true", help="compile every contender's model")
     parser.add_argument(
         "--out",
@@ -183,7 +183,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
     check_available(options.device)
     if options.memory_gib is not None and (options.memory_gib <= 0 or options.device == CPU):
-        raise UserError(f"--memory-gib is {options.memory_gib}: it must be above 0, and limits a GPU's memory alone")
+        raise UserError(f"--memory_gib is {options.memory_gib}: it must be above 0, and limits a GPU's memory alone")
     return options
 
 

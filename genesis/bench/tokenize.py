@@ -22,7 +22,7 @@ from typing import Any
 
 import sentencepiece
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, read_size
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, sample_texts
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="genesis bench tokenize", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default %(default)s)")
     parser.add_argument(
-        "--text_bytes", type=int, default=60_000_000, help="bytes of text to tokenize (default %(default)s)"
+        "--text_bytes", type=read_size, default=60_000_000, help="bytes of text to tokenize (default %(default)s)"
     )
     parser.add_argument("--vocab_size", type=int, default=49_152, help="ids of the tokenizer (default %(default)s)")
     parser.add_argument(

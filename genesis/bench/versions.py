@@ -125,7 +125,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--model", choices=sorted(STEP_MODELS), default="9m", help="model of the part step (default %(default)s)"
     )
     parser.add_argument(
-        "--saved-model",
+        "--saved_model",
         choices=sorted(CHECKPOINT_MODELS),
         default="43m",
         help="model of the part checkpoint (default %(default)s)",

@@ -5,13 +5,15 @@ import argparse
 import shtab
 
 from genesis.arguments import Parser
+from genesis.cli.command_record import read_record
 from genesis.cli.table import COMMANDS
 
 
 def _parser_of_commands() -> argparse.ArgumentParser:
-    """Returns a parser with the names of all commands. Their options are not completed; `--help` lists them."""
+    """Returns a parser with the names and options of all commands."""
     parser = argparse.ArgumentParser("genesis")
     parser.add_argument("--version", action="store_true", help="print the version")
+    options = read_record().options
     words = parser.add_subparsers()
     leaves: dict[str, argparse.ArgumentParser] = {}
     groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
@@ -24,9 +26,18 @@ def _parser_of_commands() -> argparse.ArgumentParser:
                 parent = leaves.get(first) or words.add_parser(first, help=f"{first} commands")
                 groups[first] = parent.add_subparsers()
             leaf = groups[first].add_parser(second, help=command.summary)
-        config = leaf.add_argument("--config", help="a YAML file of options")
-        config.complete = shtab.FILE  # type: ignore[attr-defined]
+        for name, choices in options[command.name].items():
+            _add_option(leaf, name, choices)
     return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, choices: list[str] | None) -> None:
+    if choices is None:
+        parser.add_argument(name, action="store_true", help=" ")
+        return
+    option = parser.add_argument(name, choices=choices or None, help=" ")
+    if not choices:
+        option.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
 def main(argv: list[str]) -> int:

@@ -22,11 +22,11 @@ from genesis.errors import UserError, naming
 _DESCRIPTION: Final = """Examines what a training needs, in three ways:
   genesis doctor                    the machine: builds, devices and their links, memory, disks, limits, ports; seconds
   genesis doctor --config RECIPE    the machine and the recipe: initial loss, labels, masks, accumulation, checkpoint,
-                                    resume, memory, one batch learned by heart, two ranks; minutes
+                                    resume, memory, overfitting one batch, two ranks; minutes
   genesis doctor --device [KIND]    the devices, measured: speed, copies, waits, a killed run; minutes
 Options after -- change the recipe, as options of `genesis fit` do.
 Example: genesis doctor --config configs/genesis-10m.yaml -- --trainer.accelerator cpu
-Exit status: 0 nothing failed, 1 a check failed, 2 a mistake in what was given."""
+Exit status: 0 nothing failed, 1 a check failed, 2 invalid arguments or input."""
 _OF_DEVICES: Final = ("--device", "--out", "--parts", "--size", "--patience")
 _FAILED: Final = 1
 

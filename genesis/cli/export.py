@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, read_size
 from genesis.checkpoint_reference import BEST, read_reference
 from genesis.errors import UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
@@ -149,9 +149,10 @@ def _build_parser() -> Parser:
     )
     add(
         "--max_file_bytes",
-        type=int,
+        type=read_size,
         default=ExportOptions.max_file_bytes,
-        help=f"size above which the weights are split into several files; default {ExportOptions.max_file_bytes}",
+        metavar="SIZE",
+        help="size above which the weights are split into several files, as 5GB (the default) or 512MiB",
     )
     add(
         "--proof",

@@ -32,12 +32,13 @@ from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
+from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
-from genesis.cli.type_errors import explain_types
+from genesis.cli.type_errors import explain_types, explain_unknown
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
@@ -86,7 +87,7 @@ _TELEMETRY_LEFT = (
 """Lightning's warning of state that no callback takes, if it is about telemetry alone."""
 
 
-class GenesisParser(LightningArgumentParser):
+class GenesisParser(PlainParser, LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options."""
 
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -114,7 +115,8 @@ class GenesisParser(LightningArgumentParser):
         line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
         if found is not None:
             group = found.groupdict().get("group")
-            line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
+            key = f"{group}.{found['key']}" if group else found["key"]
+            line = explain_unknown(line, key) + _hint(key, sorted(_known_keys(self)))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
 

@@ -150,12 +150,12 @@ def _build_parser() -> Parser:
         type=Path,
         help="file of a Jinja chat template; default: the one that the model has learned, or the tokenizer's own",
     )
-    add("--max-new-tokens", type=int, help=f"new tokens per prompt; default at most {DEFAULT_NEW_TOKENS}")
+    add("--max_new_tokens", type=int, help=f"new tokens per prompt; default at most {DEFAULT_NEW_TOKENS}")
     add("--temperature", type=float, default=1.0, help="divisor of the logits; 0 selects the most likely token")
-    add("--top-k", type=int, help="sample only from the k most likely tokens")
-    add("--top-p", type=float, default=1.0, help="sample only from the most likely tokens that reach this probability")
+    add("--top_k", type=int, help="sample only from the k most likely tokens")
+    add("--top_p", type=float, default=1.0, help="sample only from the most likely tokens that reach this probability")
     add("--seed", type=int, default=0, help="sampling seed; a seed and prompt give the same text in any batch")
-    add("--no-cache", action="store_true", help="recompute the whole text for each token, without a cache")
-    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the tokenizer of the run's corpus")
+    add("--no_cache", action="store_true", help="recompute the whole text for each token, without a cache")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add_device_options(parser)
     return parser

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from genesis import __version__
+from genesis.arguments import respell
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if set(arguments) & {*HELP, "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
-        rest = _resolve_recipes(arguments)[-len(rest) :] if rest else []
+        rest = _unify(arguments)[len(arguments) - len(rest) :]
         if command.name in _RANKS:
             end_with_parent()
             _silence_c10d()
@@ -101,16 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
-def _resolve_recipes(arguments: list[str]) -> list[str]:
-    """Returns the arguments with files in the place of the names of recipes.
+def _unify(arguments: list[str]) -> list[str]:
+    """Returns the arguments with options in one spelling, and with files in the place of the names of recipes.
 
     Raises:
         UserError: --config names neither a file nor a recipe, and no help is asked for.
     """
-    resolved = arguments if HELP & set(arguments) else resolve_recipes(arguments)
+    unified = respell(arguments)
+    if not HELP & set(arguments):
+        unified = resolve_recipes(unified)
     if sys.argv[1:] == arguments:
-        sys.argv[1:] = resolved  # Lightning reads them, and repeats them when it starts further ranks
-    return resolved
+        sys.argv[1:] = unified  # Lightning reads them, and repeats them when it starts further ranks
+    return unified
 
 
 def _silence_c10d() -> None:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -12,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, read_size
 from genesis.errors import UserError, printable
 from genesis.run_directory import RUNS_NAME
 from genesis.supervise.mirror import Mirror, MirrorOptions
@@ -30,9 +29,8 @@ _NICENESS = 10
 _MAX_SECONDS = 1_000_000
 _DESCRIPTION = """Copies the committed checkpoints of a run to a second place while it trains: a directory, or a URL
 such as s3://bucket/prefix. Every copy is read back and compared with the manifest before it becomes visible there. The
-training is not concerned, whatever happens to the copies. `genesis mirror restore` continues a run from its mirror.
+training is unaffected, whatever happens to the copies. `genesis mirror restore` continues a run from its mirror.
 Example: genesis mirror runs/demo/run s3://bucket/runs/demo"""
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
 class _Ended(BaseException):
@@ -49,10 +47,10 @@ def read_rate(text: str) -> float:
         >>> read_rate("20MB"), read_rate("1.5MiB/s")
         (20000000.0, 1572864.0)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(|k|M|G|Ki|Mi|Gi)B?(?:/s)?", text.strip())
-    if match is None or float(match[1]) <= 0:
+    number = read_size(text.strip().removesuffix("/s"))
+    if not number:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate; give bytes per second, such as 20MB")
-    return float(match[1]) * _UNITS[match[2]]
+    return float(number)
 
 
 def _read_seconds(text: str) -> float:

@@ -75,13 +75,15 @@ class OptionNames:
 
 
 def check_fit(arguments: Sequence[str]) -> None:
-    """Refuses a misspelt option of `genesis fit`; see `check`."""
+    """Refuses `genesis fit` without a recipe, or with a misspelt option; see `check`."""
     check("fit", arguments)
+    _check_has_recipe("fit", arguments)
 
 
 def check_validate(arguments: Sequence[str]) -> None:
-    """Refuses a misspelt option of `genesis validate`; see `check`."""
+    """Refuses `genesis validate` without a recipe, or with a misspelt option; see `check`."""
     check("validate", arguments)
+    _check_has_recipe("validate", arguments)
 
 
 def check(command: str, arguments: Sequence[str]) -> None:
@@ -101,6 +103,21 @@ def check(command: str, arguments: Sequence[str]) -> None:
             raise UserError(f"unrecognized arguments: {word}{names.hint(name)}")
     for path in _config_files(arguments):
         _check_file(command, path, names)
+
+
+def _check_has_recipe(command: str, arguments: Sequence[str]) -> None:
+    """Refuses a command without any recipe, for which the real parser would list every required option.
+
+    Raises:
+        UserError: There is no recipe, and no option of a model in its place.
+    """
+    words = [_name_of(word) for word in _option_words(arguments)]
+    starts = ("config", "model", "print_config")
+    if "-c" not in arguments and not any(word.startswith(starts) or word.endswith("help") for word in words):
+        raise UserError(
+            f"`genesis {command}` needs a recipe: give one by --config, such as --config genesis-10m; "
+            "`genesis recipes` lists those of Genesis"
+        )
 
 
 def _option_words(arguments: Sequence[str]) -> Iterator[str]:
@@ -140,7 +157,7 @@ def _check_file(command: str, path: Path, names: OptionNames) -> None:
     assert root is not None, "it is a mapping"
     for name in map(rename_option, _leaves(root)):
         if names.is_unknown(name) and not is_removed(name) and not _is_declared(name):
-            raise UserError(f"{path}: `genesis {command}` does not accept option {name!r}{names.hint(name)}")
+            raise UserError(f"{path}: unknown key {name}{names.hint(name)}")
 
 
 def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[str]:

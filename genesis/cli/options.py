@@ -14,7 +14,8 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse.typing import register_type
 
-from genesis.arguments import read_path
+from genesis.arguments import Bytes, read_path, read_size
+from genesis.cli.help import PlainParser
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 from genesis.recipe_yaml import check_aliases
@@ -37,6 +38,14 @@ register_type(
     type_check=isinstance,
     fail_already_registered=False,
 )
+register_type(
+    Bytes,
+    int,
+    read_size,
+    deserializer_exceptions=ArgumentTypeError,
+    type_check=isinstance,
+    fail_already_registered=False,
+)
 
 
 _load_yaml: Final = get_loader("yaml")
@@ -55,7 +64,7 @@ def _load_value(text: str) -> Any:
 set_loader("yaml", _load_value, (yaml.YAMLError,))
 
 
-class OptionsParser(ArgumentParser):
+class OptionsParser(PlainParser):
     """Parses options; a file that is not YAML is refused with its name and the position of the mistake."""
 
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
@@ -163,9 +172,10 @@ _CHOICES = re.compile(
 )
 """The text of jsonargparse about a value that is none of an option's choices."""
 _EMPTY_PATH = re.compile(
-    r'Parser key "(?P<key>[^"]+)": .*Not of type Path: (?P<reason>the path is empty: give a path).*'
+    r'Parser key "(?P<key>[^"]+)": .*Not of type (?:Path|Bytes): '
+    r"(?P<reason>the path is empty: give a path|.* is no size: write it as 5GB, 512MiB or a number of bytes).*"
 )
-"""The text of jsonargparse about an empty path, of which an option may have several types."""
+"""The text of jsonargparse about an empty path or a size, of which an option may have several types."""
 
 
 def _list_choices(found: re.Match[str]) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from genesis.arguments import Parser
-from genesis.cli.option_names import check_fit
+from genesis.arguments import Parser, read_size
+from genesis.cli.option_names import check
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.errors import UserError
@@ -25,12 +24,6 @@ from genesis.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 GIB: Final = 2**30
-_UNITS: Final = {
-    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb", "eb"))},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtpe", start=1)},
-}
-_AMOUNT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_MOST_BYTES: Final = 10**24
 _CONTEXT_BYTES: Final = 600 * 2**20
 """Assumed: a CUDA context with its kernels."""
 _PRODUCTS_BYTES: Final = 2 * 32 * 2**20
@@ -54,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Runs `genesis plan` and returns its exit status: 1 if the recipe's own strategy does not fit."""
     own, overrides = split_overrides(argv)
     arguments = _build_parser().parse_args(own)
-    check_fit([f"--{name}={value}" for name, value in overrides])
+    check("fit", [f"--{name}={value}" for name, value in overrides])
     for path in arguments.config:
         check_is_yaml(path)
     where = ", ".join(map(str, arguments.config))
@@ -110,16 +103,12 @@ def read_bytes(text: str) -> int:
     Raises:
         ArgumentTypeError: It is no amount of at least one byte.
     """
-    match = _AMOUNT.fullmatch(text)
-    unit = _UNITS.get(match[2].lower() or "b") if match else None
-    if match is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount: write it as 24GB or 80GiB")
-    if not match[2] and float(match[1]) != 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}GB, or {text.strip()}B for bytes")
-    number = float(match[1]) * unit
-    if not 1 <= number <= _MOST_BYTES:
+    number = read_size(text)
+    if not number:
         raise argparse.ArgumentTypeError(f"{text!r} is no possible memory: write at least one byte, such as 24GB")
-    return int(number)
+    if text.strip()[-1].isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}GB, or {text.strip()}B for bytes")
+    return number
 
 
 def _read_gpus(text: str) -> tuple[int, ...]:

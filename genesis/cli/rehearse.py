@@ -17,10 +17,11 @@ from genesis.rehearse.recipe import check_extra
 from genesis.rehearse.report import build_kill_table, summarise
 from genesis_callbacks.files import replace_file
 
-_DESCRIPTION = """Trains a recipe once straight and once with SIGKILLs at random instants, each followed by a restart
-from the latest checkpoint; then compares the final weights bit for bit, and the loss of every step. Half of the kills
-fall into saves, a quarter into restarts. A kill hits all ranks at once, one rank alone, or a process that writes
-checkpoints (checkpoint.mode: process). Options after -- go to every `genesis fit`. Both runs log every step and stay.
+_DESCRIPTION = """Trains a recipe once without interruption and once with SIGKILLs at random moments, each followed by a
+restart from the latest checkpoint; then compares the final weights bit for bit, and the loss of every step. Half of
+the kills fall into saves, a quarter into restarts. A kill hits all ranks at once, one rank alone, or a process that
+writes checkpoints (checkpoint.mode: process). Options after -- go to every `genesis fit`. Both runs log every step
+and stay.
 Example: genesis rehearse --config configs/genesis-10m.yaml -- --trainer.max_steps 60 --checkpoint.every_n_steps 10
 Exit status: 0 bit-equal, 1 different or not all kills happened, 2 invalid arguments."""
 _USAGE = "genesis rehearse --config RECIPE [--kills N] [--seed N] [--dir DIR] [--json FILE] [-- OPTIONS OF FIT]"

@@ -20,7 +20,7 @@ _DESCRIPTION = """Makes a folder for the Hugging Face Hub from an export: its pr
 lineage, evaluation and proof, and SHA256SUMS. Paths, names and credentials of this machine in the folder are refused
 with file and line. --space makes a second folder, which serves the model as a Space. --upload sends the folders to the
 Hub, each in one commit with a tag. An existing folder is accepted if its content is the same.
-Example: genesis release exports/demo releases/demo --repo me/demo --license apache-2.0 --language en --dry-run"""
+Example: genesis release exports/demo releases/demo --repo me/demo --license apache-2.0 --language en --dry_run"""
 
 
 def main(argv: list[str]) -> int:
@@ -105,7 +105,7 @@ def _build_parser() -> Parser:
     add("--upload", action="store_true", help="upload to the Hub; needs a token (`hf auth login`, or HF_TOKEN)")
     add("--private", action="store_true", help="make new repositories on the Hub private")
     add(
-        "--dry-run",
+        "--dry_run",
         action="store_true",
         help="make the folder and list the files to upload, without any network access",
     )

@@ -112,22 +112,22 @@ def _build_parser() -> Parser:
     add = parser.add_argument
     policy, limits = Policy(), Limits()
     add(
-        "--max-ends-without-progress",
+        "--max_ends_without_progress",
         type=_count,
         default=policy.max_ends_without_progress,
         metavar="K",
         help="stop after K ends without a new checkpoint between them (default %(default)s)",
     )
-    add("--max-crashes", type=_count, metavar="N", help="stop after N crashes in all (default: no limit)")
+    add("--max_crashes", type=_count, metavar="N", help="stop after N crashes in all (default: no limit)")
     add(
-        "--on-drift",
+        "--on_drift",
         choices=("stop", "allow", "fresh"),
         default=policy.on_drift,
         help="if the recipe is not that of the newest checkpoint: stop and print the difference (default), allow it,\n"
         "or start from scratch with the earlier checkpoints moved aside",
     )
     add(
-        "--may-skip-data",
+        "--may_skip_data",
         type=_count_or_none,
         default=policy.may_skip_data,
         metavar="N",
@@ -135,23 +135,23 @@ def _build_parser() -> Parser:
         "the memory is too small (default %(default)s)",
     )
     for name, default, text in (
-        ("--hang-seconds", limits.hang_seconds, "a rank that trains without a heartbeat for so long hangs"),
-        ("--start-seconds", limits.start_seconds, "limit from a launch to the first step"),
-        ("--phase-seconds", limits.phase_seconds, "limit without a heartbeat in validations, saves and rollouts"),
-        ("--grace-seconds", limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended"),
-        ("--deadline-seconds", limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1"),
-        ("--wait-seconds", _WAIT_SECONDS, "how long to wait for disk space"),
+        ("--hang_seconds", limits.hang_seconds, "a rank that trains without a heartbeat for so long hangs"),
+        ("--start_seconds", limits.start_seconds, "limit from a launch to the first step"),
+        ("--phase_seconds", limits.phase_seconds, "limit without a heartbeat in validations, saves and rollouts"),
+        ("--grace_seconds", limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended"),
+        ("--deadline_seconds", limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1"),
+        ("--wait_seconds", _WAIT_SECONDS, "how long to wait for disk space"),
     ):
         add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
     add("--port", type=_port, help="port at which the ranks meet (default: a free one in each attempt)")
-    add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
+    add("--preempt_file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
     add(
-        "--preempt-url",
+        "--preempt_url",
         type=_url,
         metavar="URL",
         help="save and exit with status 75 when URL answers with 200; asked every 5 s",
     )
-    add("--cost-per-hour", type=_price, metavar="PRICE", help="price of an hour of this machine, for the crash records")
+    add("--cost_per_hour", type=_price, metavar="PRICE", help="price of an hour of this machine, for the crash records")
     add_observer_options(parser)
     _add_node_options(parser)
     return parser
@@ -161,10 +161,10 @@ def _add_node_options(parser: Parser) -> None:
     add = parser.add_argument
     add("--nodes", metavar="N|MIN:MAX", help="number of nodes; each runs this command. 1:2 trains with one or two")
     add("--rdzv", metavar="HOST:PORT", help="where the nodes meet: one of them, which hosts it, and a free port")
-    add("--node-name", metavar="NAME", help="this node's own name (default: the machine's)")
+    add("--node_name", metavar="NAME", help="this node's own name (default: the machine's)")
     for name, default, text in (
-        ("--rdzv-seconds", 600.0, "how long to wait for the other nodes"),
-        ("--last-call-seconds", 10.0, "how long to wait for more nodes than MIN"),
+        ("--rdzv_seconds", 600.0, "how long to wait for the other nodes"),
+        ("--last_call_seconds", 10.0, "how long to wait for more nodes than MIN"),
     ):
         add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
 

@@ -38,19 +38,19 @@ def add_observer_options(parser: Parser) -> None:
         metavar="URL",
         help="copy checkpoints there while the run trains; a run without any continues from it",
     )
-    add("--mirror-keep-last", type=int, default=2, metavar="N", help="newest checkpoints that stay there (default 2)")
-    add("--mirror-keep-every-n-steps", type=int, metavar="N", help="multiples of N that stay there for good")
+    add("--mirror_keep_last", type=int, default=2, metavar="N", help="newest checkpoints that stay there (default 2)")
+    add("--mirror_keep_every_n_steps", type=int, metavar="N", help="multiples of N that stay there for good")
     add(
-        "--mirror-bandwidth",
+        "--mirror_bandwidth",
         type=read_rate,
         metavar="RATE",
         help="limit of the mirror in bytes per second, such as 20MB",
     )
-    add("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus and /healthz; 0: any free port")
-    add("--metrics-host", default=_HOST, metavar="HOST", help=f"address of the metrics (default {_HOST})")
+    add("--metrics_port", type=int, metavar="PORT", help="serve /metrics for Prometheus and /healthz; 0: any free port")
+    add("--metrics_host", default=_HOST, metavar="HOST", help=f"address of the metrics (default {_HOST})")
     add("--webhook", metavar="URL", help="POST a JSON object on a crash, a recovery and the end")
-    add("--notify-command", metavar="COMMAND", help="run a program with that object on its standard input")
-    add("--log-format", choices=("text", "json"), default="text", help="form of the supervisor's lines (default text)")
+    add("--notify_command", metavar="COMMAND", help="run a program with that object on its standard input")
+    add("--log_format", choices=("text", "json"), default="text", help="form of the supervisor's lines (default text)")
 
 
 def print_file(arguments: Namespace, words: Sequence[str], run_dir: Path, nodes: NodeOptions | None = None) -> bool:
@@ -116,7 +116,7 @@ def open_observers(
         report(f"metrics at {server.url}/metrics, health at {server.url}/healthz")
         observers.append(server)
     elif arguments.metrics_host != _HOST:
-        raise UserError("--metrics-host needs --metrics-port")
+        raise UserError("--metrics_host needs --metrics_port")
     return observers
 
 

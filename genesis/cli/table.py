@@ -58,10 +58,10 @@ class Command:
         Raises:
             UserError: An optional dependency is missing; the message names the extra that installs it.
         """
+        given = {word.partition("=")[0] for word in arguments}
         try:
             if self.prepare is not None:
                 _find(self.prepare)()
-            given = {word.partition("=")[0] for word in arguments}
             target = next((self.target_of[option] for option in self.target_of if option in given), self.target)
             main: Callable[[list[str]], int] = _find(target)
         except ImportError as error:

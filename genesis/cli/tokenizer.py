@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from rich import box
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from genesis.arguments import Bytes
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.errors import UserError
@@ -27,6 +29,10 @@ survives encoding and decoding, and which learned pieces the text never uses. Ex
 Example: genesis tokenizer inspect --tokenizer tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
 
 
+_TRAINED: Final = Bytes(200_000_000)
+_MEASURED: Final = Bytes(50_000_000)
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """Text to train on.
@@ -34,13 +40,13 @@ class TrainOptions:
     Args:
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
         out: Directory for the tokenizer; an existing one is replaced.
-        sample_bytes: Bytes of text to train on, over all sources by weight.
+        sample_bytes: Size of the text to train on, over all sources by weight.
         seed: Seed of the text sample.
     """
 
     sources: tuple[SourceOptions, ...]
     out: Path
-    sample_bytes: int = 200_000_000
+    sample_bytes: Bytes = _TRAINED
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,14 +62,14 @@ class InspectOptions:
     Args:
         tokenizer: A directory that contains a tokenizer, or a tokenizer file.
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
-        sample_bytes: Bytes of text to measure, over all sources by weight.
+        sample_bytes: Size of the text to measure, over all sources by weight.
         seed: Seed of the text sample.
         num_threads: Number of threads that encode.
     """
 
     tokenizer: Path
     sources: tuple[SourceOptions, ...]
-    sample_bytes: int = 50_000_000
+    sample_bytes: Bytes = _MEASURED
     seed: int = 0
     num_threads: int = 2
 

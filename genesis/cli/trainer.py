@@ -43,6 +43,33 @@ class GenesisTrainer(Trainer):
             leave_memory_unfilled()
         super().__init__(precision=resolved, **kwargs)
 
+    # Lightning's own docstrings are the help of both commands otherwise, and name forms of ckpt_path that are refused.
+    def fit(self, *args: Any, ckpt_path: str | Path | None = None, **kwargs: Any) -> None:
+        """Trains a model from a recipe, or resumes it (--ckpt_path latest).
+
+        Args:
+            args: As of Lightning's Trainer.
+            ckpt_path: The checkpoint to continue from: `latest` (the run's newest, or the start if it has none), a
+                run's directory, RUN/best, RUN/STEP such as runs/mine/1000, or a checkpoint's directory.
+            kwargs: As of Lightning's Trainer.
+        """
+        super().fit(*args, **{**kwargs, "ckpt_path": ckpt_path})
+
+    def validate(self, *args: Any, ckpt_path: str | Path | None = None, verbose: bool = True, **kwargs: Any) -> Any:
+        """Computes the loss of a checkpoint on the validation set.
+
+        Args:
+            args: As of Lightning's Trainer.
+            ckpt_path: The checkpoint: `latest` (the run's newest), a run's directory, RUN/best, RUN/STEP such as
+                runs/mine/1000, or a checkpoint's directory.
+            verbose: Whether to print the results.
+            kwargs: As of Lightning's Trainer.
+
+        Returns:
+            What Lightning's Trainer returns.
+        """
+        return super().validate(*args, **{**kwargs, "ckpt_path": ckpt_path, "verbose": verbose})
+
 
 def _has_accelerator(accelerator: Any) -> bool:
     return accelerator != CPU and (not isinstance(accelerator, str) or find_kind() != CPU)

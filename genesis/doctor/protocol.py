@@ -64,7 +64,7 @@ from genesis_callbacks.checkpoint import checkpoint_name, find_latest
 _OVERFIT_LIMIT: Final = 0.1
 _OVERFIT_STEPS: Final = 200
 _LEARNING_RATES: Final = {"new": 1e-3, "adapter": 2e-3, "imported": 2e-4}
-"""The lowest learning rate with which one batch is learned by heart."""
+"""The lowest learning rate with which one batch is overfitted."""
 _PEAK_STEP: Final = 2
 """Before the first save; the moments of the optimizer exist by then."""
 _SPLIT_STEPS: Final = 3
@@ -279,7 +279,7 @@ class _Protocol:
             checks.append(check_memory(before.resident, before.allocated, watch.tensors, step, peak))
 
     def _overfit(self) -> None:
-        self._progress("one batch, until it is learned by heart")
+        self._progress("one batch, until it is overfitted")
         options = {
             **self._options,
             "run_dir": str(self._directory / "overfit"),

@@ -1,4 +1,4 @@
-"""Checks of a recipe's run: the first checkpoint, a resume, memory, one batch learned by heart.
+"""Checks of a recipe's run: the first checkpoint, a resume, memory, overfitting one batch.
 
 Each compares what a fit has left, and is a function of it.
 """
@@ -298,7 +298,7 @@ def check_overfit(losses: Sequence[float], limit: float, what: str) -> Check:
         "overfit",
         lowest < limit,
         f"{what}: loss {losses[0]:.3f} -> {lowest:.3f} in {len(losses)} steps; it must fall below {limit:g}",
-        "the model cannot learn one batch by heart: check the learning rate, frozen weights, and that gradients reach "
+        "the model cannot overfit one batch: check the learning rate, frozen weights, and that gradients reach "
         "the weights",
     )
 

@@ -15,9 +15,12 @@ from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tensors import Source
+from genesis.huggingface.directory import read_json
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
 from genesis.run_directory import RunDirectory
+from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_state, trace_ancestors
 
 PLACE = "THIS_DIRECTORY"
@@ -36,8 +39,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
 ```
 
-The tokenizer adds bos to the beginning of a text. The name of a control symbol in a text is read as text
-(`split_special_tokens`), as in training. `proof.json` lists the comparisons with the checkpoint.""",
+`proof.json` lists the comparisons with the checkpoint.""",
     "safetensors": "The tensors have genesis' own names; `decoder.json` contains the model's shape.",
 }
 
@@ -64,6 +66,7 @@ def write_card(
     layout: Layout,
     tokenizer: TokenizerOrigin = "run",
     form: TokenizerForm = "huggingface",
+    reading: str = "",
 ) -> str:
     """Returns the text of `README.md`.
 
@@ -75,6 +78,7 @@ def write_card(
         layout: The layout of the directory.
         tokenizer: Whether the exported tokenizer is the run's, or there is none.
         form: Which of the tokenizer's files are in the directory.
+        reading: How transformers' tokenizer reads a text (`describe_reading`).
     """
     last = sources[-1]
     manifest = last.manifest
@@ -84,6 +88,7 @@ def write_card(
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
+        *([reading] if reading else []),
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
         *(
             ["The model was trained on tokens without a tokenizer: its input and output are ids."]
@@ -110,6 +115,20 @@ def write_card(
         f"## Recipe\n```yaml\n{yaml.safe_dump(hide_paths(manifest.recipe), sort_keys=False)}```",
     ]
     return _write_head(layout, name, findings) + "\n\n".join(sections) + "\n"
+
+
+def describe_reading(tokenizer: Tokenizer, directory: Path) -> str:
+    """Returns what transformers' tokenizer in `directory` does with the beginning of a text and with symbols in it."""
+    begins = "adds nothing to" if tokenizer.bos_id is None else "adds bos to"
+    config = directory / TOKENIZER_CONFIG_NAME
+    if config.is_file() and read_json(config).get("split_special_tokens") is True:
+        symbols = "The name of a control symbol in a text is read as text (`split_special_tokens`), as in training."
+    else:
+        symbols = (
+            "The name of a control symbol in a text is read as that symbol; training read it as text, as transformers "
+            "does with `AutoTokenizer.from_pretrained(..., split_special_tokens=True)`."
+        )
+    return f"The tokenizer {begins} the beginning of a text. {symbols}"
 
 
 def hide_paths(content: Any, key: str = "") -> Any:

@@ -11,7 +11,7 @@ import torch
 from genesis.chat.learned import find_stop_ids
 from genesis.errors import UserError
 from genesis.export.adapter import read_adapter
-from genesis.export.card import write_card
+from genesis.export.card import describe_reading, write_card
 from genesis.export.proof import (
     Layout,
     TokenizerForm,
@@ -118,7 +118,8 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
-        card = write_card(out.name, sources, config, dtype, options.layout, origin, form)
+        reading = "" if tokenizer is None or form != "huggingface" else describe_reading(tokenizer, staging)
+        card = write_card(out.name, sources, config, dtype, options.layout, origin, form, reading)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging

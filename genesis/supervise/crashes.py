@@ -46,7 +46,7 @@ class CrashRecord:
         resumed_from: Step of the checkpoint from which the next attempt continued, 0 for none; None until it has.
         repeated_steps: Steps that were trained again; None until the run has recovered.
         lost_seconds: From the end to the first new step, with the repeated ones; None until the run has recovered.
-        cost: That time in the currency of `--cost-per-hour`; None without the option.
+        cost: That time in the currency of `--cost_per_hour`; None without the option.
     """
 
     number: int

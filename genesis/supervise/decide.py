@@ -99,7 +99,7 @@ def decide(history: Sequence[PastEnd], policy: Policy, skips: Skips = NO_SKIPS) 
         return _decide_drift(history, policy)
     stuck = _count_without_progress(history)
     if policy.max_crashes is not None and len(history) >= policy.max_crashes:
-        return _stop(last.end_class, f"stop: {len(history)} crashes, the limit of --max-crashes")
+        return _stop(last.end_class, f"stop: {len(history)} crashes, the limit of --max_crashes")
     if stuck >= policy.max_ends_without_progress:
         return _stop(last.end_class, f"stop: {stuck} ends without a new checkpoint between them")
     return _restart(history, policy, skips, _delay(stuck))

@@ -79,7 +79,7 @@ _OUT_OF_CUDA_MEMORY: Final = (
 ENDS: Final[dict[EndClass, EndRule]] = {
     "recipe_drift": EndRule(
         meaning="the recipe is not that of the newest checkpoint",
-        policy="stops and prints the difference; --on-drift allow continues, --on-drift fresh starts from scratch",
+        policy="stops and prints the difference; --on_drift allow continues, --on_drift fresh starts from scratch",
         remedy="give the recipe of the run, allow the change, or start another run",
         exit_status=2,
         signatures=(
@@ -106,7 +106,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     ),
     "disk_full": EndRule(
         meaning="a disk or a quota is full",
-        policy="waits until there is space again, up to --wait-seconds, and restarts",
+        policy="waits until there is space again, up to --wait_seconds, and restarts",
         remedy="free disk space, or lower checkpoint.keep_last",
         exit_status=81,
         signatures=(
@@ -137,7 +137,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     "out_of_memory_in_step": EndRule(
         meaning="a device has no memory for a step",
         policy="replays the step; if that fails again, in micro-batches of half the size, and then of a quarter; "
-        "then skips the data of this step, as far as --may-skip-data allows",
+        "then skips the data of this step, as far as --may_skip_data allows",
         remedy="lower data.micro_batch_size; the global batch stays the same",
         exit_status=84,
         signatures=_OUT_OF_CUDA_MEMORY,
@@ -189,9 +189,9 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     "non_finite": EndRule(
         meaning="too many windows in a row were skipped: gradients are not finite",
         policy="rolls back to the checkpoint before the newest that is older than these windows, and once more to the "
-        "one before that; then stops. With --may-skip-data it skips the data of these windows at once",
+        "one before that; then stops. With --may_skip_data it skips the data of these windows at once",
         remedy="lower the learning rate, look at the data of these windows, or allow them to be skipped by "
-        "--may-skip-data",
+        "--may_skip_data",
         exit_status=88,
         signatures=(
             Signature(
@@ -244,7 +244,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     "hang": EndRule(
         meaning="no rank made progress, or one has stopped",
         policy="ends all ranks and restarts from the newest checkpoint",
-        remedy="read the stacks in the crash's folder, or in RUN/hangs; raise --hang-seconds if steps are that slow",
+        remedy="read the stacks in the crash's folder, or in RUN/hangs; raise --hang_seconds if steps are that slow",
         exit_status=92,
         signatures=(
             Signature(
@@ -255,15 +255,15 @@ ENDS: Final[dict[EndClass, EndRule]] = {
             ),
         ),
         statuses=(92,),
-        evidence="no heartbeat in training for --hang-seconds, in other phases for --phase-seconds, or a start "
-        "without a first step for --start-seconds",
+        evidence="no heartbeat in training for --hang_seconds, in other phases for --phase_seconds, or a start "
+        "without a first step for --start_seconds",
     ),
     "preempted": EndRule(
         meaning="the machine is about to be taken",
         policy="saves, and exits so that the queue starts the run again",
         remedy="start `genesis supervise` again with the same arguments",
         exit_status=EXIT_REQUEUE,
-        evidence="SIGTERM or SIGUSR1 to the supervisor, or the file of --preempt-file",
+        evidence="SIGTERM or SIGUSR1 to the supervisor, or the file of --preempt_file",
     ),
     "interrupted": EndRule(
         meaning="a rank was stopped by a signal that did not come from the supervisor",

@@ -1,4 +1,4 @@
-"""Moves a run's checkpoints aside, for `--on-drift fresh`; runs in a child of the launcher, as it imports torch."""
+"""Moves a run's checkpoints aside, for `--on_drift fresh`; runs in a child of the launcher, as it imports torch."""
 
 import time
 from pathlib import Path

@@ -203,7 +203,7 @@ class MetricsServer(NullObserver):
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"the metrics cannot listen on {host}:{port} ({reason}); give another --metrics-port or --metrics-host"
+                f"the metrics cannot listen on {host}:{port} ({reason}); give another --metrics_port or --metrics_host"
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}"

@@ -448,7 +448,7 @@ class Mirror:
         if isinstance(error, OSError) and error.errno is None:  # a store's, whose text is the path alone
             problem = f"{type(error).__name__}: {problem}"
         if problem != self._status.problem:
-            self._report(f"{problem}; the mirror tries again, and the training is not concerned")
+            self._report(f"{problem}; the mirror tries again, and training is unaffected")
         since = self._status.problem_since_seconds or time.time()
         self._write(replace(self._status, updated_seconds=time.time(), problem=problem, problem_since_seconds=since))
 

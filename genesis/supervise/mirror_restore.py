@@ -66,7 +66,7 @@ def restore_run(
     """Copies the newest checkpoint of a mirror that verifies into a run, unless the run itself has a newer one.
 
     The run's directory is locked meanwhile, so that no training takes it. Checkpoints from before the run began again
-    from scratch (`--on-drift fresh`) are left out.
+    from scratch (`--on_drift fresh`) are left out.
 
     Args:
         place: The mirror.

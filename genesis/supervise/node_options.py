@@ -73,6 +73,6 @@ def read_nodes(
         raise UserError(f"--rdzv {rdzv}: give HOST:PORT, the same on each node, such as node0:29400")
     name = socket.gethostname() if name is None else name
     if _NAME.fullmatch(name) is None:
-        raise UserError(f"--node-name {name}: give letters, digits, dots, dashes and underscores, at most 100")
+        raise UserError(f"--node_name {name}: give letters, digits, dots, dashes and underscores, at most 100")
     host = found[1].strip("[]")
     return NodeOptions(min_nodes, max_nodes, host, int(found[2]), name, join_seconds, last_call_seconds)

@@ -61,7 +61,7 @@ class RecipeFacts:
         """
         if may_skip_data and self.unskippable:
             raise UserError(
-                f"--may-skip-data is {may_skip_data}, but this run trains on {self.unskippable}, which cannot be "
+                f"--may_skip_data is {may_skip_data}, but this run trains on {self.unskippable}, which cannot be "
                 "skipped: leave it out"
             )
         if self.num_nodes != 1 and not has_nodes:

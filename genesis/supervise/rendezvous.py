@@ -303,7 +303,7 @@ class Meeting:
         least = self._options.min_nodes
         raise NotMetError(
             f"fewer than {least} nodes came to {self._options.endpoint} within {limit_seconds:g} s: start the same "
-            "command on the others, lower the least number of --nodes, or raise --rdzv-seconds"
+            "command on the others, lower the least number of --nodes, or raise --rdzv_seconds"
         )
 
     def find_waiting(self) -> int:
@@ -472,7 +472,7 @@ def describe_difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> st
     """Returns in which things that must be the same on all nodes two nodes differ; empty if in none. Pure."""
     names = {
         **{"version": "the version of genesis", "nodes": "--nodes", "ranks": "the number of ranks"},
-        "may_skip_data": "--may-skip-data",
+        "may_skip_data": "--may_skip_data",
     }
     found = [
         f"{text} ({other.get(key)} on {other['name']}, {mine.get(key)} on {mine['name']})"

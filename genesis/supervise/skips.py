@@ -86,7 +86,7 @@ class Skips:
         windows = f"{new} windows" if new > 1 else "1 window"
         return (
             f"skip {windows} of data, positions {describe(self._find_new(blame))} "
-            f"({self.num_windows + new} of --may-skip-data {may_skip} used)"
+            f"({self.num_windows + new} of --may_skip_data {may_skip} used)"
         )
 
     def explain(self, blame: Blame | None, may_skip: int) -> str:
@@ -105,7 +105,7 @@ class Skips:
             )
         windows = f"{new} more windows" if new > 1 else "1 more window"
         return (
-            f"; to skip {windows} of data, positions {describe(self._find_new(blame))}, --may-skip-data {may_skip} is "
+            f"; to skip {windows} of data, positions {describe(self._find_new(blame))}, --may_skip_data {may_skip} is "
             f"too few: {self.num_windows} are used"
         )
 

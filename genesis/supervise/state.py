@@ -74,7 +74,7 @@ def read_state(directory: Path) -> LoopState | None:
 
 
 def read_skips(run_dir: Path) -> Skips:
-    """Returns what a run skips by `--may-skip-data`; nothing without a valid file."""
+    """Returns what a run skips by `--may_skip_data`; nothing without a valid file."""
     content = read_object(RunDirectory(run_dir).supervisor / SKIPS_NAME)
     try:
         return NO_SKIPS if content is None else decode_skips(content)
@@ -162,7 +162,7 @@ class SupervisorLock:
             os.close(self._descriptor)
             _, is_node, node = directory.name.partition(NODE_PREFIX)
             whose = f"of node {node} " if is_node else ""
-            other = ", or give this node another --node-name" if is_node else ""
+            other = ", or give this node another --node_name" if is_node else ""
             raise UserError(
                 f"{directory.parent} already has a supervisor {whose}(process {holder or 'unknown'}): "
                 f"end it first{other}"

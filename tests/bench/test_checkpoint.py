@@ -41,7 +41,7 @@ MANY_PROCESSES = pytest.mark.timeout(900)
 def run_bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """Returns the record of a run of the tiny model with turns of three windows."""
     out = tmp_path / "records" / "checkpoint.json"
-    common = ["--model", "tiny", "--every-n-steps", "3", "--threads", "1", "--dir", str(tmp_path / "dir")]
+    common = ["--model", "tiny", "--every_n_steps", "3", "--threads", "1", "--dir", str(tmp_path / "dir")]
     assert main(["bench", "checkpoint", *common, *arguments, "--out", str(out)]) == 0
     record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert str(tmp_path) not in out.read_text(encoding="utf-8") + out.with_suffix(".md").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) 
 @pytest.mark.usefixtures("forked_contenders")
 def test_saves_of_adapters_hold_the_adapters_alone_and_their_stall_is_measured(tmp_path: Path) -> None:
     modes = f"{BASELINE},process,torch-sync"
-    record = run_bench(tmp_path, "--pairs", "2", "--adapter-rank", "4", "--modes", modes)
+    record = run_bench(tmp_path, "--pairs", "2", "--adapter_rank", "4", "--modes", modes)
     assert list(record["modes"]) == [BASELINE, "process"]
     assert record["left_out"] == {"torch-sync": "saves the base beside the adapters"}
     mode = record["modes"]["process"]
@@ -191,7 +191,7 @@ def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: P
         (["--modes", "baseline,dcp"], "--modes has 'dcp'; there are baseline, sync"),
         (["--modes", "sync"], "--modes has no 'baseline'"),
         (["--modes", "baseline,sync,sync"], "--modes has 'sync' more than once"),
-        (["--every-n-steps", "1"], "--every-n-steps is 1: it must be at least 2"),
+        (["--every_n_steps", "1"], "--every_n_steps is 1: it must be at least 2"),
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
         (["--dir", "pyproject.toml"], "--dir is pyproject.toml, which is not a directory"),
     ],

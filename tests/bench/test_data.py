@@ -9,8 +9,8 @@ from genesis.bench.data import main
 from genesis.errors import UserError
 
 SMALL = [
-    *("--tokens", "300000", "--pairs", "1", "--seconds", "0.02", "--sparse-share", "0.0002"),
-    *("--text-bytes", "300000", "--vocab-size", "700", "--memory-tokens", "60000", "--workers", "1"),
+    *("--tokens", "300000", "--pairs", "1", "--seconds", "0.02", "--sparse_share", "0.0002"),
+    *("--text_bytes", "300000", "--vocab_size", "700", "--memory_tokens", "60000", "--workers", "1"),
 ]
 
 

@@ -22,7 +22,7 @@ def test_a_run_measures_every_contender_and_writes_imbalance_and_its_cost(
 ) -> None:
     out = tmp_path / "experts.json"
     arguments = ["--model", "tiny", "--ranks", ranks, "--rows", rows, "--pairs", "2"]
-    arguments += ["--burst-steps", "2", "--warmup-steps", "1"]
+    arguments += ["--burst_steps", "2", "--warmup_steps", "1"]
     assert main([*arguments, "--threads", "2", "--mixtral", ",".join(peers), "--out", str(out)]) == 0
     contenders = json.loads(out.read_text(encoding="utf-8"))["contenders"]
     even = "even" if ranks == "1" else "shared-even"

@@ -45,8 +45,8 @@ def test_adapters_whole_models_and_dpo_train_with_the_losses_of_peft_and_trl(tmp
     turns = [[{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "x" * n}] for n in (3, 9)]
     conversations.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     out = tmp_path / "record.json"
-    words = ["--model", str(tmp_path / "model"), "--conversations", str(conversations), "--seq-len", "40"]
-    words += ["--loss-steps", "3", "--loss-tokens", "24", "--rank", "2", "--pairs", "2", "--threads", "1"]
+    words = ["--model", str(tmp_path / "model"), "--conversations", str(conversations), "--seq_len", "40"]
+    words += ["--loss_steps", "3", "--loss_tokens", "24", "--rank", "2", "--pairs", "2", "--threads", "1"]
 
     assert main([*words, "--out", str(out)]) == 0
 
@@ -121,7 +121,7 @@ def test_speed_and_memory_are_ratios_to_trl_and_losses_are_compared_step_by_step
     [
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
         (["--kinds", "lora,ppo"], "--kinds has 'ppo'; there are lora, full, dpo"),
-        (["--batch-size", "3"], "--batch-size is 3: dpo has pairs of rows; give an even number"),
+        (["--batch_size", "3"], "--batch_size is 3: dpo has pairs of rows; give an even number"),
         (["--model", "nowhere"], "--model is nowhere, which does not exist"),
     ],
 )

@@ -15,7 +15,7 @@ from genesis.errors import UserError
 def test_a_run_measures_every_contender_and_writes_a_record_without_paths(tmp_path: Path) -> None:
     out = tmp_path / "records" / "step.json"
     arguments = ["--model", "tiny", "--contenders", "genesis,genesis-packed,bare,matmul", "--pairs", "2"]
-    arguments += ["--burst-steps", "2", "--warmup-steps", "2", "--threads", "1", "--out", str(out)]
+    arguments += ["--burst_steps", "2", "--warmup_steps", "2", "--threads", "1", "--out", str(out)]
 
     assert main(arguments) == 0
 

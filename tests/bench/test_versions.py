@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.usefixtures("forked_contenders")
 def test_two_checkouts_take_turns_and_the_record_has_their_ratios_without_paths(tmp_path: Path) -> None:
     out = tmp_path / "versions.json"
-    arguments = ["--before", str(ROOT), "--model", "tiny", "--saved-model", "tiny", "--pairs", "2", "--windows", "2"]
+    arguments = ["--before", str(ROOT), "--model", "tiny", "--saved_model", "tiny", "--pairs", "2", "--windows", "2"]
     arguments += ["--tokens", "100000", "--seconds", "0.1", "--threads", "1", "--out", str(out)]
 
     assert main(arguments) == 0

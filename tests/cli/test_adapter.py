@@ -197,7 +197,7 @@ def test_adapters_that_cannot_be_trained_are_refused_in_one_line(
 def test_adapters_are_used_exported_and_trained_further_through_the_commands(
     genesis: Genesis, tuned: Path, tmp_path: Path
 ) -> None:
-    run, prompt = str(tmp_path / "tuned"), ("--prompt", "line", "--max-new-tokens", "4", "--temperature", "0")
+    run, prompt = str(tmp_path / "tuned"), ("--prompt", "line", "--max_new_tokens", "4", "--temperature", "0")
     assert genesis("fit", "--config", str(tuned), "--model.adapter.dropout", "0").status == 0
     shown = genesis("generate", run, *prompt, "--device", "cpu")
     assert shown.status == 0, shown.err

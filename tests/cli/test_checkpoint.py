@@ -383,7 +383,7 @@ def test_an_export_in_a_runs_directory_does_not_hide_its_checkpoints(tmp_path, c
     assert out.endswith("step-00000002: verified (full)\n")
 
 
-@pytest.mark.filterwarnings("ignore:training ended with BadCheckpointError")
+@pytest.mark.filterwarnings("ignore:Training failed .BadCheckpointError.")
 def test_a_stub_that_other_code_writes_ends_a_fit_with_status_1(genesis: Genesis, recipe: Path, tmp_path: Path):
     exports = tmp_path / "exports"
     exports.mkdir()

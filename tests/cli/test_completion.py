@@ -17,8 +17,21 @@ def test_the_script_names_every_command(shell: str, genesis: Genesis) -> None:
             assert word in outcome.out
 
 
-def test_bash_completes_the_commands_of_a_group(genesis: Genesis) -> None:
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        (["data", "in"], ["inspect"]),
+        (["fit", "--data.seq"], ["--data.seq_len"]),
+        (["fit", "--model.optimizer.muon_w"], ["--model.optimizer.muon_weight_decay"]),
+        (["generate", "--max_n"], ["--max_new_tokens"]),
+        (["export", "--dtype", "f"], ["float32", "float16"]),
+        (["export", "--best", "--ad"], ["--adapter"]),
+        (["mirror", "restore", "--ban"], ["--bandwidth"]),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes_commands_options_and_choices(words: list[str], answers: list[str], genesis: Genesis) -> None:
     script = genesis("completion", "bash").out
-    ask = "COMP_WORDS=(genesis data in) COMP_CWORD=2; _shtab_genesis; echo ${COMPREPLY[@]}"
+    ask = f"COMP_WORDS=(genesis {' '.join(words)}) COMP_CWORD={len(words)}; _shtab_genesis; echo ${{COMPREPLY[@]}}"
     answer = subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True)
-    assert answer.stdout.split() == ["inspect"]
+    assert answer.stdout.split() == answers

@@ -30,7 +30,7 @@ def home(genesis: Genesis, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def generate(genesis: Genesis, run_dir: Path) -> tuple[int, str]:
-    outcome = genesis("generate", str(run_dir), "--max-new-tokens", "3", "--device", "cpu")
+    outcome = genesis("generate", str(run_dir), "--max_new_tokens", "3", "--device", "cpu")
     return outcome.status, outcome.err
 
 
@@ -86,7 +86,7 @@ def test_every_command_finds_the_checkpoints_of_a_run_that_was_moved_and_renamed
     assert newest in check(genesis, "checkpoint", "prune", run, "--keep_last", "1", "--dry_run")
     assert newest in check(genesis, "checkpoint", "repair", run)
     assert "a.ckpt" in check(genesis, "checkpoint", "to-lightning", f"{run}/2", "a.ckpt")
-    assert check(genesis, "generate", f"{run}/2", "--max-new-tokens", "2", *cpu)
+    assert check(genesis, "generate", f"{run}/2", "--max_new_tokens", "2", *cpu)
     assert newest in check(genesis, "evaluate", run, *cpu, "--json")
     assert [source.latest_id for source in Catalogue([Path(run)])._sources] == ["latest"]
     (only,) = Catalogue([Path(run, "2")]).entries()
@@ -105,13 +105,13 @@ def test_every_command_finds_the_checkpoints_of_a_run_that_was_moved_and_renamed
 @pytest.mark.slow
 def test_exports_releases_and_imports_find_what_is_meant_after_a_move(genesis: Genesis, moved: Path) -> None:
     check(genesis, "export", "renamed/2", "exports/demo")
-    to = ("--repo", "me/demo", "--license", "mit", "--allow", str(moved.parent), "--dry-run")
+    to = ("--repo", "me/demo", "--license", "mit", "--allow", str(moved.parent), "--dry_run")
     check(genesis, "release", "exports/demo", "releases/demo", *to)
     outcome = genesis("release", "renamed", "releases/other", *to)
     assert "renamed is a run, not an export; `genesis export renamed OUT`" in outcome.err
     check(genesis, "import", "exports/demo", "runs/imported")
-    assert check(genesis, "generate", "imported", "--max-new-tokens", "2", "--device", "cpu")
-    assert check(genesis, "generate", "exports/demo", "--max-new-tokens", "2", "--device", "cpu")
+    assert check(genesis, "generate", "imported", "--max_new_tokens", "2", "--device", "cpu")
+    assert check(genesis, "generate", "exports/demo", "--max_new_tokens", "2", "--device", "cpu")
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_a_merged_export_within_the_run_has_the_logits_of_the_adapters_and_the_r
     assert losses(run) == losses(alone)
     again = genesis("export", str(run), str(run / "merged"), "--merge")
     assert (again.status, "already exists and is not overwritten" in again.err) == (2, True)
-    shown = genesis("generate", str(run / "merged"), "--prompt", "line", "--max-new-tokens", "2", "--device", "cpu")
+    shown = genesis("generate", str(run / "merged"), "--prompt", "line", "--max_new_tokens", "2", "--device", "cpu")
     assert shown.status == 0, shown.err
     assert genesis("export", f"{run}/2", str(run / "merged-2"), "--merge").status == 0
 

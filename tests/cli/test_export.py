@@ -93,7 +93,7 @@ def test_an_import_is_validated_and_continues_text(genesis: Genesis, imported: P
     outcome = genesis("validate", "--config", str(recipe), "--ckpt_path", str(imported / "checkpoints/step-00000000"))
     assert outcome.status == 0, outcome.err
     assert "validation/loss" in outcome.out
-    outcome = genesis("generate", str(imported), "--prompt", "line 3", "--max-new-tokens", "3", "--device", "cpu")
+    outcome = genesis("generate", str(imported), "--prompt", "line 3", "--max_new_tokens", "3", "--device", "cpu")
     assert outcome.status == 0, outcome.err
     assert outcome.out.startswith("line 3")
 

@@ -76,11 +76,11 @@ def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, cas
     assert resumed.status == 0, resumed.err
     # The fifth step has an answer that the first reward function scored.
     assert committed_steps(run_dir)[-1] == 5
-    said = genesis("generate", str(run_dir), "--prompt", "Question", "--max-new-tokens", "3")
+    said = genesis("generate", str(run_dir), "--prompt", "Question", "--max_new_tokens", "3")
     assert said.status == 0, said.err
 
 
-@pytest.mark.filterwarnings("ignore:training ended with UserError")  # which the command prints
+@pytest.mark.filterwarnings("ignore:Training failed .UserError.")  # which the command prints
 def test_an_error_of_the_reward_function_is_one_line_with_the_row(genesis: Genesis, case: Path, tmp_path: Path) -> None:
     (case / "reward.py").write_text("def reward(messages, text, columns):\n    return columns['answer']\n")
     failed = genesis("fit", "--config", str(write_prompt_recipe(case, tmp_path / "run")), *ALLOWED)

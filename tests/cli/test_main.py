@@ -34,10 +34,10 @@ OPTIONS = {
     "model add-tokens": ("model", "out", "tokens", "--eos", "--chat_template", "--multiple_of"),
     "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
     "validate": ("--config", "--data.corpus", "--ckpt_path"),
-    "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),
+    "generate": ("checkpoint", "--prompt", "--temperature", "--top_p"),
     "evaluate": ("checkpoint", "--tasks", "--heldout", "--limit", "--checkpoints", "--watch", "--until_step"),
     "serve": ("model", "--adapter", "--host", "--port", "--token", "--public", "--max_concurrent", "--max_models"),
-    "release": ("export", "--repo", "--license", "--space", "--dry-run", "--upload"),
+    "release": ("export", "--repo", "--license", "--space", "--dry_run", "--upload"),
     "demo": ("--steps",),
     "recipes copy": ("NAME",),
     "bench tokenize": ("--out",),
@@ -272,6 +272,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Gene
 def test_a_command_whose_extra_is_missing_still_helps(
     command: Command, monkeypatch: pytest.MonkeyPatch, genesis: Genesis
 ) -> None:
+    """Reported as sgl-project/sglang#13244 and cqfn/aibolit#1339."""
+
     def find(target: str) -> None:
         raise ModuleNotFoundError(f"No module named {target}", name="lm_eval")
 

@@ -61,7 +61,7 @@ def test_it_is_trained_evaluated_served_and_exported_with_its_own_files(
     assert proof["tokenizer"]["num_different"] == 0
     tokenizer = open_tokenizer(run)
     assert tokenizer.chat_template == TEMPLATE
-    shown = genesis("generate", str(run), "--prompt", "All human", "--max-new-tokens", "5", "--device", "cpu")
+    shown = genesis("generate", str(run), "--prompt", "All human", "--max_new_tokens", "5", "--device", "cpu")
     assert (shown.status, shown.out[:9]) == (0, "All human"), shown.err
     ((status, answer, _),) = ask_all(run, {"model": "latest", "prompt": "All", "max_tokens": 4, "temperature": 0.0})
     assert status == 200, answer

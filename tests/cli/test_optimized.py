@@ -71,7 +71,7 @@ def test_prepare_fit_resume_and_generate_work_without_asserts(texts: Path) -> No
             "[trainer.max_steps]",
         ],
         ["checkpoint", "verify", str(texts / "run")],
-        ["generate", str(texts / "run"), "--max-new-tokens", "4"],
+        ["generate", str(texts / "run"), "--max_new_tokens", "4"],
     ]
     run_optimized("-c", _MAIN_ROAD, json.dumps(commands))
     assert read_steps(texts / "run") == [str(step) for step in range(1, 9)]

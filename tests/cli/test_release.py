@@ -42,14 +42,14 @@ def test_a_dry_run_makes_the_folder_shows_every_file_and_contacts_nobody(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     out = tmp_path / "out"
-    outcome = genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry-run", "--upload")
+    outcome = genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry_run", "--upload")
     assert outcome.status == 0, outcome.err
     files = {path.name: path.stat().st_size for path in out.iterdir()}
     assert f"{out}: model some-lab/tiny, tag v2.0.0, {len(files)} files" in outcome.out
     shown = dict(reversed(line.split()) for line in outcome.out.splitlines() if line.startswith("  "))
     assert {name: int(size.replace(",", "")) for name, size in shown.items()} == files
     assert "nothing was uploaded" in outcome.out
-    assert genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry-run").out == outcome.out
+    assert genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry_run").out == outcome.out
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def kept_sigint() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("kept_sigint")
-@pytest.mark.filterwarnings("ignore:training ended with KeyboardInterrupt:UserWarning")
+@pytest.mark.filterwarnings("ignore:Training stopped .KeyboardInterrupt.:UserWarning")
 def test_sigint_after_another_signal_interrupts_at_once_with_the_shells_status(
     names: list[str], status: int, saved: list[int], genesis: Genesis, recipe: Path
 ) -> None:

@@ -116,7 +116,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_that_was_not(genesis: Genes
     assert resumed.status == 0, resumed.err
     assert digests(tmp_path / "killed") == digests(tmp_path / "straight")
     assert set(losses(tmp_path / "killed")) <= set(losses(tmp_path / "straight"))
-    shown = genesis("generate", str(tmp_path / "killed"), "--prompt", "alpha", "--max-new-tokens", "4")
+    shown = genesis("generate", str(tmp_path / "killed"), "--prompt", "alpha", "--max_new_tokens", "4")
     assert (shown.status, shown.out[:5]) == (0, "alpha"), shown.err
 
 
@@ -126,7 +126,7 @@ def test_generate_stops_at_each_of_its_stop_ids(run: Path, genesis: Genesis) -> 
     wanted = stopped(run, prompts, 120, SamplingOptions())
     assert {EOS, END_OF_TURN} <= {text[-1] for text in wanted}
     asked = [word for prompt in prompts for word in ("--prompt", prompt)]
-    outcome = genesis("generate", str(run), *asked, "--max-new-tokens", "120", "--device", "cpu")
+    outcome = genesis("generate", str(run), *asked, "--max_new_tokens", "120", "--device", "cpu")
     assert outcome.status == 0, outcome.err
     texts = [prompt + tokenizer.decode(ids) for prompt, ids in zip(prompts, wanted, strict=True)]
     heads = [f"--- prompt {number} of {len(prompts)}\n" for number in range(1, len(prompts) + 1)]

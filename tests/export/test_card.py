@@ -8,10 +8,11 @@ import torch
 from huggingface_hub import ModelCard
 
 from genesis.evaluate.results import Measure, Result, write_result
-from genesis.export.card import hide_paths, write_card
+from genesis.export.card import describe_reading, hide_paths, write_card
 from genesis.export.tensors import Source
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
+from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import (
     Ranks,
@@ -25,6 +26,7 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 from tests.tiny_runs import SHAPE, build_decoder
+from tests.tokenizer.test_huggingface import smollm
 
 RECIPE = {
     "run_dir": "/home/somebody/runs/secret-place",
@@ -170,3 +172,21 @@ def test_an_exported_directory_says_nothing_of_where_it_was_made(exported: Path,
         if path.suffix in (".md", ".json"):
             assert str(run.parent) not in path.read_text()
             assert str(Path.home()) not in path.read_text()
+
+
+def test_the_card_says_how_the_exported_tokenizer_reads_a_text_and_no_other(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    tokenizer = open_tokenizer(tokenizer_file)
+    ours.mkdir()
+    write_files(tokenizer.huggingface_files(64) or {}, ours)
+    text = describe_reading(tokenizer, ours)
+    assert text == (
+        "The tokenizer adds bos to the beginning of a text. The name of a control symbol in a text is read as text "
+        "(`split_special_tokens`), as in training."
+    )
+    theirs.mkdir()
+    text = describe_reading(open_tokenizer(smollm(theirs)), theirs)
+    assert text.startswith("The tokenizer adds nothing to the beginning of a text. The name of a control symbol in a ")
+    assert "is read as that symbol; training read it as text" in text

@@ -78,17 +78,17 @@ def test_weights_may_be_loaded_in_bfloat16(run):
 
 
 def test_the_command_prints_prompt_and_text_the_same_with_and_without_cache(run, capsys):
-    arguments = [str(run), "--prompt", "class beta", "--max-new-tokens", "20", "--temperature", "0", "--device", "cpu"]
+    arguments = [str(run), "--prompt", "class beta", "--max_new_tokens", "20", "--temperature", "0", "--device", "cpu"]
     assert main(arguments) == 0
     cached = capsys.readouterr().out
     assert cached.startswith("class beta")
     assert len(cached) > len("class beta\n")
-    assert main([*arguments, "--no-cache"]) == 0
+    assert main([*arguments, "--no_cache"]) == 0
     assert capsys.readouterr().out == cached
 
 
 def test_several_prompts_are_labelled_in_order(run, capsys):
-    assert main([str(run), "--prompt", "alpha", "--prompt", "def", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert main([str(run), "--prompt", "alpha", "--prompt", "def", "--max_new_tokens", "4", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("--- prompt 1 of 2\nalpha")
     assert "\n--- prompt 2 of 2\ndef" in out
@@ -147,7 +147,7 @@ def damaged(run, tmp_path):
     [
         (lambda run, tmp_path: [str(tmp_path / "nowhere")], "no such directory: .*nowhere"),
         (lambda run, tmp_path: [str(tmp_path)], "has no committed checkpoint"),
-        (lambda run, tmp_path: [str(run), "--max-new-tokens", "64"], "ask for at most 63 new tokens"),
+        (lambda run, tmp_path: [str(run), "--max_new_tokens", "64"], "ask for at most 63 new tokens"),
         (lambda run, tmp_path: [str(run), "--temperature", "-1"], "temperature is -1"),
         (lambda run, tmp_path: [str(run), "--temprature", "1"], "did you mean --temperature"),
         (lambda run, tmp_path: [str(run), "--tokenizer", str(tmp_path / "none")], "none, which does not exist"),

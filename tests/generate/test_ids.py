@@ -33,7 +33,7 @@ def continue_ids(run: Path, num_tokens: int) -> list[int]:
 
 
 def test_ids_are_continued_by_ids(run_of_ids: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(run_of_ids), "--temperature", "0", "--max-new-tokens", "9", "--device", "cpu"]
+    words = [str(run_of_ids), "--temperature", "0", "--max_new_tokens", "9", "--device", "cpu"]
     wanted = continue_ids(run_of_ids, 9)
     assert main([*words, "--prompt_ids", "5, 17 300"]) == 0
     assert capsys.readouterr().out == " ".join(map(str, (*PROMPT, *wanted))) + "\n"
@@ -43,7 +43,7 @@ def test_ids_are_continued_by_ids(run_of_ids: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_model_with_a_tokenizer_is_continued_by_ids_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(run), "--temperature", "0", "--max-new-tokens", "4", "--eos_id", "699", "--device", "cpu"]
+    words = [str(run), "--temperature", "0", "--max_new_tokens", "4", "--eos_id", "699", "--device", "cpu"]
     assert main([*words, "--prompt_ids", "5 17 300"]) == 0
     assert capsys.readouterr().out == " ".join(map(str, (*PROMPT, *continue_ids(run, 4)))) + "\n"
 

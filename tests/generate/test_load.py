@@ -44,7 +44,7 @@ def test_the_command_writes_the_same_text_from_either(
 ) -> None:
     texts = []
     for path in (exported, checkpoint):
-        assert main([str(path), "--prompt", "class alpha", "--max-new-tokens", "30", "--device", "cpu"]) == 0
+        assert main([str(path), "--prompt", "class alpha", "--max_new_tokens", "30", "--device", "cpu"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert len(texts[0]) > len("class alpha\n")

@@ -105,8 +105,8 @@ class FaultyRun:
 
     def start(self) -> None:
         """Starts a supervisor."""
-        command = [sys.executable, "-m", "genesis", "supervise", "--hang-seconds", "30", "--grace-seconds", "3"]
-        command += ["--port", str(self._port), "--max-ends-without-progress", "20"]
+        command = [sys.executable, "-m", "genesis", "supervise", "--hang_seconds", "30", "--grace_seconds", "3"]
+        command += ["--port", str(self._port), "--max_ends_without_progress", "20"]
         command += ["--", "fit", "--config", str(self._recipe)]
         with (self.directory / "supervise.log").open("ab") as log:
             self._supervisor = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -139,14 +139,14 @@ def test_a_rank_has_the_limit_of_its_phase_and_a_first_step_that_of_the_start() 
 @pytest.mark.parametrize("price", ["nan", "inf", "-1", "much"])
 def test_a_price_that_is_no_price_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, ValueError)) as caught:
-        main(["--cost-per-hour", price, "--", "fit"])
+        main(["--cost_per_hour", price, "--", "fit"])
     assert "is not a price" in capsys.readouterr().err + str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["nonsense", "file:///etc/passwd", "http://", ""])
 def test_a_notice_of_preemption_comes_from_an_address_of_the_web(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((SystemExit, ValueError)) as caught:
-        main(["--preempt-url", url, "--", "fit"])
+        main(["--preempt_url", url, "--", "fit"])
     assert "is no address of the web" in capsys.readouterr().err + str(caught.value)
 
 

@@ -184,7 +184,7 @@ def test_a_mirror_of_a_run_that_does_not_exist_yet_reports_it(tmp_path: Path, ca
 
 def test_a_supervisor_whose_program_for_alerts_is_missing_does_not_start(tmp_path: Path, tiny_corpus: Path, capsys):
     recipe = write_recipe(tmp_path / "a.yaml", build_recipe(tiny_corpus, tmp_path / "run"))
-    assert main(["supervise", "--notify-command", "/no/such/program", "--", "fit", "--config", str(recipe)]) == 2
+    assert main(["supervise", "--notify_command", "/no/such/program", "--", "fit", "--config", str(recipe)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "'/no/such/program' is no program that can be started: correct its name or path" in err

@@ -157,8 +157,8 @@ def parse(*words: str):
 def test_the_options_make_the_observers(tmp_path: Path, capsys):
     run = tmp_path / "run"
     arguments = parse(
-        *("--mirror", str(tmp_path / "mirror"), "--mirror-bandwidth", "1MB", "--mirror-keep-every-n-steps", "100"),
-        *("--metrics-port", "0", "--webhook", "http://127.0.0.1:9/x", "--log-format", "json"),
+        *("--mirror", str(tmp_path / "mirror"), "--mirror_bandwidth", "1MB", "--mirror_keep_every_n_steps", "100"),
+        *("--metrics_port", "0", "--webhook", "http://127.0.0.1:9/x", "--log_format", "json"),
     )
     observers = open_observers(arguments, run, open_report(arguments, run))
     assert [type(observer).__name__ for observer in observers] == ["MirrorProcess", "Alerts", "MetricsServer"]
@@ -171,13 +171,13 @@ def test_the_options_make_the_observers(tmp_path: Path, capsys):
     ("words", "message"),
     [
         (("--mirror", "nosuch://x"), "nosuch://x cannot be read"),
-        (("--mirror", "m", "--mirror-keep-last", "0"), "keep_last is 0"),
-        (("--metrics-host", "0.0.0.0"), "--metrics-host needs --metrics-port"),
-        (("--metrics-port", "99999"), "cannot listen on 127.0.0.1:99999"),
+        (("--mirror", "m", "--mirror_keep_last", "0"), "keep_last is 0"),
+        (("--metrics_host", "0.0.0.0"), "--metrics_host needs --metrics_port"),
+        (("--metrics_port", "99999"), "cannot listen on 127.0.0.1:99999"),
         (("--webhook", "x"), "is no address of the web"),
-        (("--notify-command", ""), "the command for alerts is empty"),
-        (("--notify-command", "/no/such/program --now"), "'/no/such/program' is no program that can be started"),
-        (("--notify-command", "no-such-program-anywhere"), "correct its name or path"),
+        (("--notify_command", ""), "the command for alerts is empty"),
+        (("--notify_command", "/no/such/program --now"), "'/no/such/program' is no program that can be started"),
+        (("--notify_command", "no-such-program-anywhere"), "correct its name or path"),
     ],
 )
 def test_mistakes_in_the_options_are_refused_before_the_training(tmp_path: Path, words: tuple[str, ...], message: str):
@@ -186,10 +186,10 @@ def test_mistakes_in_the_options_are_refused_before_the_training(tmp_path: Path,
 
 
 def test_a_service_file_runs_the_command_without_print(tmp_path: Path, capsys):
-    words = ("--print", "systemd", "--metrics-port", "9464", "--", "fit", "--print", "x")
+    words = ("--print", "systemd", "--metrics_port", "9464", "--", "fit", "--print", "x")
     assert print_file(parse("--print", "systemd"), words, Path("runs/a"))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ExecStart=")]
-    assert line.endswith(' -m genesis supervise --metrics-port 9464 "--" fit --print x')
+    assert line.endswith(' -m genesis supervise --metrics_port 9464 "--" fit --print x')
     assert not print_file(parse(), words, Path("runs/a"))
 
 
@@ -197,10 +197,10 @@ def test_the_command_prints_files_and_takes_the_options(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(["supervise", "--print", "alerts"]) == 0
     assert "GenesisCrashesOften" in capsys.readouterr().out
-    words = ["supervise", "--print", "slurm", "--max-crashes", "3", "--", "fit", "--run_dir", "runs/b"]
+    words = ["supervise", "--print", "slurm", "--max_crashes", "3", "--", "fit", "--run_dir", "runs/b"]
     assert main(words) == 0
     script = capsys.readouterr().out
     assert "--job-name=genesis-runs-b" in script
-    assert "supervise --max-crashes 3 -- fit --run_dir runs/b &" in script
+    assert "supervise --max_crashes 3 -- fit --run_dir runs/b &" in script
     assert main(["supervise", "--print", "slurm"]) == 2
     assert "give the training after --" in capsys.readouterr().err

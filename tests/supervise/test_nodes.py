@@ -49,7 +49,7 @@ def test_nodes_have_sizes_and_names() -> None:
     assert options is not None
     assert (options.min_nodes, options.max_nodes, options.host, options.port) == (1, 2, "::1", 29400)
     assert read_nodes(None, None, None, 1.0, 1.0) is None
-    with pytest.raises(UserError, match=r"--node-name \.\./x"):
+    with pytest.raises(UserError, match=r"--node_name \.\./x"):
         read_nodes("2", "a:1", "../x", 1.0, 1.0)
 
 
@@ -97,7 +97,7 @@ def test_nodes_that_differ_are_named_with_what_differs() -> None:
     text = describe_difference(mine, {**mine, "name": "b", "version": "2", "recipe": "y"})
     assert text == "the version of genesis (2 on b, 1 on a), the recipe (on b and a)"
     text = describe_difference({**mine, "may_skip_data": 0}, {**mine, "name": "b", "may_skip_data": 3})
-    assert text == "--may-skip-data (3 on b, 0 on a)"
+    assert text == "--may_skip_data (3 on b, 0 on a)"
 
 
 def test_the_loopback_interface_is_found_by_its_address() -> None:

@@ -45,7 +45,7 @@ class Node:
     def __init__(self, log: Path, recipe: Path, *options: str) -> None:
         self.log = log
         channel = commands._requests(commands.MODULES).fileno()
-        words = ["supervise", "--last-call-seconds", "1", *options, "--", "fit", "--config", str(recipe)]
+        words = ["supervise", "--last_call_seconds", "1", *options, "--", "fit", "--config", str(recipe)]
         with log.open("ab") as out:
             self.process = ForkedCommand(
                 "tests.supervise.node_command", *words, stdout=out, stderr=STDOUT, pass_descriptor=channel
@@ -91,7 +91,7 @@ class Pair:
         """Starts the supervisor of a node."""
         where = [] if "--rdzv" in options else ["--rdzv", self.endpoint]
         log = self.directory / f"{name}-{len(self.nodes)}.log"
-        self.nodes.append(Node(log, recipe, "--nodes", nodes, "--node-name", name, *where, *options))
+        self.nodes.append(Node(log, recipe, "--nodes", nodes, "--node_name", name, *where, *options))
         return self.nodes[-1]
 
     def end(self) -> None:
@@ -159,9 +159,9 @@ def test_nobody_to_meet_is_refused_in_one_line(pair: Pair) -> None:
     with serving_something_else() as port:
         taken = pair.start("a", recipe, "--rdzv", f"127.0.0.1:{port}")
         # An address for documentation, which nobody has.
-        silent = pair.start("b", recipe, "--rdzv", "192.0.2.1:29400", "--rdzv-seconds", "2")
-        unknown = pair.start("c", recipe, "--rdzv", "nowhere.invalid:29400", "--rdzv-seconds", "2")
-        alone = pair.start("d", recipe, "--rdzv-seconds", "2")
+        silent = pair.start("b", recipe, "--rdzv", "192.0.2.1:29400", "--rdzv_seconds", "2")
+        unknown = pair.start("c", recipe, "--rdzv", "nowhere.invalid:29400", "--rdzv_seconds", "2")
+        alone = pair.start("d", recipe, "--rdzv_seconds", "2")
         assert [node.wait() for node in (taken, silent, unknown, alone)] == [2, 2, 2, 2]
         assert taken.error == (
             f"--rdzv 127.0.0.1:{port} answers, but is no rendezvous of genesis: give a port that no other program uses"
@@ -205,7 +205,7 @@ def test_nodes_that_do_not_belong_together_are_refused_on_both(pair: Pair, tmp_p
 @pytest.mark.long
 def test_a_preempted_node_saves_and_leaves_and_the_other_ends_to_be_requeued(pair: Pair, tmp_path: Path) -> None:
     recipe, mirror = pair.write(), tmp_path / "mirror"
-    options = ("--rdzv-seconds", "60", "--metrics-port", "0", "--mirror", str(mirror))
+    options = ("--rdzv_seconds", "60", "--metrics_port", "0", "--mirror", str(mirror))
     first = pair.start("a", recipe, *options)
     wait_for(pair.is_hosted)
     second = pair.start("b", recipe, *options)
@@ -214,7 +214,7 @@ def test_a_preempted_node_saves_and_leaves_and_the_other_ends_to_be_requeued(pai
     assert twin.wait() == 2
     assert twin.error == (
         f"{RunDirectory(pair.run_dir).supervisor} already has a supervisor of node b (process {second.process.pid}): "
-        "end it first, or give this node another --node-name"
+        "end it first, or give this node another --node_name"
     )
     wait_for(lambda: mirror.exists() or None)
     for node, name in ((first, "a"), (second, "b")):
@@ -349,12 +349,12 @@ def test_two_nodes_skip_a_storm_by_one_budget_and_equal_two_ranks_told_to_skip_i
     given = {"trainer__callbacks": [poison], "counters__max_consecutive_skips": 3, "checkpoint__every_n_steps": 4}
     given |= {"trainer__max_steps": 24, "schedule__total_updates": 24}
     recipe = pair.write(**given)
-    nodes = [pair.start(name, recipe, "--may-skip-data", "5") for name in "ab"]
+    nodes = [pair.start(name, recipe, "--may_skip_data", "5") for name in "ab"]
     assert [node.wait() for node in nodes] == [0, 0]
     (crash,) = read_crashes(pair.run_dir)
     assert (crash.end_class, crash.step) == ("non_finite", 13)
     assert crash.action == (
-        "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may-skip-data 5 used)"
+        "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may_skip_data 5 used)"
     )
     assert read_skips(pair.run_dir) == Skips(((80, 104),), 3)
     straight = tmp_path / "straight"

@@ -59,7 +59,7 @@ class Node:
 
     def __init__(self, namespace: str, name: str, nodes: str, recipe: Path, run_dir: Path, log: Path) -> None:
         self.place, self.log, self.run_dir = RunDirectory(run_dir).supervisor / f"node-{name}", log, run_dir
-        words = ["--nodes", nodes, "--rdzv", _ENDPOINT, "--node-name", name, "--last-call-seconds", "2"]
+        words = ["--nodes", nodes, "--rdzv", _ENDPOINT, "--node_name", name, "--last_call_seconds", "2"]
         command = [sys.executable, "-m", "genesis", "supervise", *words, "--", "fit", "--config", str(recipe)]
         with log.open("ab") as out:
             self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ import yaml
 from genesis.errors import UserError
 from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
-WORDS = ("--grace-seconds", "5", "--", "fit", "--config", 'a recipe "x" $HOME 100%.yaml')
+WORDS = ("--grace_seconds", "5", "--", "fit", "--config", 'a recipe "x" $HOME 100%.yaml')
 
 
 def build_command(directory: Path, words=WORDS, python: str = sys.executable) -> ServiceCommand:

@@ -1,4 +1,4 @@
-"""`--may-skip-data`: which windows are blamed, what the budget allows, and supervised runs that skip planted data."""
+"""`--may_skip_data`: which windows are blamed, what the budget allows, and supervised runs that skip planted data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -65,14 +65,14 @@ def test_nothing_is_blamed_where_a_rank_has_not_reported_what_it_takes(clocks: d
 def test_without_consent_a_storm_only_rolls_back() -> None:
     action = decide(storm(), Policy())
     assert (action.skips, action.checkpoints_back, action.text) == ((), 1, "roll back by 1 checkpoint")
-    assert "--may-skip-data" not in decide(storm(3), Policy()).text
+    assert "--may_skip_data" not in decide(storm(3), Policy()).text
 
 
 def test_with_consent_a_storm_rolls_back_and_skips_its_windows() -> None:
     action = decide(storm(), Policy(may_skip_data=10))
     assert (action.kind, action.skips, action.checkpoints_back, action.before_step) == ("restart", ((88, 112),), 1, 11)
     assert action.text == (
-        "roll back by 1 checkpoint and skip 3 windows of data, positions 88 to 111 (3 of --may-skip-data 10 used)"
+        "roll back by 1 checkpoint and skip 3 windows of data, positions 88 to 111 (3 of --may_skip_data 10 used)"
     )
 
 
@@ -90,7 +90,7 @@ def test_storms_are_skipped_as_long_as_the_budget_lasts_and_then_the_run_stops()
     assert (skips.positions, skips.num_windows) == (((88, 136),), 6)
     assert action.exit_status == 88
     assert action.text == (
-        "stop: not finite after 2 roll backs; to skip 3 more windows of data, positions 184 to 207, --may-skip-data 7 "
+        "stop: not finite after 2 roll backs; to skip 3 more windows of data, positions 184 to 207, --may_skip_data 7 "
         "is too few: 6 are used"
     )
 
@@ -106,7 +106,7 @@ def test_data_that_are_skipped_already_are_not_paid_for_again() -> None:
     skips = Skips(((80, 104),), 3)
     action = decide(storm(), Policy(may_skip_data=4), skips)
     assert (action.skips, skips.add(action.skips, 8)) == (((104, 112),), Skips(((80, 112),), 4))
-    assert action.text.endswith("and skip 1 window of data, positions 104 to 111 (4 of --may-skip-data 4 used)")
+    assert action.text.endswith("and skip 1 window of data, positions 104 to 111 (4 of --may_skip_data 4 used)")
     inside = Skips(((96, 104),), 1)
     assert decide(storm(), Policy(may_skip_data=9), inside).skips == ((88, 96), (104, 112))
     action = decide(storm(3), Policy(may_skip_data=99), Skips(((0, 200),), 25))
@@ -143,7 +143,7 @@ def test_a_step_without_memory_is_skipped_after_it_was_cut_smaller() -> None:
     ]
     assert actions[-1].text == (
         "restart from the newest checkpoint and skip 1 window of data, positions 96 to 103 "
-        "(1 of --may-skip-data 1 used)"
+        "(1 of --may_skip_data 1 used)"
     )
     assert decide(without_memory(5), policy, NO_SKIPS.add(actions[-1].skips, 8)).kind == "stop"
     assert decide(without_memory(4, None), policy).kind == "stop"
@@ -204,14 +204,14 @@ def test_ranks_are_told_what_to_skip_beside_what_the_recipe_skips(tmp_path: Path
 def test_data_that_cannot_be_skipped_are_refused_before_the_start(tmp_path: Path, what: str) -> None:
     facts = RecipeFacts(str(tmp_path), 1, 1, 2, unskippable=what)
     facts.check(tmp_path)
-    with pytest.raises(UserError, match=f"--may-skip-data is 3, but this run trains on {what}, which cannot"):
+    with pytest.raises(UserError, match=f"--may_skip_data is 3, but this run trains on {what}, which cannot"):
         facts.check(tmp_path, may_skip_data=3)
 
 
 def test_numbers_of_windows_that_are_none_are_refused_in_one_line() -> None:
     for wrong in ("-1", "many", "1.5", "9" * 40):
-        with pytest.raises(UserError, match=r"--may-skip-data: '.*' is not a whole number of at least 0"):
-            supervise_main([f"--may-skip-data={wrong}", "--", "fit"])
+        with pytest.raises(UserError, match=r"--may_skip_data: '.*' is not a whole number of at least 0"):
+            supervise_main([f"--may_skip_data={wrong}", "--", "fit"])
 
 
 # ---- real runs
@@ -252,7 +252,7 @@ def test_a_run_with_poisoned_windows_rolls_back_skips_them_and_equals_a_run_told
     (crash,) = read_crashes(run.run_dir)
     assert (crash.end_class, crash.step) == ("non_finite", 13)
     assert crash.action == (
-        "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may-skip-data 5 used)"
+        "roll back by 1 checkpoint and skip 3 windows of data, positions 80 to 103 (3 of --may_skip_data 5 used)"
     )
     assert [event.step for event in read_events(run.run_dir) if event.kind == "restored"] == [4]
     assert read_skips(run.run_dir) == Skips(((80, 104),), 3)
@@ -290,7 +290,7 @@ def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_c
     assert {crash.end_class for crash in crashes} == {"non_finite"}
     assert "skip 3 windows" in crashes[0].action
     assert all("skip" not in crash.action for crash in crashes[1:-1])
-    assert "positions 104 to 127, --may-skip-data 4 is too few: 3 are used" in crashes[-1].action
+    assert "positions 104 to 127, --may_skip_data 4 is too few: 3 are used" in crashes[-1].action
     tried = [line for line in run.lines if line.startswith("  crash ")]
     assert len(tried) == len(crashes)
     # A new supervisor goes on with what is left of the budget: one window, which three are too many for.

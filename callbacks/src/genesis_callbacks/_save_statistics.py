@@ -22,14 +22,15 @@ def describe_memory(copy_bytes: int, writer_bytes: int, scratch_bytes: int = 0) 
 
     Example:
         >>> describe_memory(528, 0)
-        'Saves in the background hold 528 bytes of memory on rank 0 for copies.'
+        'Background saves need 528 bytes of memory for copies (rank 0).'
     """
-    text = f"Saves in the background hold {format_bytes(copy_bytes)} of memory on rank 0 for copies"
+    text = f"Background saves need {format_bytes(copy_bytes)} of memory for copies"
     if scratch_bytes > 0:
-        text += f" and {format_bytes(scratch_bytes)} on its device for digests"
+        text += f", {format_bytes(scratch_bytes)} on the device for digests"
     if writer_bytes == 0:
-        return f"{text}."
-    return f"{text}; its writer process needs {format_bytes(writer_bytes)} more, independent of the model's size."
+        return f"{text} (rank 0)."
+    writer = f"{format_bytes(writer_bytes)} for the writer process"
+    return f"{text} and {writer} (rank 0; the latter whatever the model's size)."
 
 
 class SaveStatistics:

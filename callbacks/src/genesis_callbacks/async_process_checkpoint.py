@@ -118,13 +118,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         monitor: Key of a metric that validation logs: after a validation that is among the `keep_best` best so far,
             save (this never skips) and mark the checkpoint, which stays. None for no best.
         monitor_mode: Whether a smaller ("min") or a larger value ("max") of it is better.
-        keep_best: How many of the best by `monitor` stay, from 1 to 100; on a tie the earlier does. One that leaves
-            them is removed after the next save, unless it stays for another reason.
-        keep_last: How many of the newest checkpoints stay, beside the best; None keeps all.
-        keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
-        restore: What a checkpoint of another directory gives: "all"; all with "no_optimizer", whose moments start from
-            scratch; or its "weights" alone, so that a new run begins at step 0. One of this run's own always gives all
-            that it holds.
+        keep_best: Number of best checkpoints by `monitor` to keep, from 1 to 100. Ties keep the earlier one. A
+            checkpoint that drops out is deleted after the next save, unless another rule keeps it.
+        keep_last: Number of newest checkpoints to keep, in addition to the best; None keeps all.
+        keep_every_n_steps: Keep every checkpoint whose step is a multiple of this; None for no such rule.
+        restore: What to restore from another run's checkpoint: "all"; "no_optimizer", all but the optimizer's moments,
+            which start from zero; or "weights", with which a new run begins at step 0. A run's own checkpoints are
+            always restored in full.
         on_existing: What a fit does that would not continue the checkpoints in `run_dir`, because its `ckpt_path` is
             None or another run's: "refuse"; or "start_over", which moves them to `superseded-<n>` and begins.
         mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
@@ -482,7 +482,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             if self.reports_lost_ranks:
                 warnings.warn(f"{self.lost_ranks}: no rank can continue", LostRankWarning, stacklevel=2)
         if self._history.target is not None:
-            rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
+            verb = "stopped" if isinstance(exception, KeyboardInterrupt) else "failed"
+            rank_zero_warn(f"Training {verb} ({type(exception).__name__}); {self._history.describe()}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Releases everything. No communication."""

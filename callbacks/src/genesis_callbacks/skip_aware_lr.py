@@ -45,7 +45,8 @@ class SkipAwareLR(pl.Callback):
     which clocks and options keep their names.
 
     Args:
-        shape: See `Schedule`; or `own`.
+        shape: `cosine`, `wsd` (warm-up, constant, decay), `linear`, `constant`; or `own`: your own scheduler, stepped
+            only after updates.
         by: `updates` and `tokens_updated` stand still while windows are skipped; `tokens_seen` follows the data.
         total_updates: The planned end; by default the Trainer's `max_steps`.
         total_tokens: The planned end.

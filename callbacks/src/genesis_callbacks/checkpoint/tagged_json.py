@@ -66,8 +66,8 @@ class _Encoder:
         if isinstance(value, PurePath):
             return {TAG: "path", "value": str(value)}
         raise UnsupportedStateError(
-            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved without pickle: give plain values "
-            "(numbers, strings, lists, dicts, tensors, ...) in the state of whatever put it there"
+            f"cannot save {path} (of type {kind.__module__}.{kind.__qualname__}): a checkpoint holds only tensors and "
+            "plain values (numbers, strings, lists, dicts, ...); change the callback or hook that put it there"
         )
 
     def _items(self, values: Any, path: str) -> list[Any]:
