@@ -50,6 +50,8 @@ class StreamData:
     wait_remedy: Final = (
         "raise data.stream.num_workers if cores are free, or prepare a corpus with `genesis data prepare`"
     )
+    chat_template: Final = None
+    """A stream has no conversations."""
 
     def __init__(
         self,
@@ -110,10 +112,6 @@ class StreamData:
     def vocab_size(self) -> int:
         """Returns the number of ids of the tokenizer."""
         return self.stream.tokenizer.vocab_size
-
-    @property
-    def chat_template(self) -> None:
-        """Returns None: a stream has no conversations."""
 
     @property
     def vocabulary_owner(self) -> str:

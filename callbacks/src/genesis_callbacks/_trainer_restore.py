@@ -45,7 +45,7 @@ from .checkpoint.save_target import read_versions
 from .checkpoint.scope import SaveScope
 from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
-from .restore_report import RestoreReport, describe_model
+from .restore_report import RestoreReport, describe_model, name_classes
 from .run_directory import checkpoint_name
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
@@ -469,7 +469,7 @@ class Restore:
         ]
         num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)
         kept += [f"average of the weights: {num_swapped} tensors"] if num_swapped else []
-        kept += [f"state of {_name_classes(sorted(saved_callbacks))}"] if saved_callbacks else []
+        kept += [f"state of {name_classes(sorted(saved_callbacks))}"] if saved_callbacks else []
         data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
         kept += ["random number generators of each rank"] if self._match.is_same_role else []
@@ -495,10 +495,5 @@ class Restore:
             for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
             if callback.state_key not in saved_callbacks and callback.state_dict()
         ]
-        reset += [f"state of {_name_classes(new_callbacks)} (not saved)"] if new_callbacks else []
+        reset += [f"state of {name_classes(new_callbacks)} (not saved)"] if new_callbacks else []
         return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(reset), self._changed)
-
-
-def _name_classes(state_keys: Sequence[str]) -> str:
-    """Returns the names of callbacks without the arguments that Lightning's keys of their states have."""
-    return ", ".join(key.partition("{")[0] for key in state_keys)

@@ -1,5 +1,6 @@
 """Reports the parts that a restore kept, rebuilt and reset."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,3 +44,8 @@ def describe_model(manifest: Manifest) -> str:
     num_tensors = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
     base = manifest.base
     return f"{num_tensors} model tensors" + (f" ({len(base.names)} of them in the base {base.path})" if base else "")
+
+
+def name_classes(state_keys: Sequence[str]) -> str:
+    """Returns the names of callbacks without the arguments that Lightning's keys of their states have."""
+    return ", ".join(key.partition("{")[0] for key in state_keys)
