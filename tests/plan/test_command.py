@@ -123,7 +123,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--model.decoder.dim", "wide"], "dim is 'wide'"),
         (["--data.seq_len", "4096"], "longer than model.decoder.max_seq_len 2048"),
         (["--data.micro_batch_size", "0"], "data.micro_batch_size is 0"),
-        (["--data.micro_batch_sise", "1"], "did you mean"),
+        pytest.param(["--data.micro_batch_sise", "1"], "did you mean", id="unknown-option"),
         (["--data.seq_len"], "has no value"),
         (["--trainer.precision", "8-bit"], "trainer.precision is '8-bit'"),
         (["--trainer.strategy.init_args.shard", "some"], "shard is 'some'"),
