@@ -321,6 +321,7 @@ class GenesisCLI(LightningCLI):
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.config_dump.pop("allow_reward_code", None)
+        self.config_dump["checkpoint"]["on_existing"] = "refuse"  # consent for this start alone
         if self._adapter_base is not None:  # its scope follows from the adapters
             self.config_dump["checkpoint"]["scope"] = None
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)

@@ -286,4 +286,28 @@ def test_a_new_run_in_a_used_directory_is_refused(genesis: Genesis, recipe: Path
     outcome = genesis("fit", "--config", str(recipe))
     assert outcome.status == 2
     assert "--ckpt_path latest" in outcome.err
+    assert "--checkpoint.on_existing start_over" in outcome.err
     assert {path: path.read_bytes() for path in recipe.parent.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_a_used_directory_is_started_over_only_when_asked_and_the_line_says_what_was_moved(
+    genesis: Genesis, recipe: Path, tmp_path: Path
+) -> None:
+    """Also for weights of another run, which would leave this directory's checkpoints behind just as well."""
+    fit = ("fit", "--config", str(recipe))
+    other, run_dir = tmp_path / "other", tmp_path / "run"
+    assert genesis(*fit).status == genesis(*fit, "--run_dir", str(other)).status == 0
+    begun = ("--ckpt_path", str(other), "--checkpoint.restore", "weights")
+    refused = genesis(*fit, *begun)
+    assert (refused.status, refused.err.count("\n")) == (2, 1)
+    assert f"{run_dir} already has checkpoints" in refused.err
+    moved = f"2 earlier checkpoints were moved to {run_dir}/checkpoints/superseded-1, and nothing was deleted"
+    with pytest.warns(UserWarning, match=f"training starts over from step 0: {moved}"):
+        asked = genesis(*fit, "--checkpoint.on_existing", "start_over", "--trainer.max_steps", "2")
+    assert asked.status == 0, asked.err
+    assert committed_steps(run_dir) == [2]
+    assert logged_steps(run_dir) == [1, 2]
+    # The consent was for that start, and is not in the recipe that the run records.
+    assert genesis("fit", "--config", str(run_dir / "config.yaml")).status == 2
+    assert genesis(*fit, "--ckpt_path", "latest", "--trainer.max_steps", "2").status == 0
