@@ -192,6 +192,12 @@ def test_asked_to_start_over_it_says_what_was_moved_where(tmp_path):
     assert model.steps == [2, 3]
 
 
+def test_a_runs_directory_is_no_checkpoint_and_the_line_names_one(tmp_path):
+    fit(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"is the directory of a run: give .*step-00000002, or, .*'latest'"):
+        fit(tmp_path, 2, str(tmp_path))
+
+
 def test_a_dry_run_in_a_used_directory_changes_nothing(tmp_path):
     fit(tmp_path, 2)
     checkpoint = AsyncProcessCheckpoint(run_dir=tmp_path)

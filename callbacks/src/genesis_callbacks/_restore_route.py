@@ -17,7 +17,7 @@ from ._save_options import SaveOptions
 from ._trainer_restore import Restore
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
-from .checkpoint.lineage import find_holder, find_latest, wait_for_orphans
+from .checkpoint.lineage import find_holder, find_latest, list_checkpoints, wait_for_orphans
 from .checkpoint.ranks import Ranks, WorldRanks
 from .checkpoint.verify import VerifyLevel
 from .run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
@@ -27,6 +27,20 @@ LATEST, LAST = "latest", "last"
 
 def _is_ours(path: Path) -> bool:
     return (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists() or is_checkpoint_name(path.name)
+
+
+def _refuse_run(path: Path) -> None:
+    """Refuses a run's directory, of which a strategy would report that it is one.
+
+    Raises:
+        CheckpointError: The directory has checkpoints.
+    """
+    found = list_checkpoints(path)
+    if found:
+        raise CheckpointError(
+            f"{path} is the directory of a run: give one of its checkpoints, such as {found[-1]}, or, for the newest "
+            "one of this run, ckpt_path='latest'"
+        )
 
 
 class RestoreRoute:
@@ -140,6 +154,7 @@ class RestoreRoute:
         elif _is_ours(Path(target)):
             found = self._locate(target, siblings)
         else:
+            _refuse_run(Path(target))
             return original(path)
         # `latest` has just verified this checkpoint, so its files are not read twice. The restored tensors are compared
         # by digest in any case.
