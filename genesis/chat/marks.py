@@ -1,4 +1,4 @@
-"""Marks: the keys by which data sets say whether a turn of the assistant is learned.
+"""Marks: the keys by which data sets mark whether a turn of the assistant is learned.
 
     weight                      0 or 1       OpenAI, Mistral
     train, training, trainable  true, false  open-instruct, axolotl, verl
