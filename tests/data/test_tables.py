@@ -105,7 +105,6 @@ def test_text_in_objects_is_read_by_its_path(tmp_path: Path, name: str) -> None:
         (pa.array([["a"]]), "list<.*>"),
         (pa.array([["a"]], pa.list_view(pa.string())), "list_view<.*>"),
         (pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string())), "map<.*>"),
-        (pa.array([None]), "null"),
         (pa.array([b"0123456789abcdef"], pa.binary(16)), r"fixed_size_binary\[16\]"),
         (pa.array([1.5]).dictionary_encode(), "double"),
     ],
@@ -144,6 +143,13 @@ def test_empty_row_groups_and_tables_without_rows_have_no_documents(tmp_path: Pa
     assert read(tmp_path / "a.parquet") == ["one", "two"]
     for name in ("b.parquet", "stream.arrow", "file.arrow"):
         assert read(write(tmp_path / name, schema.empty_table())) == []
+
+
+def test_each_row_of_a_column_of_nulls_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", pa.table({"text": [None, None]}))  # of type null
+    source = SourceOptions("web", (str(path),))
+    rows = [row for span in plan_spans(source, find_files(source), 1 << 20) for row in read_rows(source, span)]
+    assert [isinstance(row, BadRow) for row in rows] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "a.jsonl"])
