@@ -17,18 +17,6 @@ RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([1, 2, 4], pa.int32()), pa.arr
 VIEWS = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 0]), pa.array(["one", "zwei é", ""], pa.string_view()))
 
 
-def writes_views() -> bool:
-    """Whether this version of pyarrow writes views to parquet; early versions only read them from Arrow files."""
-    try:
-        pq.write_table(pa.table({"text": pa.array(["a"], pa.string_view())}), pa.BufferOutputStream())
-    except pa.ArrowNotImplementedError:
-        return False
-    return True
-
-
-PARQUET_VIEWS = ("a.parquet",) if writes_views() else ()
-
-
 class TextType(pa.ExtensionType):  # type: ignore[misc]
     """A type of one's own, whose storage is text."""
 
@@ -61,8 +49,8 @@ def read(path: Path, **options: Any) -> list[str]:
     [
         # polars writes large strings and views: kuzudb/kuzu#1917, risingwavelabs/risingwave#26915.
         (("a.parquet", "stream.arrow", "file.arrow"), pa.array(TEXTS, pa.large_string())),
-        ((*PARQUET_VIEWS, "stream.arrow", "file.arrow"), pa.array(TEXTS, pa.string_view())),
-        ((*PARQUET_VIEWS, "stream.arrow"), pa.array([text.encode() for text in TEXTS], pa.binary_view())),
+        (("a.parquet", "stream.arrow", "file.arrow"), pa.array(TEXTS, pa.string_view())),
+        (("a.parquet", "stream.arrow"), pa.array([text.encode() for text in TEXTS], pa.binary_view())),
         # Old writers do not mark bytes as text: duckdb/duckdb#1201.
         (("a.parquet", "stream.arrow"), pa.array([text.encode() for text in TEXTS], pa.large_binary())),
         # Dictionaries are what categories become: databendlabs/databend#17520.
