@@ -1,4 +1,4 @@
-"""Marks: the keys by which data sets say whether a turn of the assistant is learned.
+"""Marks: the keys by which data sets mark whether a turn of the assistant is learned.
 
     weight                      0 or 1       OpenAI, Mistral
     train, training, trainable  true, false  open-instruct, axolotl, verl
@@ -154,7 +154,7 @@ def refuse_part_marks(parts: Sequence[Any], what: str) -> None:
 
 
 def refuse_likely_marks(messages: Sequence[Message], left_out: Sequence[str], template: str) -> None:
-    """Refuses a key that the template does not use and whose value is like that of a mark.
+    """Refuses keys that the template does not use and whose values are like those of marks; all are named.
 
     Args:
         messages: The turns.
@@ -164,14 +164,17 @@ def refuse_likely_marks(messages: Sequence[Message], left_out: Sequence[str], te
     Raises:
         UnclearMarkError: A turn has such a key.
     """
+    found: dict[str, str] = {}
     for number, message in enumerate(messages, 1):
         for key in left_out:
-            if _is_like_mark(message.get(key)):
-                raise UnclearMarkError(
-                    f"turn {number} has {key} {show_value(message[key])}, which the chat template {template} does not "
-                    "use and which may be a mark on whether the turn is learned; call it `train` or `weight` if it is "
-                    "one, or list it in `ignored_keys` of the source if it has no meaning for training"
-                )
+            if key not in found and _is_like_mark(message.get(key)):
+                found[key] = f"turn {number} has {key} {show_value(message[key])}"
+    if found:
+        raise UnclearMarkError(
+            f"{', '.join(found.values())}, which the chat template {template} does not use and which may be a mark on "
+            "whether the turn is learned; call it `train` or `weight` if it is one, or list it in `ignored_keys` of "
+            f"the source if it has no meaning for training: ignored_keys: [{', '.join(found)}]"
+        )
 
 
 def _is_like_mark(value: Any) -> bool:

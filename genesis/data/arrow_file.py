@@ -72,12 +72,7 @@ class ArrowFile:
 
     def row_group(self, number: int) -> RowGroup:
         """Returns the number of rows and bytes of a batch, over all columns."""
-        batch = self._batches[number]
-        try:
-            num_bytes = batch.nbytes
-        except pa.ArrowException:  # of views within objects, in early versions
-            num_bytes = batch.get_total_buffer_size()
-        return RowGroup(batch.num_rows, num_bytes)
+        return RowGroup(self._batches[number].num_rows, self._batches[number].nbytes)
 
     def iter_batches(self, batch_size: int, row_groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yields the rows of the given batches, `batch_size` at a time."""

@@ -26,7 +26,7 @@ class SkippedRows(NamedTuple):
 
 
 class RefusedRow(NamedTuple):
-    """A row that stops a command; `may_skip` says whether an option skips rows like it."""
+    """A row that stops a command; `may_skip` is whether an option skips rows like it."""
 
     place: str
     reason: str

@@ -92,7 +92,7 @@ class FinishedPart:
     """A part whose shards are complete and durable in the staging directory.
 
     `num_documents` and `num_bytes` count the unit's documents and input bytes up to the end of the part. A shard that
-    would be empty is None. `conversations` are the counts of the part, and `notes` say what its rows lost.
+    would be empty is None. `conversations` are the counts of the part, and `notes` list what its rows lost.
     """
 
     source: str
@@ -125,7 +125,7 @@ def add_notes(parts: Sequence[FinishedPart], source: str) -> RowNotes:
 
 @dataclass(frozen=True)
 class Failure:
-    """A user's mistake or a failure of the disk, in one line; `has_rows` says that bad rows have lines of their own."""
+    """A user's mistake or a failure of the disk, in one line; with `has_rows`, bad rows have lines of their own."""
 
     message: str
     has_rows: bool = False

@@ -468,9 +468,11 @@ def test_what_nothing_uses_is_named_once_and_an_unknown_mark_stops_even_where_ba
     ]
     marked = [{"messages": [{**turn, "toxic": False, "rank": 2} for turn in chat]} for chat in CHATS]
     path = write_lines(directory / "marked.jsonl", marked)
-    with pytest.raises(
-        UserError, match=r"marked.jsonl, line 1: turn 1 has toxic false, .*\(also line 2, .*, line 10\)$"
-    ):
+    message = (
+        r"marked.jsonl, line 1: turn 1 has toxic false, turn 1 has rank 2, which the chat template of the tokenizer "
+        r"does not use .*: ignored_keys: \[toxic, rank\] \(also line 2, .*, line 10\)$"
+    )
+    with pytest.raises(UserError, match=message):
         prepare_by_command(directory, path, "marked", "--chat.on_bad_row", "skip")
     assert prepare_by_command(directory, path, "ignored", ignored_keys=["toxic", "rank"]) == 0
     assert capsys.readouterr().err == ""

@@ -167,7 +167,8 @@ def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
     kind = _stored_type(schema.field(found[0]).type)
     for name in found[1:]:
         kind = _stored_type(kind.field(name).type)
-    is_text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    # A column of nulls alone has a type of its own; its rows are bad ones.
+    is_text = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
     if not any(getattr(pa.types, f"is_{name}")(kind) for name in is_text):
         inner = _names_of(kind, f"{source.text_field}.") if pa.types.is_struct(kind) else ()
         hint = f", as {source.text_field}.{kind.field(0).name} (it has: {', '.join(inner)})" if inner else ""
