@@ -1,8 +1,9 @@
 """Limits on what a chat template may compute: a template that loops for long, or writes very long texts, is refused.
 
 Iterations, calls of macros and characters are counted, so that the same template is refused on every machine. The time
-is limited, too, for templates that spend it in few but costly operations. One operation is never interrupted: what a
-filter, a method of a text or an operator would write is bounded before it runs (`genesis.chat.operations`).
+of the processor is limited, too, for templates that spend it in few but costly operations. One operation is never
+interrupted: what a filter, a method of a text or an operator would write is bounded before it runs
+(`genesis.chat.operations`).
 """
 
 import threading
@@ -55,7 +56,7 @@ class Counting(Extension):
         """Counts from zero within the `with`, for this thread."""
         spent = self._spent
         spent.is_active, spent.num_steps, spent.num_chars = True, 0, 0
-        spent.deadline = time.monotonic() + MAX_SECONDS
+        spent.deadline = time.thread_time() + MAX_SECONDS
         try:
             yield
         finally:
@@ -74,7 +75,7 @@ class Counting(Extension):
         """Counts characters, and looks at the time."""
         if not self._spent.is_active:
             return
-        if time.monotonic() > self._spent.deadline:
+        if time.thread_time() > self._spent.deadline:
             raise TemplateLimitError(f"it takes more than {MAX_SECONDS:.0f} s; simplify it")
         self._spent.num_chars += num_chars
         if self._spent.num_chars > MAX_CHARS:

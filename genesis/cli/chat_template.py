@@ -6,7 +6,7 @@ from typing import Final
 
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.chat.learned import describe_other_template
 from genesis.checkpoint_reference import read_reference
@@ -43,7 +43,7 @@ def prepare_chat_template(config: Namespace) -> Path | None:
         given = config.get(_OPTION)
         line = describe_other_template(None if given is None else Path(given), learned)
         if line is not None:
-            rank_zero_warn(f"{line} ({_OPTION})")
+            rank_zero_info(f"{line} ({_OPTION})")
         config[_OPTION] = given or learned
     return learned
 
@@ -65,7 +65,7 @@ class RecordChatTemplate(Callback):
         before = None if self._learned is None else self._learned.read_text(encoding="utf-8")
         text = data.chat_template if trainer.is_global_zero else None
         if text is not None and before is not None and text != before:
-            rank_zero_warn(
+            rank_zero_info(
                 f"the weights have learned the chat template {self._learned}, and the data are written in another one; "
                 "this run learns and keeps the template of its data"
             )

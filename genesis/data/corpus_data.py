@@ -168,7 +168,12 @@ class CorpusData:
     def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
         if self._windows is None:
-            self._windows = self._build_windows()
+            options, form = self.options, self.sequence_format
+            sizes = (options.global_batch_size, options.micro_batch_size, self._ranks)
+            if self.pairs is not None:
+                self._windows = PairWindows(self.order, self.pairs, form, *sizes, self._pads_pairs)
+            else:
+                self._windows = TrainWindows(self.order, self.corpus.train, form, *sizes, self.plans, self.columns)
         return self._windows.window(position)
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
@@ -259,13 +264,6 @@ class CorpusData:
         return first
 
     # ---- parts
-
-    def _build_windows(self) -> TrainWindows | PairWindows:
-        options = self.options
-        sizes = (options.global_batch_size, options.micro_batch_size, self._ranks)
-        if self.pairs is not None:
-            return PairWindows(self.order, self.pairs, self.sequence_format, *sizes, self._pads_pairs)
-        return TrainWindows(self.order, self.corpus.train, self.sequence_format, *sizes, self.plans, self.columns)
 
     @property
     def _weights(self) -> Mapping[str, int]:

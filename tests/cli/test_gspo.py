@@ -111,7 +111,7 @@ def test_a_wrong_value_is_refused_by_its_reason_alone(
 
 @pytest.mark.slow
 def test_prompts_are_written_by_the_template_that_the_weights_have_learned(
-    genesis: Genesis, case: Path, tmp_path: Path
+    genesis: Genesis, case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(
@@ -136,6 +136,5 @@ def test_prompts_are_written_by_the_template_that_the_weights_have_learned(
     other = tmp_path / "other.jinja"
     other.write_text(own.read_text().replace("calmly", "").replace("\n{{", "{{"))
     differing = write_prompt_recipe(case, tmp_path / "third", **changes, **{"data.prompts.template": str(other)})
-    fitted = genesis("fit", "--config", str(differing), *ALLOWED, *from_first)
-    assert fitted.status == 0, fitted.err
-    assert f"the model has learned the chat template {learned}, and {other} writes" in fitted.err
+    genesis("fit", "--config", str(differing), *ALLOWED, *from_first)
+    assert f"the model has learned the chat template {learned}, and {other} writes" in caplog.text

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genesis.chat import limits
 from genesis.chat.learned import find_recorded, find_stop_ids, write_defaults
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat
@@ -303,7 +304,9 @@ def test_a_bad_row_of_a_table_is_named(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_what_cannot_hold_or_learn_conversations_is_one_line(directory: Path, tmp_path: Path) -> None:
+def test_what_cannot_hold_or_learn_conversations_is_one_line(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     source = SourceOptions("chat", (str(tmp_path / "a.txt"),), chat="auto")
     with pytest.raises(UserError, match=r"a.txt is read as text, which cannot hold conversations"):
@@ -318,8 +321,9 @@ def test_what_cannot_hold_or_learn_conversations_is_one_line(directory: Path, tm
     endless = tmp_path / "endless.jinja"
     for text, line in (
         (CHATML.replace("<|im_end|>", ""), "never closes the assistant's turns.*no control symbol of the tokenizer"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1,000,000 steps"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 20,000 steps"),
     ):
+        monkeypatch.setattr(limits, "MAX_STEPS", 20_000)
         endless.write_text(text)
         with pytest.raises(UserError, match=line):
             prepare_corpus(options_for(directory, name="endless", chat=ChatOptions(template=endless)))

@@ -176,7 +176,7 @@ def test_another_template_or_system_message_is_another_question(model: Path, tmp
         ChatQuestion(ChatOptions(template=tmp_path / "own.jinja")),
     ]
     manifest: Any = None
-    described = [json.dumps(TaskQuestion(tasks, 5, chat).describe(manifest, tokenizer)) for chat in chats]
+    described = [json.dumps(TaskQuestion(tasks, 5, chat).describe(manifest, tokenizer, None)) for chat in chats]
     assert len(set(described)) == len(chats)
     assert TaskQuestion(tasks, 5, chats[0]).name == "choices-limit5"
     assert TaskQuestion(tasks, 5, chats[1]).name == "choices-chat-limit5"

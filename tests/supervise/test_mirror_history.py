@@ -36,8 +36,6 @@ class LoggedRun(Run):
         if not metrics.exists():
             metrics.write_text("step,train/loss\n")
             (self.path / "config.yaml").write_text("run: first\n")
-            (self.path / "chat").mkdir()
-            (self.path / "chat" / "template.jinja").write_text("{{ messages }}")  # without a line break at its end
         with metrics.open("a") as file:
             file.writelines(f"{step},{1 / step}\n" for step in range(first, last + 1))
         EventLog(self.path, 0).append("started", text=f"from {first}")
@@ -79,13 +77,15 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_a_run_on_an_empty_machine_has_its_history_up_to_the_mirrored_checkpoint(run: LoggedRun, place: str) -> None:
     run.train(1, 4)
     (run.path / "config.resume-1.yaml").write_text("run: second\n")
+    (run.path / "chat").mkdir()
+    (run.path / "chat" / "template.jinja").write_text("{{ messages }}")  # without a line break at its end
     with (run.path / "metrics.csv").open("a") as file:
         file.write("5,0.2\n6,0.1")  # beyond the checkpoint, and a row that is being written
     sync(run, place)
     events = read_events(run.path)
     shutil.rmtree(run.path)
     lines = restore(place, run.path)
-    assert lines[-1].startswith("the history up to step 4 is restored: 4 files")
+    assert lines[-1].startswith("the history up to step 4 is restored: 5 files")
     assert run.rows == [1, 2, 3, 4]
     assert read_events(run.path) == events
     assert (run.path / "chat" / "template.jinja").read_text() == "{{ messages }}"
