@@ -18,10 +18,12 @@ from typing import Final, Literal
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import is_export
+from genesis.progress import stage
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis_callbacks.checkpoint import (
     COMMITTED_NAME,
     MANIFEST_NAME,
+    Manifest,
     VerifyLevel,
     checkpoint_name,
     checkpoints_in,
@@ -30,7 +32,9 @@ from genesis_callbacks.checkpoint import (
     is_checkpoint_name,
     list_committed,
     read_inventory,
+    read_manifest,
     step_of,
+    verify,
 )
 
 LATEST: Final = "latest"
@@ -161,6 +165,17 @@ def find_checkpoint(value: Path | str, *, level: VerifyLevel | None = "quick") -
         UserError: There is no such checkpoint.
     """
     return read_reference(value).find_checkpoint(level=level)
+
+
+def verify_shown(checkpoint: Path, level: VerifyLevel = "full") -> Manifest:
+    """Returns the manifest of a checkpoint that verifies, and shows how many of its bytes are hashed.
+
+    Raises:
+        CheckpointError: The checkpoint does not verify; see `genesis_callbacks.checkpoint.verify`.
+    """
+    num_bytes = sum(file.num_bytes for file in read_manifest(checkpoint).files)
+    with stage(f"verifying {checkpoint.name}", num_bytes, "bytes") as shown:
+        return verify(checkpoint, level, report=shown.advance)
 
 
 def find_run(value: Path | str) -> Path:

@@ -31,8 +31,14 @@ from tests import forkserver
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
-WORKER_MODULES = ("genesis.data.tokenize_worker", "genesis.data.stream.worker", "genesis.data.clean.execute")
-MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve", *WORKER_MODULES)
+WORKER_MODULES = (
+    *("genesis.data.tokenize_worker", "genesis.data.tokenizer_training"),
+    *("genesis.data.stream.worker", "genesis.data.clean.execute"),
+)
+MODULES = (
+    *("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve", "genesis.cli.progress"),
+    *WORKER_MODULES,
+)
 """What most commands and workers import."""
 PROOF_MODULES = (
     "genesis.export.texts",

@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and the setup of a process that runs tests."""
 
 import logging
+import math
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from genesis import processes
+from genesis.cli import progress
 from genesis.evaluate.environment import make_quiet
 from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
@@ -37,6 +39,7 @@ settings.load_profile("untimed")
 preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
 fork_writers()
 proof.run_prove = run_prove
+progress.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line
 _start_real_worker = processes.start_worker
 processes.start_worker = start_worker  # type: ignore[assignment]
 

@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -169,6 +170,8 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    if display := sys.modules.get("genesis.cli.progress"):
+        display.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line
     fork_writers()  # of commands that train
     gc.freeze()  # what is imported is nobody's garbage: children neither look at it nor copy its pages
     request = Server(listener).serve()

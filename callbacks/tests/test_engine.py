@@ -37,6 +37,7 @@ from genesis_callbacks.checkpoint import (
     restore_shards,
     save_blocking,
     verify,
+    verify_digests,
 )
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 
@@ -285,7 +286,7 @@ def test_a_copy_under_another_steps_name_is_refused_by_name_and_latest_passes_ov
 
 
 def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[verify.__module__], "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
     (path,) = save_steps(tmp_path, 3)
     verify(path, "deep")
     for name in TENSORS:
@@ -298,7 +299,7 @@ def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkey
 
 @pytest.mark.parametrize("cut", [(1, 4), (0, 2), (2, 3)])
 def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(sys.modules[verify.__module__], "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
     dim, at = cut
     whole = torch.randn(5, 7, 4)
     parts = []

@@ -4,6 +4,7 @@ import difflib
 import re
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
+from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from textwrap import fill
 from typing import Any, get_type_hints
@@ -11,7 +12,6 @@ from typing import Any, get_type_hints
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from rich import box
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
@@ -20,6 +20,7 @@ from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
 from genesis.errors import UserError
+from genesis.progress import Stage, stage
 
 _DESCRIPTION = """Filters, deduplicates and decontaminates text, and reports how much was dropped for which reason.
 The command may be killed at any time: the same command continues with the unfinished tasks, to the same result. The
@@ -53,23 +54,37 @@ def clean_main(argv: list[str]) -> int:
     arguments.stages = tuple(build_stage(number, stage) for number, stage in enumerate(arguments.stages, 1))
     options = make(CleanOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    with console.status("") as status:
-        result = clean_corpus(options, restart=arguments.restart, report=_Teller(console, status).tell)
+    with _Teller(console) as teller:
+        result = clean_corpus(options, restart=arguments.restart, report=teller.tell)
     if isinstance(result, Submitted):
         jobs = ", ".join(result.jobs)
         print(f"submitted Slurm jobs {jobs}; run the same command after they have ended to see the result")
         return 0
+    if not teller.has_told:
+        print(f"nothing to do: {options.out} was complete; --restart cleans it again")
     _print_report(console, options, result)
     return 0
 
 
 class _Teller:
-    """Prints a line for each phase; a terminal also shows the number of finished tasks."""
+    """Prints a line for each phase, and shows how many of its tasks are done."""
 
-    def __init__(self, console: Console, status: Status) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._status = status
+        self._open = ExitStack()
+        self._shown: Stage | None = None
         self._reported = 0
+
+    def __enter__(self) -> "_Teller":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def has_told(self) -> bool:
+        """Whether there was anything to do."""
+        return self._shown is not None
 
     def tell(self, progress: CleanProgress) -> None:
         """Reports the progress of the run."""
@@ -77,7 +92,11 @@ class _Teller:
             self._reported = progress.number
             place = f"phase {progress.number} of {progress.num_phases}"
             self._console.print(f"{place}: {progress.phase}, {progress.num_tasks} tasks", highlight=False)
-        self._status.update(f"{progress.num_done} of {progress.num_tasks} tasks are done")
+            self._open.close()
+            begun = stage(progress.phase, progress.num_tasks, "tasks", first=progress.num_done)
+            self._shown = self._open.enter_context(begun)
+        assert self._shown is not None, "the first call begins a phase"
+        self._shown.done = progress.num_done
 
 
 def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
@@ -157,10 +176,10 @@ def _stage_table(options: CleanOptions, report: CleanReport) -> Table:
         table.add_column(column, justify="left" if column == "filter" else "right")
     table.add_column("dropped because", overflow="fold")
     table.add_row("(read)", "", "", *_cells(report.read, report.read), "")
-    for stage in report.stages:
-        dropped = stage.entered.documents - stage.kept.documents
-        cells = _cells(stage.kept, report.read)
-        table.add_row(stage.label, f"{stage.entered.documents:,}", f"{dropped:,}", *cells, _reasons(stage.dropped))
+    for each in report.stages:
+        dropped = each.entered.documents - each.kept.documents
+        cells = _cells(each.kept, report.read)
+        table.add_row(each.label, f"{each.entered.documents:,}", f"{dropped:,}", *cells, _reasons(each.dropped))
     return table
 
 

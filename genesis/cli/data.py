@@ -3,14 +3,12 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -31,9 +29,10 @@ from genesis.data.inspect import (
     verify_plans,
 )
 from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
-from genesis.data.plans import PlannedPacking, write_plan
+from genesis.data.plans import PlannedPacking, list_plans, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
+from genesis.progress import Stage, stage
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 
@@ -99,8 +98,14 @@ def prepare_main(argv: list[str]) -> int:
     arguments = parse(parser, argv, PrepareOptions)
     options = make(PrepareOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    with _ProgressBar(console).shown() as bar:
-        manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update, warn=_warn)
+    plans = list_plans(options.corpus)
+    with stage("tokenizing", unit="bytes") as shown:
+        manifest = prepare_corpus(
+            options, restart=arguments.restart, report=lambda progress: _show(shown, progress), warn=_warn
+        )
+    has_plans = options.packing is None or list_plans(options.corpus) == plans
+    if shown.total is None and has_plans:
+        print(f"nothing to do: {options.corpus} was complete; --restart prepares it again")
     console.print(_manifest_table(options.corpus, manifest))
     _print_chat(console, options.corpus, manifest)
     if options.validation_fraction and not manifest.validation:
@@ -116,7 +121,10 @@ def plan_main(argv: list[str]) -> int:
     parser.add_argument("--seq_len", type=int, required=True, help="tokens per sequence, equal to data.seq_len")
     arguments = parse(parser, argv)
     corpus = open_corpus(arguments.corpus, verify_hashes="never")
+    plans = list_plans(corpus.path)
     plan = write_plan(corpus, arguments.packing, arguments.seq_len)
+    if plan in plans:
+        print("nothing to do: the plan was complete")
     reports = [
         PackingReport(source, plan.packing, plan.seq_len, record.figures, "ready")
         for source, record in plan.sources.items()
@@ -150,6 +158,13 @@ def inspect_main(argv: list[str]) -> int:
         else:
             _print_sample(console, sample)
     return 0
+
+
+def _show(shown: Stage, progress: PrepareProgress) -> None:
+    shown.done, shown.total = progress.num_bytes_done, progress.num_bytes
+    shown.first = progress.num_bytes_done - progress.num_new_bytes
+    rate = progress.num_new_tokens / max(1e-9, time.monotonic() - shown.begin_seconds)
+    shown.note = f"{progress.num_new_tokens:,} tokens, {rate:,.0f} tokens/s" if progress.num_new_tokens else ""
 
 
 def _warn(line: str) -> None:
@@ -197,39 +212,6 @@ def verify_main(argv: list[str]) -> int:
     found = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
     print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
     return 0
-
-
-class _ProgressBar:
-    """Shows the bytes read, the tokens per second and the remaining time."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("tokenizing"),
-            BarColumn(),
-            TextColumn("{task.percentage:>5.1f}%"),
-            TextColumn("{task.fields[tokens]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task: TaskID | None = None
-        self._start_seconds = time.monotonic()
-
-    @contextmanager
-    def shown(self) -> Iterator["_ProgressBar"]:
-        with self._progress:
-            yield self
-
-    def update(self, progress: PrepareProgress) -> None:
-        if self._task is None:
-            self._task = self._progress.add_task("", total=progress.num_bytes, tokens="")
-            self._start_seconds = time.monotonic()
-        elapsed_seconds = max(1e-9, time.monotonic() - self._start_seconds)
-        self._progress.update(
-            self._task,
-            completed=progress.num_bytes_done,
-            tokens=f"{progress.num_new_tokens:,} tokens, {progress.num_new_tokens / elapsed_seconds:,.0f} tokens/s",
-        )
 
 
 def _manifest_table(corpus: Path, manifest: CorpusManifest) -> Table:

@@ -1,19 +1,12 @@
 """`genesis data distill`: a teacher's probabilities for a corpus, on disk."""
 
-import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
 from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
@@ -25,15 +18,13 @@ from genesis.generate.teacher import check_teacher_fits, find_teacher, load_teac
 from genesis.objectives.distillation import check_options
 from genesis.objectives.teacher import TeacherDtype
 from genesis.objectives.teacher_cache import CacheIdentity, LogProbsType, write_cache
-from genesis.supervise.goodput import format_seconds
+from genesis.progress import stage
 
 _DESCRIPTION = """Stores a teacher's probabilities for each token of a corpus: those of the --top_k most probable ids,
 and that of all other ids together. A student learns them by model.objective of `genesis fit`, without the teacher.
 The command may be killed at any time: the same command continues. A cache belongs to one teacher, corpus, packing,
 length, temperature and number of ids, and is refused with others.
 Example: genesis data distill corpora/demo runs/teacher --seq_len 2048 --top_k 64"""
-
-_LINE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -78,13 +69,12 @@ def main(argv: list[str]) -> int:
     parser.add_class_arguments(DistillOptions)
     arguments = parse(parser, argv, DistillOptions)
     options = make(DistillOptions, arguments)
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    for line in distill(arguments.corpus, arguments.teacher, options, console):
+    for line in distill(arguments.corpus, arguments.teacher, options):
         print(line)
     return 0
 
 
-def distill(path: Path, given: Path, options: DistillOptions, console: Console) -> list[str]:
+def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
     """Makes the cache and returns lines about it.
 
     Raises:
@@ -128,7 +118,11 @@ def distill(path: Path, given: Path, options: DistillOptions, console: Console) 
     total = sum(identity.num_sequences.values())
     num_bytes = total * identity.layout.sequence_bytes
     print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
-    with _show_progress(console, total) as report:
+    with stage("asking the teacher", total, "sequences") as shown:
+
+        def report(done: int, total: int) -> None:
+            shown.done = done
+
         is_new = write_cache(
             out,
             identity,
@@ -143,42 +137,6 @@ def distill(path: Path, given: Path, options: DistillOptions, console: Console) 
         f"class_path: genesis.objectives.Distillation, init_args: teacher: {given}, cache: {out}, "
         f"top_k: {options.top_k}, temperature: {options.temperature:g}",
     ]
-
-
-@contextlib.contextmanager
-def _show_progress(console: Console, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields what `write_cache` reports to: a bar on a terminal, and lines elsewhere."""
-    if not console.is_terminal:
-        yield ProgressLines(partial(print, flush=True)).report
-        return
-    columns = (TextColumn("sequences"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("sequences", total=total)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
-
-
-class ProgressLines:
-    """Prints a line a minute, by which a log shows that the work goes on, and how fast.
-
-    Args:
-        write: Prints a line.
-        clock: Returns seconds.
-    """
-
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._clock = write, clock
-        self._last = (clock(), 0)
-
-    def report(self, done: int, total: int) -> None:
-        """Notes how many sequences are done, those of an interrupted start included."""
-        now = self._clock()
-        seconds = now - self._last[0]
-        if seconds < _LINE_SECONDS:
-            return
-        rate = (done - self._last[1]) / seconds
-        left = f", {format_seconds((total - done) / rate)} left" if rate > 0 else ""
-        self._write(f"{done:,} of {total:,} sequences, {rate:,.1f} a second{left}")
-        self._last = (now, done)
 
 
 def _name(given: Path, options: DistillOptions) -> str:

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from genesis.arguments import Parser
 from genesis.chat.options import ChatOptions
@@ -33,6 +31,7 @@ from genesis.evaluate.results import (
 from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
 from genesis.evaluate.watch import watch
+from genesis.progress import stage
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
 
@@ -185,16 +184,9 @@ def _place(reference: Reference, out: Path | None) -> Path:
 
 @contextmanager
 def _show(what: str) -> Iterator[Progress]:
-    """Shows progress on a terminal; otherwise prints the name of the work when it starts."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        print(what, file=sys.stderr, flush=True)
-        yield lambda _: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda number: bar.advance(task, number)
+    """Shows the progress of a question: of tokens scored, or of requests answered."""
+    with stage(what, unit="done") as shown:
+        yield shown.advance
 
 
 def _build_parser() -> Parser:

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import os
+import select
 import signal
 import sys
 import threading
@@ -11,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
-from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command
+from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
-from genesis.parent import end_with_parent
+from genesis.parent import end_with_parent, is_launched
 from genesis.recipes import resolve_recipes
 
 MISUSE = 2
@@ -22,6 +23,8 @@ _RANKS = ("fit", "validate")
 
 _INTERRUPTED = 130
 """The status that a shell reports for a program ended by SIGINT."""
+_CLOSED_PIPE = 141
+"""The status that a shell reports for a program ended by SIGPIPE."""
 _REPEAT_SECONDS = 0.02
 
 
@@ -67,9 +70,30 @@ def find_command(arguments: Sequence[str]) -> tuple[Command, list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake and 130 for an interruption.
+    The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake, 130 for an interruption and 141 if
+    the reader of the output is gone, as `head` is after its last line.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _end_interrupted(arguments)
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        return _end_unread()
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns the interrupt into exit status 1
+            return _end_interrupted(arguments)
+        if isinstance(end.__context__, BrokenPipeError):  # rich does
+            return _end_unread()
+        raise
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    """Runs the command line, reports a user's mistake, and returns the exit status."""
     page = _find_page(arguments)
     if page is not None:
         print(page)
@@ -80,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command.name in _RANKS:
             end_with_parent()
             _silence_c10d()
-        with _ended_at_once_by_sigint():
+        with _ended_at_once_by_sigint(arguments):
             command.check_arguments(rest)
             function = command.load(rest)
-        with _no_interrupt_lost():
+            display = show_stages()
+        with _no_interrupt_lost(), display:
             return function(rest)
     except (UserError, RunEndedError) as error:
         show = printable if error.is_one_line else printable_lines
@@ -94,12 +119,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = find_remedy(error)
         problem = f"{error.filename or 'a file'}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")
         return _complain(printable(problem), MISUSE)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns the interrupt into exit status 1
-            return _INTERRUPTED
-        raise
+
+
+def _end_interrupted(arguments: Sequence[str]) -> int:
+    """Prints one line about an interruption, unless another rank prints it, and returns the exit status."""
+    command, _ = find_command(arguments)
+    line = "genesis: interrupted" + ("; the same command continues" if command.continues else "")
+    if not is_launched() or os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(line, file=sys.stderr, flush=True)
+    return _INTERRUPTED
+
+
+def _is_reader_gone() -> bool:
+    """Returns whether standard output or standard error is a pipe that nobody reads any more."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _end_unread() -> int:
+    """Lets Python write what is left in its buffers to nowhere at its end, and returns the exit status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return _CLOSED_PIPE
 
 
 def _unify(arguments: list[str]) -> list[str]:
@@ -125,8 +170,8 @@ def _silence_c10d() -> None:
 
 
 @contextlib.contextmanager
-def _ended_at_once_by_sigint() -> Iterator[None]:
-    """Makes SIGINT end this process silently while its modules are still being imported.
+def _ended_at_once_by_sigint(arguments: Sequence[str]) -> Iterator[None]:
+    """Makes SIGINT end this process with one line while its modules are still being imported.
 
     A KeyboardInterrupt during imports would be caught, printed or misreported by the module that it happens to reach.
     """
@@ -134,7 +179,7 @@ def _ended_at_once_by_sigint() -> Iterator[None]:
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_end_interrupted(arguments)))
     try:
         yield
     finally:

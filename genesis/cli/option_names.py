@@ -1,4 +1,4 @@
-"""Refuses a misspelt option of `genesis fit` and `genesis validate` before the slow import of Lightning.
+"""Refuses misspelt options and wrong values of `genesis fit` and `genesis validate` before Lightning is imported.
 
 `option_names.json` next to this file lists the options of the real parser; `make golden` writes it, and a test compares
 it with the parser. Only names that are certainly wrong by this list are refused. All others are left to the real
@@ -6,16 +6,18 @@ parser: abbreviations, keys below an option (`trainer.strategy.init_args.shard`)
 """
 
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 
+from genesis.cli.option_values import CORPUS, RESTORE, check_corpus, check_value
 from genesis.cli.options import check_is_yaml
 from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
 from genesis.errors import UserError
@@ -23,8 +25,10 @@ from genesis.errors import UserError
 RECORD = Path(__file__).with_name("option_names.json")
 
 _FEW_NAMES = 20
+_PRINT = "print_config"
 _CLASS_KEYS = {"class_path", "init_args"}
 _TEXT_TAG = "tag:yaml.org,2002:str"
+_NULL_TAG = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class OptionNames:
     Args:
         options: Dotted names that take a value: `data.seq_len`. The keys below them are not known here.
         groups: Dotted names that only contain options: `data`. All keys below them are listed.
+        types: The types of those options whose values `genesis.cli.option_values` can judge.
     """
 
     options: frozenset[str]
     groups: frozenset[str]
+    types: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, command: str) -> "OptionNames | None":
@@ -46,7 +52,7 @@ class OptionNames:
         if record["lightning"] != version("lightning"):
             return None
         names = record["commands"][command]
-        return cls(frozenset(names["options"]), frozenset(names["groups"]))
+        return cls(frozenset(names["options"]), frozenset(names["groups"]), _split(names["types"]))
 
     def is_unknown(self, name: str) -> bool:
         """Returns whether `name` is certainly neither an option nor a key below one."""
@@ -74,35 +80,70 @@ class OptionNames:
         return f"; the options are {', '.join(sorted(siblings))}" if 0 < len(siblings) <= _FEW_NAMES else ""
 
 
+def _split(types: Mapping[str, str]) -> dict[str, list[str]]:
+    return {name: kinds.split(" | ") for name, kinds in types.items()}
+
+
 def check_fit(arguments: Sequence[str]) -> None:
-    """Refuses `genesis fit` without a recipe, or with a misspelt option; see `check`."""
-    check("fit", arguments)
+    """Refuses `genesis fit` without a recipe, a misspelt option, a wrong value, and a missing corpus; see `check`."""
+    _check_corpus(check("fit", arguments), arguments)
     _check_has_recipe("fit", arguments)
 
 
 def check_validate(arguments: Sequence[str]) -> None:
-    """Refuses `genesis validate` without a recipe, or with a misspelt option; see `check`."""
-    check("validate", arguments)
+    """Refuses `genesis validate` without a recipe, a misspelt option, a wrong value, and a missing corpus."""
+    _check_corpus(check("validate", arguments), arguments)
     _check_has_recipe("validate", arguments)
 
 
-def check(command: str, arguments: Sequence[str]) -> None:
-    """Refuses names that are certainly misspelt, among the `arguments` of `command` and in their `--config` files.
+def _check_corpus(values: Mapping[str, str], arguments: Sequence[str]) -> None:
+    is_printed_only = any(_name_of(word) == _PRINT for word in _option_words(arguments))
+    if not is_printed_only and all(map(str.strip, values.values())):  # the real parser reports an empty value
+        check_corpus(values.get(CORPUS), is_restored=RESTORE in values)
+
+
+def check(command: str, arguments: Sequence[str]) -> dict[str, str]:
+    """Refuses names that are certainly misspelt, and values that are certainly wrong.
+
+    Args:
+        command: `fit` or `validate`.
+        arguments: Its arguments; those in their `--config` files are checked, too.
+
+    Returns:
+        The single values that are given, as they are written; none where the real parser has to judge.
 
     Raises:
-        UserError: An option is misspelt; the message has the option and the nearest one.
+        UserError: An option is misspelt; the message has the option and the nearest one. Or its value is wrong.
     """
     arguments, _ = rename_in_arguments(arguments)
     words = [word for word in _option_words(arguments) if " " not in word]  # with a space it may be a value
     names = OptionNames.read(command)
     if names is None or any(_may_ask_for_help(word, names) for word in words):
-        return
+        return {}
     for word in words:
         name = _name_of(word)
         if names.is_unknown(name) and not names.is_abbreviated(name) and not _is_declared(name):
             raise UserError(f"unrecognized arguments: {word}{names.hint(name)}")
+    values: dict[str, str] = {}
     for path in _config_files(arguments):
-        _check_file(command, path, names)
+        values |= _check_file(command, path, names)
+    for name, value in _given_values(arguments):
+        if name in names.types:
+            check_value("", name, value, names.types[name])
+        values[name] = value
+    return values
+
+
+def _given_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields option and value of `--NAME=VALUE` and `--NAME VALUE`."""
+    words = list(arguments)[: arguments.index("--") if "--" in arguments else None]
+    for word, following in itertools.zip_longest(words, words[1:]):
+        if word.startswith("--"):
+            _, equals, value = word.partition("=")
+            if equals:
+                yield _name_of(word), value
+            elif following is not None and not following.startswith("--"):
+                yield _name_of(word), following
 
 
 def _check_has_recipe(command: str, arguments: Sequence[str]) -> None:
@@ -151,22 +192,34 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
                 yield path
 
 
-def _check_file(command: str, path: Path, names: OptionNames) -> None:
+def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:
+    """Checks a file and returns the single values in it, as they are written."""
     check_is_yaml(path)
     root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
     assert root is not None, "it is a mapping"
-    for name in map(rename_option, _leaves(root)):
+    values: dict[str, str] = {}
+    for given, node in _leaves(root):
+        name = rename_option(given)
         if names.is_unknown(name) and not is_removed(name) and not _is_declared(name):
             raise UserError(f"{path}: unknown key {name}{names.hint(name)}")
+        if isinstance(node, yaml.ScalarNode):
+            if name in names.types:
+                check_value(f"{path}: ", name, node.value, names.types[name])
+            if node.tag != _NULL_TAG:
+                values[name] = node.value
+    return values
 
 
-def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[str]:
-    """Yields the dotted names of all values in a mapping; merge keys (`<<`) and keys that are not text are skipped."""
+def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[str, yaml.Node]]:
+    """Yields the dotted names of all values in a mapping, and the values.
+
+    Merge keys (`<<`) and keys that are not text are skipped.
+    """
     pairs = {key.value: value for key, value in node.value if key.tag == _TEXT_TAG}
     for key, value in pairs.items():
         name = prefix + key.removesuffix("+")
         if not isinstance(value, yaml.MappingNode):
-            yield name
+            yield name, value
         elif value not in above:  # an anchor may contain itself
             yield from _leaves(value, f"{name}.", (*above, value))
 

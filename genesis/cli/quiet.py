@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_AT_EVERY_START: Final = re.compile(
+_USELESS_MESSAGES: Final = re.compile(
     "GPU available|TPU available|distributed_backend|Tip:"
+    # `genesis.cli.main` prints the line about an interruption.
+    "|Detected KeyboardInterrupt"
     # Advice on the precision of float32 matmuls, printed before `genesis.train.precision` sets that precision.
     "|that has Tensor Cores"
 )
@@ -57,7 +59,7 @@ def _at_level(level: int, name: str) -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return _AT_EVERY_START.search(record.getMessage()) is None
+    return _USELESS_MESSAGES.search(record.getMessage()) is None
 
 
 def _warn_in_one_line(

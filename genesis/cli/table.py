@@ -6,6 +6,7 @@ imported only when the command is called. This is the only place in the project 
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -28,6 +29,9 @@ class Command:
         check: `module:function`, fast to import; it takes the same arguments and refuses wrong ones early.
         prepare: `module:function` without arguments, called before the command's code is imported: it sets
             environment variables that other packages read at import.
+        first_imports: `module:function`, called with the arguments before the command's code is imported: it imports
+            packages of others in a cheaper way than that code would.
+        continues: Whether the same command continues the work of one that was interrupted.
         target_of: `module:function` by option: if one of the arguments is the option, this target runs instead. The
             other forms of the command then need not import what this form needs.
     """
@@ -38,6 +42,8 @@ class Command:
     extra: str | None = None
     check: str | None = None
     prepare: str | None = None
+    first_imports: str | None = None
+    continues: bool = False
     target_of: Mapping[str, str] = field(default_factory=dict)
 
     def check_arguments(self, arguments: list[str]) -> None:
@@ -62,6 +68,8 @@ class Command:
         try:
             if self.prepare is not None:
                 _find(self.prepare)()
+            if self.first_imports is not None:
+                _find(self.first_imports)(arguments)
             target = next((self.target_of[option] for option in self.target_of if option in given), self.target)
             main: Callable[[list[str]], int] = _find(target)
         except ImportError as error:
@@ -79,6 +87,12 @@ class Command:
         print(read_record().help[self.name])
         print(f"`genesis {self.name}` needs optional packages: pip install 'genesis-lm[{self.extra}]'")
         return 0
+
+
+def show_stages() -> AbstractContextManager[None]:
+    """Returns a context that shows how far a command's work is; see `genesis.cli.progress.shown`."""
+    context: AbstractContextManager[None] = _find("genesis.cli.progress:shown")()
+    return context
 
 
 def _find(target: str) -> Callable[..., Any]:
@@ -107,12 +121,19 @@ SECTIONS: Final = {
             "genesis.cli.tokenizer:inspect_main",
         ),
         Command(
-            "data clean", "filter and deduplicate raw text, with a report", "genesis.cli.clean:clean_main", "clean"
+            *("data clean", "filter and deduplicate raw text, with a report", "genesis.cli.clean:clean_main", "clean"),
+            continues=True,
         ),
-        Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
+        Command(
+            *("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
+            continues=True,
+        ),
         Command("data adopt", "use token files of other tools as a corpus, without a copy", "genesis.cli.adopt:main"),
         Command("data plan", "pack the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
-        Command("data distill", "store a teacher's probabilities for a corpus", "genesis.cli.distill:main"),
+        Command(
+            *("data distill", "store a teacher's probabilities for a corpus", "genesis.cli.distill:main"),
+            continues=True,
+        ),
         Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
         Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
     ),
@@ -130,10 +151,12 @@ SECTIONS: Final = {
         Command(
             *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),
             check="genesis.cli.option_names:check_fit",
+            first_imports="genesis.cli.start_fit:begin_fit",
         ),
         Command(
             *("validate", "compute the loss of a checkpoint on the validation set", "genesis.cli.fit:validate_main"),
             check="genesis.cli.option_names:check_validate",
+            first_imports="genesis.cli.start_fit:import_torchmetrics",
         ),
         Command(
             "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"

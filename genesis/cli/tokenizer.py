@@ -14,10 +14,11 @@ from rich.table import Table
 from genesis.arguments import Bytes
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
+from genesis.data.tokenizer_training import Sample, train_in_worker
 from genesis.errors import UserError
 from genesis.tokenizer.inspect import find_unused, measure_texts
-from genesis.tokenizer.open import open_tokenizer
-from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis.tokenizer.open import FORMATS, open_tokenizer
+from genesis.tokenizer.train import TokenizerOptions
 
 _TRAIN_DESCRIPTION = """Trains a byte-pair-encoding tokenizer on the text of named sources, and writes it to the
 directory OUT. The tokenizer has byte fallback, splits digits and does not normalise: decoding returns every text byte
@@ -39,7 +40,7 @@ class TrainOptions:
 
     Args:
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
-        out: Directory for the tokenizer; an existing one is replaced.
+        out: Directory for the tokenizer.
         sample_bytes: Size of the text to train on, over all sources by weight.
         seed: Seed of the text sample.
     """
@@ -84,10 +85,12 @@ def train_main(argv: list[str]) -> int:
     parser = build_parser("tokenizer train", _TRAIN_DESCRIPTION)
     parser.add_class_arguments(TrainOptions)
     parser.add_class_arguments(TokenizerOptions)
+    parser.add_argument("--replace", action="store_true", help="replace a tokenizer that is already in OUT")
     arguments = parse(parser, argv, TrainOptions, TokenizerOptions)
     options = make(TrainOptions, arguments)
-    texts = sample_texts(options.sources, options.sample_bytes, options.seed, _warn)
-    path = train_tokenizer(texts, make(TokenizerOptions, arguments), options.out)
+    _check_is_free(options.out, may_replace=arguments.replace)
+    sample = Sample(options.sources, options.sample_bytes, options.seed)
+    path = train_in_worker(sample, make(TokenizerOptions, arguments), options.out, _warn)
     tokenizer = open_tokenizer(path)
     print(f"{path}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
     return 0
@@ -95,6 +98,17 @@ def train_main(argv: list[str]) -> int:
 
 def _warn(line: str) -> None:
     print(f"genesis: warning: {line}", file=sys.stderr)
+
+
+def _check_is_free(out: Path, *, may_replace: bool) -> None:
+    """Refuses a directory that has a tokenizer of any kind: corpora and runs may have been made with it.
+
+    Raises:
+        UserError: There is a tokenizer.
+    """
+    found = [name for form in FORMATS for name in form.file_names if (out / name).exists()]
+    if found and not may_replace:
+        raise UserError(f"{out} already has a tokenizer ({', '.join(found)}): give another --out, or add --replace")
 
 
 def inspect_main(argv: list[str]) -> int:

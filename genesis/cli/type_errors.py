@@ -1,6 +1,7 @@
 """Mistakes in the type of an option, in plain words: jsonargparse writes the names of Python's types."""
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
@@ -65,17 +66,27 @@ def explain_types(line: str) -> str:
     return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
 
 
+def explain_value(name: str, value: str, types: Sequence[str]) -> str:
+    """Returns what `explain_types` returns for an option's value that none of its types takes."""
+    kinds = list(types)
+    return _explain(name, value or repr(""), kinds) if len(kinds) == 1 else _explain(name, repr(value), kinds)
+
+
 def _explain_one(found: re.Match[str]) -> str:
-    return f"{found['key']} is {found['value'] or repr('')}: give {_describe(found['type'])}"
+    return _explain(found["key"], found["value"] or repr(""), [found["type"]])
 
 
 def _explain_several(found: re.Match[str]) -> str:
     value = repr(found["value"]) if found["given"] == "str" else found["value"]
-    kinds = dict.fromkeys(_describe(each) for each in _split(found["types"]))
+    return _explain(found["key"], value, _split(found["types"]))
+
+
+def _explain(name: str, value: str, types: Sequence[str]) -> str:
+    kinds = dict.fromkeys(map(_describe, types))
     if "a number" in kinds:  # Python's order of the two varies with what was imported before
         kinds.pop("a whole number", None)
     # What an option is without a value comes last.
-    return f"{found['key']} is {value}: give {' or '.join(sorted(kinds, key='null'.__eq__))}"
+    return f"{name} is {value}: give {' or '.join(sorted(kinds, key='null'.__eq__))}"
 
 
 def _explain_class(found: re.Match[str]) -> str:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genesis.data.corpus import Corpus, TokenSource, find_fault
-from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manifest
+from genesis.data.manifest import SPLITS, CorpusManifest, ShardRecord, Split, read_manifest
 from genesis.data.packing import Packing, PackingFigures
 from genesis.data.pairs import find_source_fault
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
 from genesis.errors import UserError
+from genesis.progress import stage
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -178,14 +179,15 @@ def verify_corpus(corpus: Path) -> Iterator[ShardRecord]:
     manifest = read_manifest(corpus)
     read_corpus_tokenizer(corpus, manifest)
     faults: list[str] = []
-    for split in ("train", "validation"):
-        for source in manifest.split(split):
-            for shard in source.shards:
-                fault = find_fault(corpus, manifest, shard)
-                if fault is None:
-                    yield shard
-                else:
-                    faults.append(fault)
+    sources = [source for split in SPLITS for source in manifest.split(split)]
+    with stage("verifying shards", sum(source.num_tokens for source in sources), "tokens") as shown:
+        for shard in (shard for source in sources for shard in source.shards):
+            fault = find_fault(corpus, manifest, shard)
+            if fault is None:
+                yield shard
+            else:
+                faults.append(fault)
+            shown.advance(shard.num_tokens)
     if faults:
         others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{others}; {_remedy(manifest)}")

@@ -238,6 +238,13 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     replace_file(corpus / MANIFEST_NAME, json.dumps(raw).encode())
 
 
+class NotPreparedError(UserError):
+    """A directory is not a corpus."""
+
+    def __init__(self, corpus: Path) -> None:
+        super().__init__(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`")
+
+
 def read_manifest(corpus: Path) -> CorpusManifest:
     """Returns the manifest of the corpus in the directory `corpus`; all schemas are read.
 
@@ -253,7 +260,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
             )
         raw: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`") from None
+        raise NotPreparedError(corpus) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None

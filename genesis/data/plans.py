@@ -43,6 +43,7 @@ from genesis.data.packing import (
 )
 from genesis.data.shards import hash_index, index_path, remedy
 from genesis.errors import UserError
+from genesis.progress import stage
 from genesis_callbacks.files import create_file, sync_directory
 from genesis_callbacks.locks import lock_file
 
@@ -264,6 +265,7 @@ def _write_source(
     figures, num_pieces, num_tokens = PackingFigures(), 0, 0
     with contextlib.ExitStack() as opened:
         files = {name: opened.enter_context(create_file(path)) for name, path in paths.items()}
+        shown = opened.enter_context(stage(f"packing {source.name}", record.num_documents, "documents"))
         for packed, of_block in _pack(source, seq_len, packing):
             firsts = packed.sequence_ends - np.diff(packed.sequence_ends, prepend=0)
             arrays = {
@@ -276,6 +278,7 @@ def _write_source(
                 files[name].write(array.astype(_DTYPES[name]).tobytes())
             figures, num_pieces = figures + of_block, num_pieces + len(packed.starts)
             num_tokens += int(packed.lengths.sum())
+            shown.advance(of_block.num_documents)
     hashes = {name: _hash_file(path) for name, path in paths.items()}
     return PlanRecord(hash_shards(record), num_pieces, num_tokens, figures, hashes)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
 from genesis.evaluate.questions import Progress, Question, UnanswerableError, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
@@ -22,7 +23,6 @@ from genesis_callbacks.checkpoint import (
     list_committed,
     read_committed_hash,
     read_manifest,
-    verify,
 )
 from genesis_callbacks.events import EventLog
 
@@ -93,7 +93,7 @@ def answer_questions(
     }
     open_questions = [(question, details) for question, details in asked if question.name not in standing]
     if open_questions:
-        verify(checkpoint, "full")
+        verify_shown(checkpoint)
         loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
         if read_committed_hash(checkpoint) != checkpoint_hash:
             raise UserError(f"{checkpoint} was replaced while it was evaluated: run the evaluation again")

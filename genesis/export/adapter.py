@@ -9,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
 from genesis.export.proof import PROVE_ADAPTER_MODULE, check_proof_memory, run_proof_of, write_proof
 from genesis.export.staging import check_is_new, staged
@@ -39,7 +40,7 @@ from genesis.model.adapter import (
 )
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_tensors, verify
+from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_tensors
 
 _OTHER_BYTES = 1 << 20
 
@@ -85,7 +86,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
-    manifest = verify(checkpoint, "full")
+    manifest = verify_shown(checkpoint)
     adapter = read_adapter(manifest, checkpoint)
     assert manifest.base is not None
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
 from genesis.export.importing import save_weights
 from genesis.export.proof import write_proof
@@ -25,6 +26,7 @@ from genesis.huggingface.family import OUTPUT_WEIGHT
 from genesis.model.decoder import DecoderConfig
 from genesis.model.initial import draw_block
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.progress import stage
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
@@ -36,7 +38,6 @@ from genesis_callbacks.checkpoint import (
     read_committed_hash,
     read_manifest,
     read_tensors,
-    verify,
 )
 
 EMBEDDING: Final = "embedding.weight"
@@ -84,7 +85,7 @@ def add_tokens(checkpoint: Path, out: Path, addition: TokenAddition, options: Ad
             little space, or `out` exists. No partial result is left.
     """
     check_is_new(out)
-    manifest = verify(checkpoint, "full")
+    manifest = verify_shown(checkpoint)
     config = _read_config(checkpoint, manifest)
     tokenizer = load_tokenizer(options.tokenizer, manifest, checkpoint)
     if tokenizer is None:
@@ -102,14 +103,15 @@ def add_tokens(checkpoint: Path, out: Path, addition: TokenAddition, options: Ad
     num_bytes = sum(torch.Size(record.shape).numel() * record.torch_dtype.itemsize for record in records.values())
     num_bytes += (num_rows - config.vocab_size) * config.dim * 2 * torch.float32.itemsize
     with staged(out, 2 * num_bytes + num_bytes // 10) as staging:
-        state = {
-            name: _map_tensor(
-                read_tensors(checkpoint, [DECODER_PREFIX + name])[DECODER_PREFIX + name],
-                staging / f"{_STATE_NAME}.{number}",
-                num_rows=num_rows if name in (EMBEDDING, OUTPUT_WEIGHT) else None,
-            )
-            for number, name in enumerate(records)
-        }
+        with stage("copying the weights", len(records), "tensors") as shown:
+            state = {
+                name: _map_tensor(
+                    read_tensors(checkpoint, [DECODER_PREFIX + name])[DECODER_PREFIX + name],
+                    staging / f"{_STATE_NAME}.{number}",
+                    num_rows=num_rows if name in (EMBEDDING, OUTPUT_WEIGHT) else None,
+                )
+                for number, name in enumerate(shown.each(records))
+            }
         for name in state.keys() & {EMBEDDING, OUTPUT_WEIGHT}:
             fill_rows(state[name], new_rows, num_used=tokenizer.vocab_size, key=f"{options.seed} {name}")
         write_files(extended.files, staging)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from genesis.chat.learned import find_stop_ids
+from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
 from genesis.export.adapter import read_adapter
 from genesis.export.card import describe_reading, write_card
@@ -42,7 +43,6 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import verify
 
 _OTHER_BYTES = 64 << 20
 """Upper bound for the size of all files other than weights."""
@@ -60,6 +60,7 @@ class ExportOptions:
         may_be_unproved: Whether to accept a `tokenizer` whose hash differs from the run's; proof and card report this.
         is_merged: Whether the checkpoint's adapters are merged into the weights of their base.
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
+        is_whole: Whether the proof leaves nothing out, however long it takes.
     """
 
     layout: Layout = "huggingface"
@@ -69,6 +70,7 @@ class ExportOptions:
     may_be_unproved: bool = False
     is_merged: bool = False
     compares_models: bool = True
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -125,7 +127,10 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         place = None if tokenizer is None else staging
         paths = [source.path for source in sources]
         proof = run_proof(
-            staging, paths, place, options.layout, compares_models=options.compares_models, is_merged=options.is_merged
+            *(staging, paths, place, options.layout),
+            compares_models=options.compares_models,
+            is_whole=options.is_whole,
+            is_merged=options.is_merged,
         )
         proof |= {"tokenizer_origin": origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
@@ -139,7 +144,7 @@ def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
     Raises:
         UserError: The checkpoint has adapters but `is_merged` is false, or it has none but `is_merged` is true.
     """
-    manifest = verify(checkpoint, "full")
+    manifest = verify_shown(checkpoint)
     if not is_merged:
         if read_adapter_config(manifest.recipe, where=f"the recipe in {checkpoint}") is not None:
             raise UserError(

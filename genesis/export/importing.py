@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from genesis.errors import UserError
@@ -23,6 +24,7 @@ from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
+from genesis.progress import Stage, stage
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
@@ -72,6 +74,7 @@ def import_directory(
     dtype: torch.dtype = torch.float32,
     download: Download | None = None,
     compares_models: bool = True,
+    is_whole: bool = False,
 ) -> dict[str, Any]:
     """Creates the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
@@ -86,6 +89,7 @@ def import_directory(
             whose routers stay in float32.
         download: The download that `directory` comes from; the proof names its repository and commit.
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
+        is_whole: Whether the proof leaves nothing out, however long it takes.
 
     Raises:
         UserError: The model cannot be represented, the disk has too little space, or `out` exists.
@@ -104,7 +108,8 @@ def import_directory(
     if compares_models:
         check_proof_memory(num_bytes)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
-        state = found | _widen(widened, staging / _WIDENED_NAME)
+        with stage("widening the weights", num_widened * torch.float32.itemsize, "bytes") as shown:
+            state = found | _widen(widened, staging / _WIDENED_NAME, shown)
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(
@@ -116,7 +121,10 @@ def import_directory(
         held = str(checkpoint.relative_to(staging))
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof = run_proof(
-            directory, [checkpoint], place, "huggingface", is_import=True, compares_models=compares_models
+            *(directory, [checkpoint], place, "huggingface"),
+            is_import=True,
+            compares_models=compares_models,
+            is_whole=is_whole,
         )
         proof |= describe_source(download)
         write_proof(staging, proof)
@@ -135,7 +143,7 @@ def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.d
         raise UserError(f"{directory}: {other} is {found}, which --dtype {wanted} would round: leave --dtype out")
 
 
-def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _widen(state: Mapping[str, Tensor], path: Path, shown: Stage) -> dict[str, Tensor]:
     """Returns the tensors as float32. Those of another dtype become views of the mapped file `path`, which is created.
 
     A model of 8 B parameters takes 32 GB as float32. The system can write a mapped file back to disk to free memory.
@@ -150,6 +158,7 @@ def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         place = mapped[start : start + tensor.numel()].view(tensor.shape)
         widened[name] = place.copy_(tensor)
         start += tensor.numel()
+        shown.advance(tensor.numel() * torch.float32.itemsize)
     return widened
 
 
@@ -182,7 +191,8 @@ def save_weights(
     section, _ = encode_tagged(_begin_trainer_state(), "state.0")
     target = SaveTarget(checkpoints, Ranks(), origin=origin)
     target.continue_from(ancestor, sequence=0)
-    return save_blocking(target, lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False))
+    with stage(f"writing the checkpoint, {decimal(sum(tensor.nbytes for tensor in state.values()))}"):
+        return save_blocking(target, lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False))
 
 
 def _begin_trainer_state() -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -11,6 +12,7 @@ from typing import Any, Final, Literal
 from genesis.available_memory import available_memory
 from genesis.errors import RunEndedError, UserError
 from genesis.huggingface.directory import PROOF_NAME
+from genesis.progress import SentStages, stage
 
 Layout = Literal["huggingface", "safetensors"]
 TokenizerOrigin = Literal["run", "unproved", "none"]
@@ -30,6 +32,7 @@ def run_proof(
     *,
     is_import: bool = False,
     compares_models: bool = True,
+    is_whole: bool = False,
     is_merged: bool = False,
 ) -> dict[str, Any]:
     """Runs the proof in a new process and returns its results; a failed comparison raises.
@@ -42,6 +45,8 @@ def run_proof(
         is_import: Whether another project made the directory. Its tokenizer may change some characters, which are then
             skipped, and may encode the names of control symbols as these symbols, which is then turned off.
         compares_models: Whether logits and generated text are compared, which loads the model as float32.
+        is_whole: Whether all texts and sequences are compared, however long that takes; otherwise as many as fit the
+            size of the model (`genesis.export.proof_size`).
         is_merged: Whether the checkpoint's adapters were merged into the weights of their base.
 
     Raises:
@@ -54,6 +59,7 @@ def run_proof(
         "layout": layout,
         "is_import": is_import,
         "compares_models": compares_models,
+        "is_whole": is_whole,
         "is_merged": is_merged,
     }
     return run_proof_of(request, PROVE_MODULE)
@@ -94,14 +100,32 @@ def run_proof_of(request: dict[str, Any], module: str) -> dict[str, Any]:
 
 
 def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:
-    """Runs a proving module on a request in a process of its own and returns its status and output."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", module, request],
-        capture_output=True,
-        text=True,
-        env=prove_environment(),
-        check=False,
-    )
+    """Runs a proving module on a request in a process of its own and returns its status and output.
+
+    The stages that the process sends are shown as this one's.
+    """
+    command = [sys.executable, "-P", "-m", module, request]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        stage("starting the proof") as start,
+    ):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=prove_environment(), stdin=subprocess.DEVNULL
+        )
+        lines = []
+        try:
+            assert process.stdout is not None
+            with process.stdout, SentStages() as sent:
+                for line in process.stdout:
+                    start.name = "proof"
+                    if not sent.take(line):
+                        lines.append(line)
+            process.wait()
+        finally:
+            process.kill()  # an interruption of this process does not always reach the other one
+            process.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, "".join(lines), errors.read())
 
 
 def prove_environment() -> dict[str, str]:

@@ -10,9 +10,10 @@ adapters     if merged: logits of the merged weights equal those of the base wit
 
 import gc
 import json
+import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from genesis.errors import UserError
+from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
@@ -34,6 +36,7 @@ from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.progress import sent_as_lines, stage
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
@@ -41,10 +44,7 @@ from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
-_NUM_SEQUENCES = 8
-_SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
-_NEW_TOKENS = 64
 _NUM_CACHED = 4
 _GENERAL_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of transformers that follow `tokenizer.json`."""
@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
     request = json.loads(argv[0])
     try:
-        result = _prove(request)
+        with sent_as_lines():
+            result = _prove(request)
     except UserError as error:
         result = {"problem": str(error)}
     print(json.dumps(result))
@@ -70,8 +71,9 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     ours = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
     packages = (*_PACKAGES, *(() if ours is None else ours.packages))
     family = read_shape(directory)[0] if layout == "huggingface" else None
-    recipe = read_manifest(checkpoints[0]).recipe
-    config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
+    manifest = read_manifest(checkpoints[0])
+    config = build_decoder_config(manifest.recipe["model"]["decoder"], where=str(checkpoints[0]))
+    size = plan_proof(_count_parameters(manifest), _find_long_length(config), is_whole=request["is_whole"])
     result: dict[str, Any] = {
         "weights": _compare_weights(directory, names, checkpoints, family, config, is_merged=request["is_merged"]),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
@@ -79,12 +81,16 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     if family is None:
         return result
     is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # passed to transformers
-    result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
+    result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"], size) if ours and is_open else None
     if request["compares_models"]:
-        result |= _compare_models(directory, names, config, family, ours)
+        result |= _compare_models(directory, names, config, family, ours, size)
     if request["compares_models"] and request["is_merged"]:
-        result["adapters"] = _compare_adapters(checkpoints[0], ours)
+        result["adapters"] = _compare_adapters(checkpoints[0], ours, size)
     return result
+
+
+def _count_parameters(manifest: Manifest) -> int:
+    return sum(math.prod(record.shape) for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX))
 
 
 # ---- weights
@@ -105,7 +111,7 @@ def _compare_weights(
     num_values = num_merged = 0
     held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
     rows: dict[str, set[int]] = {}
-    for name, tensor in iterate_tensors(directory, names):
+    for name, tensor in _shown(iterate_tensors(directory, names), len(names), "comparing the weights"):
         placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
         for found, expert, values in placed:
             ours = DECODER_PREFIX + found
@@ -127,6 +133,11 @@ def _compare_weights(
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
     compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
     return {**compared, "num_merged": num_merged} if is_merged else compared
+
+
+def _shown(tensors: Iterable[tuple[str, Tensor]], number: int, what: str) -> Iterator[tuple[str, Tensor]]:
+    with stage(what, number, "tensors") as shown:
+        yield from shown.each(tensors)
 
 
 def _pick(tensor: Tensor, expert: int | None) -> Tensor:
@@ -159,7 +170,7 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 # ---- tokenizer
 
 
-def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> dict[str, Any]:
+def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool, size: ProofSize) -> dict[str, Any]:
     # Our tokenizers read the spelling of a control symbol as text; transformers does so with this option.
     is_of_others = is_import or FAST_NAME in ours.files
     fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_of_others else {}))
@@ -182,6 +193,8 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
         lambda text: fast.encode(text, add_special_tokens=False),
         lambda ids: fast.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         left_out=left_out,
+        num_pieces=size.num_pieces,
+        num_runs=size.num_runs,
         **remedy,
     )
     without = "".join(f", without U+{ord(character):04X}" for character in left_out)
@@ -193,19 +206,24 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
 
 
 def _compare_models(
-    directory: Path, names: dict[str, str], config: DecoderConfig, family: Family, tokenizer: Tokenizer | None
+    directory: Path,
+    names: dict[str, str],
+    config: DecoderConfig,
+    family: Family,
+    tokenizer: Tokenizer | None,
+    size: ProofSize,
 ) -> dict[str, Any]:
-    sequences = _build_sequences(config, tokenizer)
+    sequences = _build_sequences(config, tokenizer, size)
     prompt = sequences[0][:_PROMPT_TOKENS]
-    num_new = min(_NEW_TOKENS, config.max_seq_len - len(prompt))
-    kept = [min(len(sequence), _SEQUENCE_TOKENS) for sequence in sequences]
+    num_new = min(size.num_new_tokens, config.max_seq_len - len(prompt))
+    kept = [min(len(sequence), size.sequence_tokens) for sequence in sequences]
     their_logits, their_text = _ask_transformers(directory, sequences, kept, prompt, num_new)
     gc.collect()  # one model at a time
     decoder = _build_decoder(directory, names, config, family)
     largest = difference = 0.0
     num_same_choice = num_tokens = 0
-    with torch.no_grad():
-        for sequence, num_kept, theirs in zip(sequences, kept, their_logits, strict=True):
+    with torch.no_grad(), stage("logits of genesis", len(sequences), "sequences") as shown:
+        for sequence, num_kept, theirs in shown.each(zip(sequences, kept, their_logits, strict=True)):
             last = torch.arange(len(sequence) - num_kept, len(sequence))
             ours = decoder(torch.tensor([sequence]), logits_to_keep=last)
             largest = max(largest, float(theirs.abs().max()))
@@ -216,7 +234,8 @@ def _compare_models(
     if not difference <= tolerance:
         raise UserError(f"logits differ by {difference:.3g}, more than the rounding tolerance {tolerance:.3g}")
     options = GenerateOptions(num_new, SamplingOptions(temperature=0.0))
-    our_text = [token.id for token in generate(decoder, [prompt], options, frozenset())]
+    with stage("greedy text of genesis", num_new, "tokens") as shown:
+        our_text = [token.id for token in shown.each(generate(decoder, [prompt], options, frozenset()))]
     num_equal = _count_equal(decoder, prompt, our_text, their_text, tolerance)
     return {
         "logits": {
@@ -224,6 +243,7 @@ def _compare_models(
             "num_sequences": len(sequences),
             "num_tokens": num_tokens,
             "longest_context": max(map(len, sequences)),
+            "has_long_sequence": size.has_long_sequence or not _find_long_length(config),
             "num_same_choice": num_same_choice,
             "largest_logit": largest,
             "largest_difference": difference,
@@ -238,7 +258,7 @@ def _compare_models(
     }
 
 
-def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: ProofSize) -> dict[str, Any]:
     """Compares the logits of the base with separate adapters with those of merged weights before rounding."""
     adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
     adapter_config = read_adapter_config(read_manifest(checkpoint).recipe, where=str(checkpoint))
@@ -254,8 +274,9 @@ def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str
             state[name] = merge_rows({"weight": weight, **whole}, adapter_config.scaling).float()
     merged.load_state_dict(state, assign=True)
     largest = difference = 0.0
-    with torch.no_grad():
-        for sequence in _build_sequences(adapted.config, tokenizer):
+    sequences = _build_sequences(adapted.config, tokenizer, size)
+    with torch.no_grad(), stage("logits of the adapters", len(sequences), "sequences") as shown:
+        for sequence in shown.each(sequences):
             ours, theirs = adapted(torch.tensor([sequence])), merged(torch.tensor([sequence]))
             largest = max(largest, float(ours.abs().max()))
             difference = max(difference, float((ours - theirs).abs().max()))
@@ -270,17 +291,18 @@ def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str
     }
 
 
-def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
-    length, long_length = min(_SEQUENCE_TOKENS, config.max_seq_len - 1), _find_long_length(config)
+def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: ProofSize) -> list[list[int]]:
+    length = min(size.sequence_tokens, config.max_seq_len - 1)
+    long_length = _find_long_length(config) if size.has_long_sequence else 0
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         stream = torch.randint(
-            config.vocab_size, (_NUM_SEQUENCES * length + long_length,), generator=generator
+            config.vocab_size, (size.num_sequences * length + long_length,), generator=generator
         ).tolist()
     else:
         ids = [encode_prompt(tokenizer, text) for text in SCRIPTS.values()]
         stream = [token for text in ids for token in text]
-    short = [stream[start : start + length] for start in range(0, len(stream), length)][:_NUM_SEQUENCES]
+    short = [stream[start : start + length] for start in range(0, len(stream), length)][: size.num_sequences]
     repeated = stream * (1 + long_length // len(stream))
     return short if long_length <= length else [*short, repeated[:long_length]]
 
@@ -290,13 +312,14 @@ def _find_long_length(config: DecoderConfig) -> int:
     attention = config.parts.attention
     bounds = [0 if attention.sliding_window is None else attention.sliding_window]
     bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len)
-    return min(max(bounds) + _SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
+    return min(max(bounds) + SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
 
 
 def _ask_transformers(
     directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int
 ) -> tuple[list[Tensor], list[int]]:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    with stage("loading transformers' model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     model, loading = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
@@ -307,11 +330,12 @@ def _ask_transformers(
     build: Any = GenerationConfig
     greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.generation_config = greedy  # or transformers would fill in the eos of the directory, and end there
-    with torch.no_grad():
+    with torch.no_grad(), stage("logits of transformers", len(sequences), "sequences") as shown:
         logits = [
             model(input_ids=torch.tensor([sequence]), logits_to_keep=num_kept).logits[0].float()
-            for sequence, num_kept in zip(sequences, kept, strict=True)
+            for sequence, num_kept in shown.each(zip(sequences, kept, strict=True))
         ]
+    with torch.no_grad(), stage("greedy text of transformers"):
         text = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -321,7 +345,8 @@ def _ask_transformers(
 
 
 def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig, family: Family) -> Decoder:
-    state = {name: tensor.float() for name, tensor in iterate_tensors(directory, names)}
+    tensors = _shown(iterate_tensors(directory, names), len(names), "loading genesis's model")
+    state = {name: tensor.float() for name, tensor in tensors}
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder.load_state_dict(family.to_ours(state, config), assign=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
+from genesis.progress import stage
 from genesis_callbacks.checkpoint import (
     DIGEST_MODULUS,
     CorruptCheckpointError,
@@ -119,15 +120,18 @@ def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequen
         OSError: The disk is full.
     """
     manifest = sources[0].manifest
-    for file in files:
-        with create_file(directory / file.name) as out:
-            out.write(_encode_header(file, manifest, dtype))
-            for ours, _ in file.tensors:
-                for block in iterate_blocks(sources, ours, dtype):
-                    out.write(block.reshape(-1).view(torch.uint8).numpy().data)
+    num_bytes = sum(count_bytes(dict(file.tensors), manifest, dtype) for file in files)
+    with stage("writing the weights", num_bytes, "bytes") as shown:
+        for file in files:
+            with create_file(directory / file.name) as out:
+                out.write(_encode_header(file, manifest, dtype))
+                for ours, _ in file.tensors:
+                    for block in iterate_blocks(sources, ours, dtype):
+                        out.write(block.reshape(-1).view(torch.uint8).numpy().data)
+                        shown.advance(block.nbytes)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(count_bytes(dict(file.tensors), manifest, dtype) for file in files)},
+            "metadata": {"total_size": num_bytes},
             "weight_map": {name: file.name for file in files for name, _ in file.list_entries(manifest)},
         }
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

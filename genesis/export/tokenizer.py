@@ -3,7 +3,7 @@
 import random
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -11,6 +11,7 @@ import tokenizers
 
 from genesis.errors import UserError
 from genesis.export.texts import SCRIPTS
+from genesis.progress import stage
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _SPACE_MARK: Final = "\u2581"
@@ -48,6 +49,8 @@ def compare_tokenizers(
     *,
     left_out: str = "",
     remedy: str = _REMEDY,
+    num_pieces: int | None = None,
+    num_runs: int | None = None,
 ) -> dict[str, int]:
     """Compares ids and decoded text for all test texts, and returns the number of texts of each kind.
 
@@ -57,14 +60,18 @@ def compare_tokenizers(
         decode: The other tokenizer's decoding.
         left_out: Characters to remove from the texts, because the other tokenizer changes them.
         remedy: What the user can do about a difference.
+        num_pieces: Number of pieces to compare one by one, spread evenly over the vocabulary; None for all.
+        num_runs: Number of runs of one character, spread evenly; None for all.
 
     Raises:
         UserError: A text is encoded or decoded differently; the message quotes it.
     """
     counts: dict[str, int] = {}
     none_of_them = str.maketrans("", "", left_out)
-    for kind, texts in _comparison_texts(tokenizer):
-        for full_text in texts:
+    kinds = {kind: list(texts) for kind, texts in _comparison_texts(tokenizer, num_pieces, num_runs)}
+    all_texts = [(kind, text) for kind, texts in kinds.items() for text in texts]
+    with stage("comparing the tokenizers", len(all_texts), "texts") as shown:
+        for kind, full_text in shown.each(all_texts):
             text = full_text.translate(none_of_them)
             ours, theirs = tokenizer.encode(text), encode(text)
             if ours != theirs:
@@ -80,12 +87,14 @@ def compare_tokenizers(
     return counts
 
 
-def _comparison_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, Iterable[str]]]:
+def _comparison_texts(
+    tokenizer: Tokenizer, num_pieces: int | None, num_runs: int | None
+) -> Iterator[tuple[str, Iterable[str]]]:
     yield "bytes", (chr(code) for code in range(256))
     yield "characters", _every_character()
     yield "scripts", (text for text in SCRIPTS.values())
-    yield "pieces", _piece_texts(tokenizer)
-    yield "runs", _run_texts(tokenizer)
+    yield "pieces", _piece_texts(tokenizer, num_pieces)
+    yield "runs", _spread(list(_run_texts(tokenizer)), num_runs)
     yield "control symbols", (f"a{piece} {piece}b" for piece in tokenizer.pieces[:300])
     yield (
         "spaces",
@@ -108,10 +117,17 @@ def _every_character() -> Iterator[str]:
         yield "".join(characters[start : start + _CHARACTERS_AT_ONCE])
 
 
-def _piece_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields every piece, and sequences of pieces, which detect a wrong order of merges."""
+def _spread(texts: Sequence[str], limit: int | None) -> Sequence[str]:
+    """Returns at most `limit` of the texts, spread evenly from the first one on; all without a limit."""
+    if limit is None or len(texts) <= limit:
+        return texts
+    return [texts[number * len(texts) // limit] for number in range(limit)]
+
+
+def _piece_texts(tokenizer: Tokenizer, limit: int | None) -> Iterator[str]:
+    """Yields pieces one by one, and sequences of all pieces, which detect a wrong order of merges."""
     pieces = list(_piece_spellings(tokenizer))
-    yield from pieces
+    yield from _spread(pieces, limit)
     chooser = random.Random(0)
     for _ in range(_NUM_PIECE_TEXTS):
         yield "".join(chooser.choices(pieces, k=_PIECES_IN_TEXT))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from genesis.available_memory import available_memory
+from genesis.checkpoint_reference import verify_shown
 from genesis.errors import RunEndedError, UserError
 from genesis.export.importing import save_weights
 from genesis.export.proof import write_proof
@@ -26,9 +27,10 @@ from genesis.model.feed_forward import DenseConfig
 from genesis.model.initial import INIT_STD, draw_block, fill_normal
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.progress import stage
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.files import write_files
-from genesis_callbacks.checkpoint import Ancestor, Manifest, read_committed_hash, read_tensors, verify
+from genesis_callbacks.checkpoint import Ancestor, Manifest, read_committed_hash, read_tensors
 
 TOLERANCE: Final = 1e-4
 """The largest difference of a logit between the mixture and the dense model, relative to the largest logit."""
@@ -112,7 +114,7 @@ def upcycle(checkpoint: Path, out: Path, options: UpcycleOptions) -> dict[str, A
         RunEndedError: The mixture does not give the logits of the dense model. No partial result is left.
     """
     check_is_new(out)
-    manifest = verify(checkpoint, "full")
+    manifest = verify_shown(checkpoint)
     dense = _read_config(checkpoint, manifest)
     assert isinstance(dense.parts.feed_forward, DenseConfig)
     mixed = replace(dense, ffn_dim=None, feed_forward=options.build_config(dense.parts.feed_forward.ffn_dim))
@@ -124,11 +126,13 @@ def upcycle(checkpoint: Path, out: Path, options: UpcycleOptions) -> dict[str, A
     with staged(out, 2 * num_bytes + num_bytes // 10) as staging:
         held = {name.removeprefix(DECODER_PREFIX): name for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
         source = {name: read_tensors(checkpoint, [path])[path] for name, path in held.items()}
-        state = {
-            name: _build_tensor(source, name, shape, staging / f"{_STATE_NAME}.{number}", options.seed)
-            for number, (name, shape) in enumerate(shapes.items())
-        }
-        proof = _prove(checkpoint, _fill(dense, source), _fill(mixed, state), options.seed)
+        with stage("making the mixture", len(shapes), "tensors") as shown:
+            state = {
+                name: _build_tensor(source, name, shape, staging / f"{_STATE_NAME}.{number}", options.seed)
+                for number, (name, shape) in enumerate(shown.each(shapes.items()))
+            }
+        with stage("comparing the logits"):
+            proof = _prove(checkpoint, _fill(dense, source), _fill(mixed, state), options.seed)
         if options.noise:
             for name, tensor in state.items():
                 if _find_dense(name) is not None:

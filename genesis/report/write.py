@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
+from genesis.progress import stage
 from genesis.report.collect import collect_runs
 from genesis.report.overview import build_overview
 from genesis.report.page import plan_sections, render_page
@@ -33,20 +34,25 @@ def write_report(paths: Sequence[Path], out: Path, png: Path | None = None, prom
         UserError: A run has no log, or no checkpoint for the prompts, or a file cannot be written.
     """
     _check(out, png)
-    runs = collect_runs(paths)
+    with stage("reading the logs"):
+        runs = collect_runs(paths)
     if prompts:
-        runs = [replace(run, samples=[*write_texts(run.path, prompts), *run.samples]) for run in runs]
+        with stage("writing texts"):
+            runs = [replace(run, samples=[*write_texts(run.path, prompts), *run.samples]) for run in runs]
     sections = plan_sections(runs)
     written = [out]
-    _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
+    with stage("drawing the page"):
+        _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
     if png is not None:
         _write(png / OVERVIEW_NAME, to_png(build_overview(runs, LIGHT)))
         _write(png / _OVERVIEW_SVG, to_svg_file(build_overview(runs, VARIABLES)))
         written += [png / OVERVIEW_NAME, png / _OVERVIEW_SVG]
-        for drawing in (drawing for section in sections if not section.is_closed for drawing in section.drawings):
-            path = png / f"{_UNSAFE.sub('-', drawing.name)}.png"
-            _write(path, to_png(drawing.build(LIGHT)))
-            written.append(path)
+        drawings = [drawing for section in sections if not section.is_closed for drawing in section.drawings]
+        with stage("drawing pictures", len(drawings), "pictures") as shown:
+            for drawing in shown.each(drawings):
+                path = png / f"{_UNSAFE.sub('-', drawing.name)}.png"
+                _write(path, to_png(drawing.build(LIGHT)))
+                written.append(path)
     return written
 
 

@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from genesis.data.training_data import TrainingData
@@ -342,7 +341,8 @@ class GenesisModule(pl.LightningModule):
             self._remove_gradients()
         elif gradient_clip_val and self._grad_norm > gradient_clip_val:
             # Under ZeRO-1 the gradients of parameters that other ranks update stay as they are: nobody reads them.
-            local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+            # ZeroRedundancyOptimizer has it. Its module, which compiles ten optimizers by TorchScript, is not imported.
+            local = getattr(optimizer, "optim", optimizer)
             assert isinstance(local, GroupedOptimizer)
             local.scale_gradients(gradient_clip_val / self._grad_norm)
 

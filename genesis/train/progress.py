@@ -1,6 +1,8 @@
 """A progress bar with updates, tokens, tokens/s and the time left."""
 
+import math
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from genesis.progress import Stage, stage
 from genesis_callbacks import TokenCounters
 
 _REFRESH_SECONDS = 0.5
@@ -44,6 +47,8 @@ class GenesisProgressBar(ProgressBar):
         self._shown_at = 0.0
         self._rate_from: tuple[float, int] | None = None
         self._rate = 0.0
+        self._open = ExitStack()
+        self._validation: Stage | None = None
 
     def disable(self) -> None:
         """Shows nothing (Lightning calls it on the other ranks)."""
@@ -112,6 +117,32 @@ class GenesisProgressBar(ProgressBar):
             words.append(f"loss {float(metrics['train/loss']):.4f}")
         return "  ".join(words)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins a line about a validation; the live bar of a training has no room for another."""
+        if self._is_enabled and self._progress is None:
+            number = (
+                sum(map(int, trainer.num_val_batches)) if all(map(math.isfinite, trainer.num_val_batches)) else None
+            )
+            self._validation = self._open.enter_context(stage("validating", number, "batches"))
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Counts a batch."""
+        if self._validation is not None:
+            self._validation.advance()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ends the line."""
+        self._open.close()
+        self._validation = None
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends the bar."""
         self._close()
@@ -121,6 +152,8 @@ class GenesisProgressBar(ProgressBar):
         self._close()
 
     def _close(self) -> None:
+        self._open.close()
+        self._validation = None
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from genesis.cli.distill import ProgressLines
 from genesis_callbacks.checkpoint import read_committed_hash, read_manifest, read_tensors
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_run import losses
@@ -39,19 +38,6 @@ def recipe(teacher: Path, tiny_corpus: Path, tmp_path: Path) -> Path:
 def distill(genesis: Genesis, corpus: Path, teacher: Path, out: Path, *options: str) -> Outcome:
     shape = ("--seq_len", "16", "--top_k", "8", "--temperature", "2", "--batch_size", "2", "--out", str(out))
     return genesis("data", "distill", str(corpus), str(teacher), *shape, *options)
-
-
-def test_a_log_has_a_line_a_minute_about_what_is_done_and_left() -> None:
-    lines: list[str] = []
-    now = 0.0
-    progress = ProgressLines(lines.append, lambda: now)
-    for now, done in ((1.0, 20), (59.0, 1180), (60.0, 1200), (90.0, 1500), (125.0, 1850), (190.0, 1850)):  # noqa: B007
-        progress.report(done, 4000)
-    assert lines == [
-        "1,200 of 4,000 sequences, 20.0 a second, 2 min 20 s left",
-        "1,850 of 4,000 sequences, 10.0 a second, 3 min 35 s left",
-        "1,850 of 4,000 sequences, 0.0 a second",
-    ]
 
 
 def test_teacher_and_cache_give_the_same_run_bit_for_bit(

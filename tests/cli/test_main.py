@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -61,6 +61,11 @@ NO_TENSORS = {
     "data inspect",
     "data plan",
     "data verify",
+    "checkpoint list",
+    "checkpoint show",
+    "checkpoint verify",
+    "checkpoint prune",
+    "checkpoint repair",
     "completion",
 }
 
@@ -212,12 +217,12 @@ def test_an_unknown_command_names_the_nearest(words: tuple[str, ...], near: str,
     assert near in outcome.err
 
 
-def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, words: Sequence[str] = ("demo",)) -> int:
     def fail(argv: list[str]) -> int:
         raise error
 
     monkeypatch.setattr(Command, "load", lambda command, arguments: fail)
-    return main(["demo"])
+    return main(words)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +255,18 @@ def test_line_breaks_of_a_class_that_writes_them_are_printed_and_all_else_is_esc
     assert capsys.readouterr().err == "genesis: error: no file a\\nb\\x1b[2J\n"
 
 
-def test_an_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fails_with(KeyboardInterrupt(), monkeypatch) == 130
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["demo"], "genesis: interrupted"),
+        (["data", "prepare"], "genesis: interrupted; the same command continues"),
+    ],
+)
+def test_an_interruption_has_the_shells_status_and_one_line(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails_with(KeyboardInterrupt(), monkeypatch, words) == 130
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.parametrize("error", [AssertionError("ours"), OSError(errno.EIO, "Input/output error"), RuntimeError()])
@@ -315,9 +330,9 @@ sys.exit(main(["demo"]))
 
 
 @pytest.mark.process
-def test_an_interruption_of_the_imports_ends_without_a_word() -> None:
+def test_an_interruption_of_the_imports_ends_with_one_line() -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
 
 
 INTERRUPTED_DESTRUCTOR = """
@@ -346,7 +361,7 @@ def test_an_interruption_that_comes_in_a_destructor_is_not_lost() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_DESTRUCTOR], capture_output=True, text=True, check=False, timeout=50
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
 
 
 def test_an_interruption_that_became_an_exit_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import types
 import typing
 from argparse import ArgumentParser
@@ -17,6 +18,7 @@ import yaml
 from genesis.cli import option_names
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import RECORD, OptionNames, check
+from genesis.cli.option_values import is_known_type
 from genesis.errors import UserError
 from tests.cli.conftest import Genesis
 from tests.cli.test_main import modules_after
@@ -54,20 +56,38 @@ def find_options_class(hint: Any) -> Any:
     return None
 
 
-def describe(parser: ArgumentParser) -> dict[str, list[str]]:
+def find_types(hint: Any) -> list[str] | None:
+    """Returns the types of a hint as Python writes them; None if one of them is more than a word or a number."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    found = [
+        "NoneType" if member is types.NoneType else str(member)
+        for member in (typing.get_args(hint) if is_union else (hint,))
+    ]
+    return found if all(map(is_known_type, found)) else None
+
+
+def describe(parser: ArgumentParser) -> dict[str, Any]:
     """Returns what the record has for one command, from the real parser."""
-    options, groups = set(), set()
+    options, groups, kinds = set(), set(), {}
     for action in parser._actions:
+        kinds[action.dest] = find_types(getattr(action, "_typehint", action.type))
         options_class = find_options_class(getattr(action, "_typehint", None))
         if type(action).__name__ == "_ActionConfigLoad":
             groups.add(action.dest)
         elif options_class is not None:
             groups.add(action.dest)
             options |= {f"{action.dest}.{field.name}" for field in fields(options_class)}
+            hints = typing.get_type_hints(options_class)
+            kinds |= {f"{action.dest}.{field.name}": find_types(hints[field.name]) for field in fields(options_class)}
         else:
             spellings = [option for option in action.option_strings if option.startswith("--")]
             options |= {action.dest, *(option.removeprefix("--").removesuffix("+") for option in spellings)}
-    return {"options": sorted(option for option in options if " " not in option), "groups": sorted(groups)}
+    options = sorted(option for option in options if " " not in option)
+    return {
+        "options": options,
+        "groups": sorted(groups),
+        "types": {name: " | ".join(kinds[name]) for name in options if kinds.get(name)},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +106,75 @@ def test_the_golden_record_lists_the_options_of_the_real_parser(parsers: dict[st
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--data.seqlen", "16"], ["--config", "recipe.yaml"]], ids=["on the command line", "in a file"]
+    "arguments",
+    [["--data.seqlen", "16"], ["--config", "recipe.yaml"], ["--schedule.shape", "wds"], ["--data.corpus", "none"]],
+    ids=["on the command line", "in a file", "a wrong value", "a missing corpus"],
 )
-def test_a_misspelt_option_is_refused_without_importing_torch_or_lightning(
+def test_a_mistake_is_refused_without_importing_torch_or_lightning(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("data: {seqlen: 16}\n")
     loaded = modules_after(f"from genesis.cli.main import main\nassert main(['fit', *{arguments!r}]) == 2")
     assert not {"torch", "lightning", "pytorch_lightning", "lightning_fabric"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule.shape", "wds"], "schedule.shape is wds: give one of cosine, wsd, linear, constant, own"),
+        (["--model.optimizer.name=adamv"], "model.optimizer.name is adamv: give one of adamw, muon"),
+        (["--data.packing", "bestfit"], "data.packing is bestfit: give one of chunk, best_fit, pad"),
+        (["--data.seq_len", "2k"], "data.seq_len is 2k: give a whole number"),
+        (["--trainer.max_steps", "null"], "trainer.max_steps is null: give a whole number"),
+        (["--checkpoint.save_at_end", "maybe"], "checkpoint.save_at_end is maybe: give true or false"),
+        (["--telemetry.hang_seconds", "soon"], "telemetry.hang_seconds is 'soon': give a number or null"),
+    ],
+)
+def test_a_wrong_value_is_refused_on_the_command_line_and_in_a_file(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        check("fit", arguments)
+    name, value = " ".join(arguments).removeprefix("--").replace("=", " ").split(" ")
+    content: Any = value
+    for part in reversed(name.split(".")):
+        content = {part: content}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content).replace("'null'", "null"))
+    with pytest.raises(UserError, match=f"^{re.escape(f'{path}: {message}')}"):
+        check("fit", ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--schedule.shape", "wsd"],
+        ["--trainer.precision", "32"],
+        ["--trainer.precision", "bf16-mixed"],
+        ["--data.seq_len", "1e3"],
+        ["--model.optimizer.lr", "1e-4"],
+        ["--model.optimizer.lr", ".inf"],
+        ["--checkpoint.every_n_minutes", "null"],
+        ["--checkpoint.save_at_end", "False"],
+        ["--trainer.limit_val_batches", "0.5"],
+        ["--schedule.shape"],  # its value is missing, which the real parser reports
+    ],
+)
+def test_a_value_that_may_be_right_goes_on_to_the_real_parser(arguments: list[str]) -> None:
+    check("fit", arguments)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_corpus_is_refused_unless_a_checkpoint_knows_where_it_is(command: str, tmp_path: Path) -> None:
+    look = {"fit": option_names.check_fit, "validate": option_names.check_validate}[command]
+    given = ["--model.decoder.dim", "8", "--data.corpus", str(tmp_path)]
+    with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path))} is not a prepared corpus"):
+        look(given)
+    look([*given, "--ckpt_path", "latest"])
+    look([*given, "--print_config"])
+    (tmp_path / "manifest.json").touch()
+    look(given)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

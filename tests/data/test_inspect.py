@@ -147,6 +147,12 @@ def test_a_plan_of_other_shards_is_shown_as_such(corpus, capsys):
     assert all(cells[-1] == "of other shards" for cells in rows_of_packings(capsys.readouterr().out, 32).values())
 
 
+def test_a_second_plan_has_nothing_to_do(corpus, capsys):
+    for seq_len, expected in (("32", False), ("32", True), ("16", False)):
+        assert main(["data", "plan", str(corpus), "--seq_len", seq_len]) == 0
+        assert capsys.readouterr().out.startswith("nothing to do: the plan was complete") == expected
+
+
 def test_verify_reads_plans_too(corpus, capsys):
     assert main(["data", "plan", str(corpus), "--packing", "pad", "--seq_len", "32"]) == 0
     assert main(["data", "verify", str(corpus)]) == 0

@@ -67,6 +67,14 @@ def run_command(options, config, kill_at=0, file_bytes=0):
     return run_module(str(script), *arguments, timeout=120)
 
 
+@pytest.mark.slow
+def test_a_second_prepare_has_nothing_to_do_unless_a_plan_is_missing(inputs):
+    options = make_options(inputs, out=inputs / "twice", num_workers=1)
+    outputs = [run_command(options, inputs / "twice.yaml").stdout for _ in range(2)]
+    outputs.append(run_command(replace(options, packing="pad", seq_len=16), inputs / "plan.yaml").stdout)
+    assert ["nothing to do" in output for output in outputs] == [False, True, False]
+
+
 def test_every_document_is_in_one_split_once_and_in_order(inputs):
     options = make_options(inputs)
     manifest = read_manifest(options.corpus)

@@ -107,7 +107,7 @@ class FitSession:
         self.events: FitEvents | None = None
         """None for a dry run, which leaves nothing behind."""
         self._writer: WriterProcess | None = None
-        self._signals = SignalFlag() if options.save_on_signal else None
+        self._signals = SignalFlag(is_announced=ranks.rank == 0) if options.save_on_signal else None
         self._votes = VoteExchange(ranks)
         self._boundary: Boundary | None = None
         self._last_step = 0

@@ -1,5 +1,7 @@
 """A signal handler that only remembers, and the end of training when all ranks have decided what it means."""
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -8,15 +10,20 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ANSWER = "saving after this step; Ctrl-C again to stop without a save"
 
 
 class SignalFlag:
     """Remembers the first signal that arrives while it is installed; a later SIGINT goes to the previous handler.
 
     Only the main thread can install it; in other threads `install` does nothing.
+
+    Args:
+        is_announced: Whether a line on standard error answers the first signal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_announced: bool = False) -> None:
+        self._is_announced = is_announced
         self._previous: dict[int, Any] = {}
         self.received = 0
         """Number of the signal, 0 for none."""
@@ -42,6 +49,10 @@ class SignalFlag:
         previous = self._previous.get(number)
         if self.received and number == signal.SIGINT and callable(previous):
             previous(number, frame)
+        if not self.received and self._is_announced:
+            # By the descriptor: the handler may run in the middle of a print, which cannot be entered again.
+            with contextlib.suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name}: {_ANSWER}\n".encode())
         self.received = self.received or number
 
 

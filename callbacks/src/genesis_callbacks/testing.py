@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint import writer, writer_process
+from .checkpoint import writer, writer_process, writer_start
 
 __all__ = ["fork_writers", "preload", "run_ranks"]
 
@@ -111,7 +111,7 @@ def _fork_writer(end: socket.socket) -> Any:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(end.fileno(), 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        os.environ.update(writer_process.writer_environment())
+        os.environ.update(writer_start.writer_environment())
         sys.argv[1:] = ["3"]
         writer.main()
     except BaseException:

@@ -17,13 +17,14 @@ from genesis.cli.checkpoint.shared import (
     build_console,
     build_parser,
     build_table,
+    find_problems_shown,
     format_duration,
     format_number,
     print_json,
     without_path,
 )
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, find_problems, read_best, read_inventory
+from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, read_best, read_inventory
 
 _DESCRIPTION = """Lists the content of a run's checkpoint directory: committed checkpoints in the order of the run,
 then saves in flight, and quarantined checkpoints. Exit status 1 if a committed checkpoint does not verify.
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     entries = read_inventory(run)
     if not entries:
         raise UserError(f"{run} has no checkpoint; give a run's directory")
-    problems = find_problems(entries, arguments.level)
+    problems = find_problems_shown(entries, arguments.level)
     entries = [entry for entry in entries if entry.state != "committed" or entry.path in problems]
     directory = checkpoints_in(run)
     best = read_best(directory)

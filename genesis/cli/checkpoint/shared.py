@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.arguments import Parser
-from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import printable
-from genesis_callbacks.checkpoint import DirectoryLock
+from genesis.progress import stage
+from genesis_callbacks.checkpoint import CheckpointError, DirectoryLock, InventoryEntry, VerifyLevel, find_problems
 
+_PLAIN_WIDTH = 120  # not that of `genesis.cli.options`, which takes longer to import than a listing
 BAD = 1
 """Exit status if a problem was found."""
 LEVELS = ("quick", "full", "deep")
@@ -49,6 +50,13 @@ def hold_directory(directory: Path, *, is_needed: bool) -> Iterator[None]:
             lock.release()
 
 
+def find_problems_shown(entries: Sequence[InventoryEntry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
+    """Returns the result of `find_problems`, and shows how many bytes are hashed."""
+    num_bytes = sum(entry.num_bytes for entry in entries if entry.state == "committed" and level != "quick")
+    with stage("verifying checkpoints", num_bytes, "bytes") as shown:
+        return find_problems(entries, level, shown.advance)
+
+
 def without_path(path: Path, problem: object) -> str:
     """Returns a problem of the checkpoint at `path` without the path, for a line that begins with the name."""
     return str(problem).removeprefix(f"{path}: ")
@@ -67,7 +75,7 @@ def print_json(content: Any) -> None:
 
 def build_console() -> Console:
     """Returns a console as wide as the terminal; without a terminal, of a fixed width."""
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
 
 
 def build_table(

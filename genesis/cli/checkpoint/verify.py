@@ -5,20 +5,13 @@ from typing import Any
 
 from rich.filesize import decimal
 
+import genesis_callbacks.checkpoint as engine  # its names that need torch import it when they are used
 from genesis.checkpoint_reference import read_reference
-from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, print_json, without_path
+from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, find_problems_shown, print_json, without_path
 from genesis.errors import UserError, printable
+from genesis.progress import stage
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import (
-    CheckpointError,
-    Contents,
-    find_format,
-    find_non_finite,
-    find_problem,
-    find_problems,
-    read_contents,
-    read_inventory,
-)
+from genesis_callbacks.checkpoint import CheckpointError, find_problem, read_inventory
 
 _MAX_NAMED = 3
 _FORMATS = {
@@ -43,19 +36,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--finite", action="store_true", help="read every value and report values that are not finite")
     arguments = parser.parse_args(argv)
     is_run = RunDirectory(arguments.path).checkpoints.is_dir()
-    if not is_run and arguments.path.exists() and find_format(arguments.path) not in (None, "genesis"):
+    if not is_run and arguments.path.exists() and engine.find_format(arguments.path) not in (None, "genesis"):
         return _verify_foreign(arguments.path, is_finite_asked=arguments.finite, as_json=arguments.json)
     reference = read_reference(arguments.path)
     if reference.kind == "run" and reference.selector is None:
-        problems = find_problems(read_inventory(reference.path), arguments.level)
+        problems = find_problems_shown(read_inventory(reference.path), arguments.level)
         if not problems:
             raise UserError(f"{reference.path} has no committed checkpoint; `genesis fit` writes them")
     else:
         checkpoint = reference.find_checkpoint(level=None)
-        problems = {checkpoint: find_problem(checkpoint, arguments.level)}
+        with stage(f"verifying {checkpoint.name}", unit="bytes") as shown:
+            problems = {checkpoint: find_problem(checkpoint, arguments.level, shown.advance)}
     outcomes = {path: None if problem is None else str(problem) for path, problem in problems.items()}
     if arguments.finite:
-        outcomes = {path: problem or _describe_non_finite(read_contents(path)) for path, problem in outcomes.items()}
+        outcomes = {
+            path: problem or _describe_non_finite(engine.read_contents(path)) for path, problem in outcomes.items()
+        }
     bad = [problem for problem in outcomes.values() if problem is not None]
     if arguments.json:
         content = [
@@ -72,10 +68,10 @@ def main(argv: list[str]) -> int:
 
 def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
     """Prints the content of a checkpoint in another format and returns the exit status."""
-    contents: Contents | None = None
+    contents: "engine.Contents | None" = None
     problem: str | None = None
     try:
-        contents = read_contents(path)
+        contents = engine.read_contents(path)
         found = list(contents.problems) if contents.model else [*contents.problems, "contains no tensor of a model"]
         problem = printable("; ".join(found)) or (_describe_non_finite(contents) if is_finite_asked else None)
     except CheckpointError as error:
@@ -90,16 +86,16 @@ def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
     return BAD if problem is not None else 0
 
 
-def _describe_non_finite(contents: Contents) -> str | None:
+def _describe_non_finite(contents: "engine.Contents") -> str | None:
     """Returns a line about the tensors with values that are not finite, or None; reads all tensors."""
-    found = find_non_finite(contents)
+    found = engine.find_non_finite(contents)
     if not found:
         return None
     some = printable(", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED]))
     return f"{len(found):,} tensors have values that are not finite, such as {some}"
 
 
-def _describe_contents(contents: Contents) -> dict[str, Any]:
+def _describe_contents(contents: "engine.Contents") -> dict[str, Any]:
     optimizers = [
         {
             "optimizer": index,
@@ -121,7 +117,7 @@ def _describe_contents(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _print_contents(contents: Contents, *, is_finite: bool) -> None:
+def _print_contents(contents: "engine.Contents", *, is_finite: bool) -> None:
     facts = _describe_contents(contents)
     at_step = "" if contents.step is None else f", step {contents.step:,}"
     print(f"  format     {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")

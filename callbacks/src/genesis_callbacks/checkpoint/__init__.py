@@ -1,8 +1,12 @@
 """The checkpoint engine: a save is complete or does not exist, and a restore returns exactly the saved values.
 
-The engine uses torch, but not Lightning. A checkpoint directory has one `step-XXXXXXXX` for each commit. The engine
-neither counts nor changes files and directories with names that it did not give.
+The engine uses torch, but not Lightning; what reads manifests, and compares sizes and hashes, imports neither. A
+checkpoint directory has one `step-XXXXXXXX` for each commit. The engine neither counts nor changes files and
+directories with names that it did not give.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from genesis_callbacks.run_directory import (
     COMMITTED_NAME,
@@ -16,11 +20,6 @@ from genesis_callbacks.run_directory import (
 
 from .best import Best, find_best, read_best, read_marked_names
 from .commit import supersede
-from .compare import TensorComparison, compare_tensors
-from .contents import Contents, find_format, find_non_finite, read_contents
-from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
-from .device_proof import DeviceProof, DeviceReport, prove_device
-from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .errors import (
     BaseCheckpointError,
@@ -33,7 +32,6 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
 from .hashing import hash_bytes, hash_file
 from .inventory import (
     InventoryEntry,
@@ -47,7 +45,6 @@ from .inventory import (
     summarise_parts,
     trace_ancestors,
 )
-from .lightning_file import export_lightning_checkpoint
 from .lineage import (
     DirectoryLock,
     QuarantineWarning,
@@ -69,18 +66,48 @@ from .manifest import (
     read_committed_hash,
     read_manifest,
 )
-from .plan import LocalShard, TensorShard, local_shards
-from .ranks import Ranks
-from .restore import check_restored, read_state, read_tensors, restore_shards
 from .retain import CommittedCheckpoint, Retention, apply_retention, name_bases, plan_removals
 from .roles import pick_data_sections
-from .save_once import save_blocking
-from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
-from .scope import SaveScope, bind_scope
-from .tagged_json import encode_tagged
+from .state import read_state
 from .tensor_places import find_base
 from .verify import VerifyLevel, verify
-from .writer_process import start_writers_by, writer_environment
+from .writer_start import start_writer_early, writer_environment
+
+if TYPE_CHECKING:
+    from .compare import TensorComparison, compare_tensors
+    from .contents import Contents, find_format, find_non_finite, read_contents
+    from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
+    from .device_proof import DeviceProof, DeviceReport, prove_device
+    from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
+    from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
+    from .lightning_file import export_lightning_checkpoint
+    from .plan import LocalShard, TensorShard, local_shards
+    from .ranks import Ranks
+    from .restore import check_restored, read_tensors, restore_shards
+    from .save_once import save_blocking
+    from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
+    from .scope import SaveScope, bind_scope
+    from .tagged_json import encode_tagged
+    from .writer_process import start_writers_by
+
+_WITH_TORCH = (
+    "compare",
+    "contents",
+    "device",
+    "device_proof",
+    "digest",
+    "file_memory",
+    "lightning_file",
+    "plan",
+    "ranks",
+    "restore",
+    "save_once",
+    "save_target",
+    "scope",
+    "tagged_json",
+    "writer_process",
+)
+"""The modules that import torch. The first use of a name in them does: a listing of checkpoints uses none."""
 
 __all__ = [
     "Ancestor",
@@ -184,6 +211,7 @@ __all__ = [
     "record_event",
     "restore_shards",
     "save_blocking",
+    "start_writer_early",
     "start_writers_by",
     "step_of",
     "summarise_parts",
@@ -194,3 +222,15 @@ __all__ = [
     "working_on",
     "writer_environment",
 ]
+
+if not TYPE_CHECKING:  # or a misspelt name would have the type Any
+
+    def __getattr__(name: str) -> Any:
+        """Returns a name of a module that imports torch."""
+        if name in __all__:
+            for module in _WITH_TORCH:
+                found = getattr(importlib.import_module(f".{module}", __name__), name, None)
+                if found is not None:
+                    globals()[name] = found
+                    return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from genesis_callbacks.run_directory import MANIFEST_NAME, checkpoint_name
 
 from .._compat import build_dcp_metadata
 from .commit import commit
+from .durable_file import write_file
 from .errors import CheckpointError, CorruptCheckpointError, SaveFailedError
 from .hashing import HashAlgorithm
 from .manifest import (
@@ -33,7 +34,7 @@ from .plan import TensorShard
 from .retain import Retention, apply_retention
 from .safe_read import parse_json
 from .verify import verify
-from .write import Receipt, write_file
+from .write import Receipt
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from genesis_callbacks.run_directory import (
     step_of,
 )
 
+from .durable_file import write_file
 from .errors import SaveFailedError
 from .hashing import hash_bytes
 from .manifest import Manifest, encode_manifest
-from .write import write_file
 
 QUARANTINE_PREFIX = "quarantined-"
 SUPERSEDED_PREFIX = "superseded-"

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -41,12 +42,18 @@ def hash_bytes(data: bytes, algorithm: HashAlgorithm) -> str:
     return hasher.hexdigest()
 
 
-def hash_descriptor(descriptor: int, algorithm: HashAlgorithm) -> str:
-    """Returns the hexadecimal hash of an open file, from its current position to its end."""
+def hash_descriptor(
+    descriptor: int, algorithm: HashAlgorithm, report: Callable[[int], None] = lambda num_bytes: None
+) -> str:
+    """Returns the hexadecimal hash of an open file, from its current position to its end.
+
+    `report` is called with the number of bytes after each block.
+    """
     hasher = build_hasher(algorithm)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     while num_bytes := os.readv(descriptor, [buffer]):
         hasher.update(buffer[:num_bytes])
+        report(num_bytes)
     return hasher.hexdigest()
 
 

@@ -6,7 +6,7 @@ meanwhile are left out. Only the holder of the directory's lock may call `apply_
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -122,14 +122,16 @@ def _order(entry: InventoryEntry) -> tuple[int, float, str]:
     return get_args(EntryState).index(entry.state), sequence, str(entry.path)
 
 
-def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
+def find_problem(
+    path: Path, level: VerifyLevel, report: Callable[[int], None] = lambda num_bytes: None
+) -> CheckpointError | None:
     """Returns why the checkpoint at `path` does not verify, or None if it does.
 
     A checkpoint that cannot be read for an external reason (permissions, a failing disk, a newer schema) is not a
-    `CorruptCheckpointError`.
+    `CorruptCheckpointError`. `report` is that of `verify`.
     """
     try:
-        verify(path, level)
+        verify(path, level, report=report)
     except CheckpointError as error:
         return error
     except OSError as error:
@@ -137,12 +139,14 @@ def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
     return None
 
 
-def find_problems(entries: Iterable[InventoryEntry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
+def find_problems(
+    entries: Iterable[InventoryEntry], level: VerifyLevel, report: Callable[[int], None] = lambda num_bytes: None
+) -> dict[Path, CheckpointError | None]:
     """Returns the result of `find_problem` for each committed checkpoint that still exists."""
     problems: dict[Path, CheckpointError | None] = {}
     for entry in entries:
         if entry.state == "committed":
-            problem = find_problem(entry.path, level)
+            problem = find_problem(entry.path, level, report)
             if problem is None or entry.path.exists():
                 problems[entry.path] = problem
     return problems
@@ -269,7 +273,7 @@ def summarise_parts(manifest: Manifest) -> list[PartSummary]:
     for part, names in sorted(names_by_part.items()):
         records = [manifest.tensors[name] for name in names]
         elements = [math.prod(record.shape) for record in records]
-        num_bytes = sum(count * record.torch_dtype.itemsize for count, record in zip(elements, records, strict=True))
+        num_bytes = sum(count * record.item_bytes for count, record in zip(elements, records, strict=True))
         dtypes = tuple(sorted({record.dtype for record in records}))
         summaries.append(PartSummary(part, len(names), sum(elements), num_bytes, dtypes))
     return summaries

@@ -30,6 +30,7 @@ from .collect import SWAPPED_PREFIX
 from .commit import discard
 from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
+from .durable_file import write_file
 from .errors import CheckpointError, SaveFailedError
 from .hashing import HashAlgorithm, hash_bytes
 from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
@@ -38,7 +39,7 @@ from .retain import Retention
 from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .scope import BoundScope
 from .stage import Placed, Staged
-from .write import Receipt, write_file, write_shard
+from .write import Receipt, write_shard
 
 OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
 _NOTE_ALGORITHM: HashAlgorithm = "blake3"

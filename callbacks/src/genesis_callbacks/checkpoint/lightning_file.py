@@ -19,7 +19,8 @@ from .errors import CheckpointError
 from .groups import name_saved_groups
 from .lineage import find_latest
 from .manifest import Manifest
-from .restore import read_recorded_tensors, read_state
+from .restore import read_recorded_tensors
+from .state import read_state
 from .tagged_json import decode_tagged, named_tensors
 from .verify import verify
 

@@ -3,19 +3,22 @@
 A directory is a checkpoint if its `COMMITTED` holds the hash of its `manifest.json`. The checkpoint is undamaged if
 every file matches the manifest. A restore plans from the manifest alone; DCP's `.metadata` is written for other tools,
 and restores never read it.
+
+Reading a manifest imports no torch, so that checkpoints are listed in a moment.
 """
 
 import dataclasses
+import functools
+import importlib
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from genesis_callbacks.run_directory import (
     COMMITTED_NAME,
@@ -27,6 +30,9 @@ from genesis_callbacks.run_directory import (
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
 from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file, reading
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA_VERSION = 3
 """The newest schema that this version reads. Schema 1 had no `has_optimizer` (always true) and no `directory` of an
@@ -45,7 +51,6 @@ _ALGORITHM = re.compile(r"blake3|sha256")
 _PATH = re.compile(r"[^\0\ud800-\udfff]{0,4000}")
 _ABSOLUTE_PATH = re.compile(r"/[^\0\ud800-\udfff]{0,4000}")
 _ANY_TEXT = re.compile(r".*", re.DOTALL)
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_RANKS = 1 << 20
 MAX_DIMS = 64
@@ -95,7 +100,13 @@ class TensorRecord:
     chunks: tuple[ChunkRecord, ...]
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def item_bytes(self) -> int:
+        """Size of an element, which the number in the dtype's name determines; types of less than a byte take one."""
+        bits = re.search(r"\d+", self.dtype)
+        return 1 if bits is None else max(1, int(bits[0]) // 8)
+
+    @property
+    def torch_dtype(self) -> "torch.dtype":
         """Torch's dtype."""
         return dtype_from_name(self.dtype)
 
@@ -185,21 +196,28 @@ def schema_for(base: BaseReference | None) -> int:
     return _SCHEMA_WITHOUT_BASE if base is None else SCHEMA_VERSION
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     """Returns the name of a dtype in manifests, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_from_name(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> "torch.dtype":
     """Returns the dtype with the given name.
 
     Raises:
         CheckpointError: This torch has no such dtype.
     """
-    dtype = _DTYPES.get(name)
+    dtype = _dtypes().get(name)
     if dtype is None:
-        raise CheckpointError(f"unknown dtype {name!r}: restore with a torch that has it (this is {torch.__version__})")
+        raise CheckpointError(f"unknown dtype {name!r}: restore with a torch that has it (this is {version('torch')})")
     return dtype
+
+
+@functools.cache
+def _dtypes() -> dict[str, "torch.dtype"]:
+    """Returns torch's dtypes by name; the first call imports torch."""
+    module = importlib.import_module("torch")
+    return {name: value for name, value in vars(module).items() if isinstance(value, module.dtype)}
 
 
 def _keys_of(kind: type[Any]) -> set[str]:
@@ -312,8 +330,7 @@ def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -
     tensor = replace(
         described, chunks=tuple(_decode_chunk(chunk, name, described.shape, sizes_of_files) for chunk in chunks)
     )
-    dtype = _DTYPES.get(tensor.dtype)
-    itemsize = 1 if dtype is None else dtype.itemsize  # an unknown dtype is refused when the tensor is used
+    itemsize = tensor.item_bytes  # an unknown dtype is refused when the tensor is used
     for chunk in tensor.chunks:
         data_end = chunk.data_offset + math.prod(chunk.sizes) * itemsize
         if not chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:

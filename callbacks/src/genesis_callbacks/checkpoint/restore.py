@@ -9,21 +9,21 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .errors import CheckpointError, CorruptCheckpointError
-from .hashing import hash_bytes
 from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
-from .plan import LocalShard, TensorShard, blocks_overlap, check_tiling
+from .plan import LocalShard, TensorShard
 from .ranks import Ranks
 from .roles import read_roles
-from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
+from .safe_read import open_regular, reading
+from .state import read_state
 from .tagged_json import check_tagged
 from .tensor_places import TensorPlace, TensorPlaces, blaming_base
+from .tiling import blocks_overlap, check_tiling
 
 _READ_BLOCK_BYTES = 64 << 20
 
@@ -299,30 +299,6 @@ def read_tensors(
     return read_recorded_tensors(path, manifest, [name for name in wanted if prefix is None or name.startswith(prefix)])
 
 
-def read_state(path: Path, manifest: Manifest) -> list[Any]:
-    """Returns the encoded state sections, one per saving rank, after comparing the file's hash. No communication.
-
-    Raises:
-        CorruptCheckpointError: The file differs from the saved one, or an optimizer's state is missing.
-        UnreadableCheckpointError: The file cannot be read.
-    """
-    record = next((file for file in manifest.files if file.name == STATE_NAME), None)
-    if record is None:
-        raise CorruptCheckpointError(f"{path}: the manifest lists no {STATE_NAME}")
-    # Read once, hashed, then parsed from the same bytes: a second read could return others.
-    data = read_file(path / STATE_NAME, MAX_DOCUMENT_BYTES)
-    if hash_bytes(data, manifest.hash_algorithm) != record.hash:
-        raise CorruptCheckpointError(
-            f"{path / STATE_NAME} does not have the hash that was saved: its bytes have changed"
-        )
-    content = parse_json(data, f"{path / STATE_NAME}")
-    sections = content.get("sections") if isinstance(content, dict) else None
-    if not isinstance(sections, list) or not sections:
-        raise CorruptCheckpointError(f"{path / STATE_NAME} has no list of sections")
-    _check_optimizers(path, manifest, sections)
-    return sections
-
-
 def check_state(path: Path, manifest: Manifest) -> None:
     """Checks that the state of a checkpoint can be decoded, one section for each rank, without building any object.
 
@@ -342,15 +318,3 @@ def check_state(path: Path, manifest: Manifest) -> None:
             check_tagged(section, dtypes)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path / STATE_NAME} cannot be restored: {error}") from error
-
-
-def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -> None:
-    """Refuses an emptied optimizer: its record has state, but the checkpoint has neither tensors nor values of it."""
-    filled = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optimizer.")}
-    for section in sections:
-        optimizers = section.get("optimizers", []) if isinstance(section, dict) else []
-        if not isinstance(optimizers, list) or not all(isinstance(each, dict) for each in optimizers):
-            raise CorruptCheckpointError(f"{path / STATE_NAME} has no list of optimizers")
-        for index, optimizer in enumerate(optimizers):
-            if optimizer.get("has_state") and not optimizer.get("values") and str(index) not in filled:
-                raise CorruptCheckpointError(f"{path}: optimizer {index} had state, but the checkpoint has none of it")

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from genesis_callbacks.files import find_irregular_kind
 
 from .errors import CorruptCheckpointError, UnreadableCheckpointError
@@ -191,13 +189,9 @@ def check_pickle_size(data: bytes, name: str, *, object_bytes: int, max_memory_b
     Raises:
         CorruptCheckpointError: The pickle needs too much memory.
     """
-    costs = np.full(256, _BYTES_OF_OTHER_OPCODE, np.int64)
-    for opcode, num_bytes in (*_BYTES_BY_OPCODE, (b"R", object_bytes), (b"\x81", object_bytes)):
-        costs[opcode[0]] = num_bytes
-    needed = sum(
-        int(np.bincount(np.frombuffer(data[start : start + _READ_BYTES], np.uint8), minlength=256) @ costs)
-        for start in range(0, len(data), _READ_BYTES)
-    )
+    costs = dict((*_BYTES_BY_OPCODE, (b"R", object_bytes), (b"\x81", object_bytes)))
+    needed = _BYTES_OF_OTHER_OPCODE * len(data)
+    needed += sum((num_bytes - _BYTES_OF_OTHER_OPCODE) * data.count(opcode) for opcode, num_bytes in costs.items())
     if needed > max_memory_bytes:
         raise CorruptCheckpointError(
             f"{name} would take up to {needed} bytes of memory, more than the {max_memory_bytes} that are allowed"

@@ -6,8 +6,9 @@ from typing import Any
 
 from .groups import GroupNames, name_saved_groups
 from .manifest import Manifest
-from .restore import read_recorded_tensors, read_state
+from .restore import read_recorded_tensors
 from .roles import RankRole, SectionMatch, match_sections, read_roles
+from .state import read_state
 from .tagged_json import decode_tagged, named_tensors
 
 

@@ -1,26 +1,30 @@
-"""Verifies a committed checkpoint against its manifest: sizes, hashes, digests."""
+"""Verifies a committed checkpoint against its manifest: sizes, hashes, digests.
 
-import math
+Sizes and hashes need no torch, whose import takes longer than the verification of a small checkpoint. Digests do:
+`verify_digests` is therefore imported when they are asked for.
+"""
+
+import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from .dcp_metadata import check_dcp_metadata
-from .digest import DIGEST_MODULUS, digest_chunk
 from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
 from .hashing import hash_descriptor
-from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, dtype_from_name, read_manifest
-from .plan import check_tiling
-from .restore import RecordedFiles, check_state
+from .manifest import FileRecord, Manifest, read_manifest
 from .safe_read import open_regular, reading
 from .tensor_places import TensorPlaces, blaming_base, locate_bases
+from .tiling import check_tiling
 
 VerifyLevel = Literal["quick", "full", "deep"]
 _MAX_THREADS = 8
-_BLOCK_BYTES = 16 << 20
-_MAX_NAMED = 5
+
+
+def _deep() -> Any:
+    """Returns the module that compares digests; the first call imports torch."""
+    return importlib.import_module(".verify_digests", __package__)
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
@@ -35,21 +39,19 @@ def check_tensors(manifest: Manifest, names: Iterable[str]) -> None:
     """Checks that the chunks of each tensor cover it exactly once. Pure.
 
     Raises:
-        CheckpointError: This version of torch lacks a tensor's dtype.
         CorruptCheckpointError: Chunks are missing or overlap.
     """
     for name in names:
         record = manifest.tensors[name]
         check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
-        dtype_from_name(record.dtype)
 
 
-def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> None:
+def _check_hash(path: Path, record: FileRecord, manifest: Manifest, report: Callable[[int], None]) -> None:
     file = path / record.name
     descriptor = open_regular(file)
     try:
         with reading(file):
-            found = hash_descriptor(descriptor, manifest.hash_algorithm)
+            found = hash_descriptor(descriptor, manifest.hash_algorithm, report)
     finally:
         os.close(descriptor)
     if found != record.hash:
@@ -75,56 +77,13 @@ def _check_files(path: Path, files: Sequence[FileRecord], check: Callable[[FileR
         raise errors[0]
 
 
-def _first_of_run(shape: Sequence[int], chunk: ChunkRecord) -> int | None:
-    """Returns the number of the chunk's first element if it is one run of the tensor's row-major order, else None."""
-    longest = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(shape))
-    if tuple(chunk.sizes[longest + 1 :]) != tuple(shape[longest + 1 :]):
-        return None
-    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(chunk.offsets))
-
-
-def _digest_recorded(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord) -> int:
-    """Returns the digest of a chunk's bytes, some megabytes at a time."""
-    dtype, num_elements = record.torch_dtype, math.prod(chunk.sizes)
-    start = _first_of_run(record.shape, chunk)
-    total = 0
-    if start is not None:
-        step, whole = _BLOCK_BYTES // dtype.itemsize, (math.prod(record.shape),)
-        for first in range(0, num_elements, step):
-            block = files.read_elements(chunk, dtype, first, min(step, num_elements - first))
-            total += digest_chunk(block, whole, (start + first,))
-        return total
-    step = max(1, _BLOCK_BYTES // (math.prod(chunk.sizes[1:]) * dtype.itemsize)) if num_elements else chunk.sizes[0]
-    for first in range(0, chunk.sizes[0] if num_elements else 0, step):
-        block = files.read_rows(chunk, dtype, first, min(step, chunk.sizes[0] - first))
-        total += digest_chunk(block, record.shape, (chunk.offsets[0] + first, *chunk.offsets[1:]))
-    return total
-
-
-def _check_digest(path: Path, name: str, record: TensorRecord) -> None:
-    with RecordedFiles(path) as files:
-        digest = sum(_digest_recorded(files, record, chunk) for chunk in record.chunks) % DIGEST_MODULUS
-    if digest != record.digest:
-        raise CorruptCheckpointError(
-            f"{path}: {name} has digest {digest:016x}, but {record.digest:016x} was saved: its bytes have changed"
-        )
-
-
-def _describe_changed(path: Path, manifest: Manifest, names: Iterable[str]) -> str:
-    """Returns which tensors of a damaged checkpoint differ from the saved ones."""
-    changed = []
-    for name in names:
-        try:
-            _check_digest(path, name, manifest.tensors[name])
-        except CheckpointError:
-            changed.append(name)
-    if not changed:
-        return "every tensor is as it was saved"
-    others = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
-    return f"changed: {', '.join(changed[:_MAX_NAMED])}{others}"
-
-
-def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Path] = ()) -> Manifest:
+def verify(
+    path: Path | str,
+    level: VerifyLevel = "full",
+    *,
+    places: Sequence[Path] = (),
+    report: Callable[[int], None] = lambda num_bytes: None,
+) -> Manifest:
     """Returns the manifest of the checkpoint at `path` if it verifies.
 
     Any process may call it; it does not communicate and unpickles nothing.
@@ -136,6 +95,8 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
             the checkpoint needs are verified.
         places: Paths to search for the base, in addition to the recorded ones. The returned manifest has the path at
             which the base was found.
+        report: Called from several threads with the number of bytes, after each block of the checkpoint's own files
+            that is hashed.
 
     Raises:
         BaseCheckpointError: The checkpoint is undamaged, but the base that holds some of its tensors is missing, has
@@ -147,10 +108,9 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
     """
     path = Path(path)
     manifest = read_manifest(path)
-    _verify_tensors(path, manifest, manifest.own_tensors, manifest.files, level)
+    _verify_tensors(path, manifest, manifest.own_tensors, manifest.files, level, report)
     if level == "deep":
-        check_dcp_metadata(path, manifest)
-        check_state(path, manifest)
+        _deep().check_rest(path, manifest)
     if manifest.base is None:
         return manifest
     # Last, because damage of the checkpoint itself takes precedence over problems of its base.
@@ -158,22 +118,25 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
 
 
 def _verify_tensors(
-    path: Path, manifest: Manifest, names: Iterable[str], files: Sequence[FileRecord], level: VerifyLevel
+    path: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    files: Sequence[FileRecord],
+    level: VerifyLevel,
+    report: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     names = list(names)
     _check_files(path, files, lambda record: _check_size(path, record))
     check_tensors(manifest, names)
     if level in ("full", "deep"):
         try:
-            _check_files(path, files, lambda record: _check_hash(path, record, manifest))
+            _check_files(path, files, lambda record: _check_hash(path, record, manifest, report))
         except CorruptCheckpointError as error:
             if level == "full":
                 raise
-            raise CorruptCheckpointError(f"{error}; {_describe_changed(path, manifest, names)}") from error
+            raise CorruptCheckpointError(f"{error}; {_deep().describe_changed(path, manifest, names)}") from error
     if level == "deep":
-        # In this thread: torch's own threads do not work in new threads of a forked process.
-        for name in names:
-            _check_digest(path, name, manifest.tensors[name])
+        _deep().check_digests(path, manifest, names)
 
 
 def verify_some(path: Path, manifest: Manifest, names: Collection[str], level: VerifyLevel) -> None:

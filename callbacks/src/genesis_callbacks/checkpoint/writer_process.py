@@ -1,63 +1,21 @@
 """The trainer's side of its writer process: starts it, sends jobs, waits within a limit, and ends it."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .channel import IGNORED_SIGNALS, Channel
+from .channel import Channel
 from .errors import SaveFailedError
 from .job import Outcome, WriteJob, hold_staging
 from .stage import SharedBuffer
+from .writer_start import signals_blocked, take_early_writer
+from .writer_start import start_writer as start_writer  # `start_writers_by` replaces it
 
-_WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
-
-
-def writer_environment() -> dict[str, str]:
-    """Returns the trainer's environment, without accelerators, with one thread, and with the path of this package."""
-    # A process that sees an accelerator may open a context there, which takes memory from training.
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Blocks the signals that a writer ignores, in all processes that this thread starts in the block."""
-    # A mask is inherited through exec: no signal can end the writer before its own code ignores them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts a writer that serves `end`, in a session of its own, and returns its process."""
-    # A new interpreter, and no fork: a fork of a process with threads and an accelerator's context may deadlock.
-    # multiprocessing's spawn would import the main module, and with it Lightning, for many seconds.
-    return subprocess.Popen(
-        # -P: no modules from the working directory, because its files may be untrusted.
-        [sys.executable, "-P", "-m", _WRITER_MODULE, str(end.fileno())],
-        pass_fds=[end.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env=writer_environment(),
-    )
 
 
 class StartedWriter(Protocol):
@@ -95,12 +53,16 @@ class WriterProcess:
     memory_bytes = 0
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
         self._is_ready = False
         self._buffer: SharedBuffer | None = None
+        early = take_early_writer()
+        if early is not None:
+            self._channel, self._process = Channel(early.end), early.process
+            return
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         try:
-            with theirs, _signals_blocked():
+            with theirs, signals_blocked():
                 self._process = start_writer(theirs)
         except OSError:
             self._channel.close()
