@@ -113,7 +113,7 @@ def test_a_loader_that_does_not_take_its_state_is_refused_with_the_place_and_the
     message = (
         r"rank 0: loader 0 did not take its state \(num_given is 0, but 2 was saved\).*on_lost_data_position='warn'"
     )
-    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="training ended"):
+    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="Training failed"):
         fit(tmp_path, build_forgetful_loader)
 
 
@@ -131,7 +131,7 @@ def fit_two_steps(run_dir) -> None:
 def test_loaders_of_another_number_of_ranks_are_refused_with_both_numbers_and_may_be_allowed(tmp_path):
     run_ranks(fit_two_steps, 2, tmp_path)
     message = r"2 ranks saved the states of their loaders, but 1 restore; on_lost_data_position='warn'"
-    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="training ended"):
+    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="Training failed"):
         fit(tmp_path, build_counting_loader, max_steps=4)
     with pytest.warns(LostDataPositionWarning, match="2 ranks saved the states of their loaders, but 1 restore"):
         fit(tmp_path, build_counting_loader, max_steps=4, on_lost_data_position="warn")

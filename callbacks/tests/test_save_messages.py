@@ -49,4 +49,4 @@ def test_every_n_steps_counts_optimizer_steps_as_the_run_reports(tmp_path, caplo
         trainer.fit(BoringModel())
     assert [manifest.step for _, manifest in list_committed(tmp_path)] == [2, 4]
     assert "Saves every 2 optimizer steps, which are 8 batches with accumulate_grad_batches=4." in caplog.text
-    assert "bytes of memory on rank 0 for copies." in caplog.text or "KB of memory on rank 0 for copies." in caplog.text
+    assert "B of memory for copies (rank 0)." in caplog.text or "bytes of memory for copies (rank 0)." in caplog.text

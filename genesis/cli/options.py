@@ -189,6 +189,9 @@ def explain_empty_path(line: str) -> str:
 
 def _explain(message: str, known: list[str]) -> str:
     line = explain_types(explain_empty_path(_CHOICES.sub(_list_choices, " ".join(message.split()))))
+    elsewhere = re.search(r"Option '((?:model|data|trainer|schedule)\.[^']+)' is not accepted", line)
+    if elsewhere:
+        return f"unknown key {elsewhere[1]}: --config is a recipe of `genesis fit`"
     unknown: Any = re.search(r"Option '([^']+)' is not accepted", line) or re.search(
         r"unrecognized arguments: --([^\s=]+)", line, re.IGNORECASE
     )

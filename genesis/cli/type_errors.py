@@ -21,6 +21,8 @@ _NESTED: Final = re.compile(
     r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
 )
 """A cause in a line that explains more than the types do."""
+_TAIL: Final = re.compile(r"(?<=[^:\s])(?: - Expected an? <class '[^']+'>)+$")
+"""What jsonargparse writes about the other types of an option, behind the reason why the first is refused."""
 _WORDS: Final = {
     "NoneType": ("null", "null"),
     "int": ("a whole number", "whole numbers"),
@@ -61,6 +63,7 @@ def explain_types(line: str) -> str:
         >>> explain_types('Parser key "data.seq_len": Expected a <class \\'int\\'>. Got value: many')
         'data.seq_len is many: give a whole number'
     """
+    line = _TAIL.sub("", line)
     if _NESTED.search(line):
         return line
     return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
