@@ -38,9 +38,10 @@ from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
-Reads .txt and source code (one document per file), .jsonl, all of these as .gz and .zst, and .parquet. A fraction of
-the documents is held out for validation. The command may be killed at any time: the same command continues, with the
-same result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
+Reads .txt and source code (one document per file), .jsonl, .json, .csv and .tsv, all of these as .gz and .zst, and
+.parquet and .arrow. It prints how many files of each kind it reads, and which files it does not. A fraction of the
+documents is held out for validation. The command may be killed at any time: the same command continues, with the same
+result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
 
 _PLAN_DESCRIPTION = """Plans a packing: which documents go into which sequence. The shards are not changed.
 best_fit keeps documents whole where they fit, pad puts one document into each sequence; chunk, the default of training,
@@ -100,7 +101,13 @@ def prepare_main(argv: list[str]) -> int:
     options = make(PrepareOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     with _ProgressBar(console).shown() as bar:
-        manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update, warn=_warn)
+        manifest = prepare_corpus(
+            options,
+            restart=arguments.restart,
+            report=bar.update,
+            warn=_warn,
+            note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )
     console.print(_manifest_table(options.corpus, manifest))
     _print_chat(console, options.corpus, manifest)
     if options.validation_fraction and not manifest.validation:

@@ -39,7 +39,15 @@ from genesis.data.manifest import (
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
-from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
+from genesis.data.sources import (
+    InputFile,
+    SourceOptions,
+    Span,
+    check_sources,
+    describe_listing,
+    list_source,
+    plan_spans,
+)
 from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
     FinishedPart,
@@ -60,7 +68,8 @@ from genesis_callbacks.locks import lock_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
+"""Since 2, files are read by the rules 2 (`genesis.data.sources.files.READING`)."""
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -159,6 +168,7 @@ def prepare_corpus(
     restart: bool = False,
     report: Callable[[PrepareProgress], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda line: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> CorpusManifest:
     """Makes the corpus, or finishes an earlier attempt, and returns its manifest; a finished corpus is not changed.
 
@@ -167,6 +177,7 @@ def prepare_corpus(
         restart: Whether to discard the results of an earlier attempt.
         report: Called with the progress.
         warn: Called with lines about the rows of each source that are skipped, and the keys that have no effect.
+        note: Called with lines about the files of each source.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
@@ -175,7 +186,11 @@ def prepare_corpus(
     chat = None
     if any(source.chat is not None for source in options.sources):
         chat = open_chat_setup(options.chat, tokenizer, options.tokenizer, is_paired=options.is_paired)
-    files = {source.name: find_files(source) for source in options.sources}
+    listings = [list_source(source) for source in options.sources]
+    for listing in listings:
+        for line in describe_listing(listing):
+            note(line)
+    files = {listing.source.name: listing.files for listing in listings}
     try:
         with _locked(options.corpus):
             if restart:
@@ -381,7 +396,15 @@ def _begin(
     plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
-        _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
+        old = json.loads(path.read_text(encoding="utf-8"))
+        if (options.corpus / MANIFEST_NAME).exists():
+            old["version"] = plan["version"]  # a finished corpus is not changed, by whichever rules it was read
+        elif old.get("version") != plan["version"]:
+            raise UserError(
+                f"{options.corpus} was begun by another version of genesis, which reads text by other rules; start "
+                "again with --restart"
+            )
+        _compare_plans(old, plan, options.corpus)
     elif (options.corpus / MANIFEST_NAME).exists():
         raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
     if hash_tokenizer(options.corpus) != tokenizer.hash:

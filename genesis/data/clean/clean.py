@@ -34,7 +34,7 @@ from genesis.data.clean.execute import (
 )
 from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_key, plan_phases
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
-from genesis.data.sources import InputFile, find_files
+from genesis.data.sources import InputFile, describe_listing, find_files, list_source
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.locks import lock_file
@@ -42,7 +42,8 @@ from genesis_callbacks.locks import lock_file
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
 _WORKERS_NAME = "workers.lock"
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
+"""Since 2, files are read by the rules 2 (`genesis.data.sources.files.READING`)."""
 _EXECUTION = ("executor", "local", "slurm", "ray")
 """Options that do not change the result."""
 
@@ -70,6 +71,7 @@ def clean_corpus(
     *,
     restart: bool = False,
     report: Callable[[CleanProgress], None] = lambda progress: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> CleanReport | Submitted:
     """Cleans, or finishes an earlier attempt, and returns the report; a finished result is not changed.
 
@@ -77,6 +79,7 @@ def clean_corpus(
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
         report: Called when a phase begins and, with local workers, as its tasks are finished.
+        note: Called with lines about the files of each source.
 
     Returns:
         The report, or with Slurm the submitted jobs: the same call returns the report after they have ended.
@@ -85,7 +88,7 @@ def clean_corpus(
         UserError: The input, the disk or a changed plan prevents the work. Finished tasks are kept.
     """
     _check_executor(options)
-    files = _find_all_files(options)
+    files = _find_all_files(options, note)
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)
     try:
@@ -117,8 +120,13 @@ def _check_executor(options: CleanOptions) -> None:
         check_ray()
 
 
-def _find_all_files(options: CleanOptions) -> dict[str, tuple[InputFile, ...]]:
-    files = {source.name: find_files(source) for source in options.sources}
+def _find_all_files(options: CleanOptions, note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
+    files = {}
+    for source in options.sources:
+        listing = list_source(source)
+        files[source.name] = listing.files
+        for line in describe_listing(listing):
+            note(line)
     for number, stage in enumerate(options.stages):
         if isinstance(stage, Decontamination):
             for source in stage.evaluation:
@@ -220,12 +228,20 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
             raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
-    old, new = (dict(_flatten("", each)) for each in (json.loads(path.read_text(encoding="utf-8")), plan))
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if (options.out / MANIFEST_NAME).exists():
+        before["version"] = plan["version"]  # a finished result is not changed, by whichever rules it was read
+    elif before.get("version") != plan["version"]:
+        raise UserError(
+            f"{options.out} was begun by another version of genesis, which reads text by other rules; start again with "
+            "--restart"
+        )
+    old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):
         if place not in old or place not in new or old[place] != new[place]:
-            before, now = (repr(each[place]) if place in each else "missing" for each in (old, new))
+            then, now = (repr(each[place]) if place in each else "missing" for each in (old, new))
             raise UserError(
-                f"{options.out} was started with different options: {place} was {before} and is {now}; use the same, "
+                f"{options.out} was started with different options: {place} was {then} and is {now}; use the same, "
                 "give another out, or start again with --restart"
             )
 
