@@ -39,15 +39,8 @@ from genesis.data.manifest import (
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
-from genesis.data.sources import (
-    InputFile,
-    SourceOptions,
-    Span,
-    check_sources,
-    describe_listing,
-    list_source,
-    plan_spans,
-)
+from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, list_sources, plan_spans
+from genesis.data.sources.files import READING, check_reading
 from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
     FinishedPart,
@@ -68,8 +61,6 @@ from genesis_callbacks.locks import lock_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
-_PLAN_VERSION = 2
-"""Since 2, files are read by the rules 2 (`genesis.data.sources.files.READING`)."""
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -186,11 +177,7 @@ def prepare_corpus(
     chat = None
     if any(source.chat is not None for source in options.sources):
         chat = open_chat_setup(options.chat, tokenizer, options.tokenizer, is_paired=options.is_paired)
-    listings = [list_source(source) for source in options.sources]
-    for listing in listings:
-        for line in describe_listing(listing):
-            note(line)
-    files = {listing.source.name: listing.files for listing in listings}
+    files = list_sources(options.sources, note)
     try:
         with _locked(options.corpus):
             if restart:
@@ -397,13 +384,7 @@ def _begin(
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
-        if (options.corpus / MANIFEST_NAME).exists():
-            old["version"] = plan["version"]  # a finished corpus is not changed, by whichever rules it was read
-        elif old.get("version") != plan["version"]:
-            raise UserError(
-                f"{options.corpus} was begun by another version of genesis, which reads text by other rules; start "
-                "again with --restart"
-            )
+        check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
         _compare_plans(old, plan, options.corpus)
     elif (options.corpus / MANIFEST_NAME).exists():
         raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
@@ -421,7 +402,7 @@ def _describe_plan(
     options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]], chat: ChatSetup | None
 ) -> dict[str, Any]:
     return {
-        "version": _PLAN_VERSION,
+        "version": READING,
         "tokenizer": tokenizer.hash,
         "validation_fraction": options.validation_fraction,
         "shard_tokens": options.shard_tokens,

@@ -132,7 +132,7 @@ def test_a_separator_that_never_occurs_is_reported(tmp_path, texts, separator, l
         ("utf-16-le", "Hello, world.", "is text in UTF-16LE; convert the file"),
         ("utf-16-be", "Hello, world.", "is text in UTF-16BE; convert the file"),
         ("utf-32", "Hello, world.", "is text in UTF-32; convert the file"),
-        ("cp1252", "Ein Café für “alle” — über den Dächern.", "byte 0xe9 is not UTF-8; it can be read as cp1252"),
+        ("cp1252", "Ein Café für “viele” — über den Dächern.", "byte 0xe9 is not UTF-8; it can be read as cp1252"),
         ("gb18030", "今天天气很好。我们去公园散步吧。", "byte 0xbd is not UTF-8; it can be read as gb18030"),
         ("shift_jis", "これは日本語の文章です。", "is not UTF-8; it can be read as (gb18030 or )?.*shift_jis"),
         ("big5", "今天天氣很好。我們去公園散步。", "is not UTF-8; it can be read as .*big5"),

@@ -34,7 +34,8 @@ from genesis.data.clean.execute import (
 )
 from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_key, plan_phases
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
-from genesis.data.sources import InputFile, describe_listing, find_files, list_source
+from genesis.data.sources import InputFile, find_files, list_sources
+from genesis.data.sources.files import READING, check_reading
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.locks import lock_file
@@ -42,8 +43,6 @@ from genesis_callbacks.locks import lock_file
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
 _WORKERS_NAME = "workers.lock"
-_PLAN_VERSION = 2
-"""Since 2, files are read by the rules 2 (`genesis.data.sources.files.READING`)."""
 _EXECUTION = ("executor", "local", "slurm", "ray")
 """Options that do not change the result."""
 
@@ -121,12 +120,7 @@ def _check_executor(options: CleanOptions) -> None:
 
 
 def _find_all_files(options: CleanOptions, note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
-    files = {}
-    for source in options.sources:
-        listing = list_source(source)
-        files[source.name] = listing.files
-        for line in describe_listing(listing):
-            note(line)
+    files = list_sources(options.sources, note)
     for number, stage in enumerate(options.stages):
         if isinstance(stage, Decontamination):
             for source in stage.evaluation:
@@ -229,13 +223,7 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
         write_json(path, plan)
         return
     before = json.loads(path.read_text(encoding="utf-8"))
-    if (options.out / MANIFEST_NAME).exists():
-        before["version"] = plan["version"]  # a finished result is not changed, by whichever rules it was read
-    elif before.get("version") != plan["version"]:
-        raise UserError(
-            f"{options.out} was begun by another version of genesis, which reads text by other rules; start again with "
-            "--restart"
-        )
+    check_reading(before, options.out, is_finished=(options.out / MANIFEST_NAME).exists())
     old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):
         if place not in old or place not in new or old[place] != new[place]:
@@ -256,7 +244,7 @@ def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]
         if source["chat"] is None:
             del source["chat"]  # plans of earlier versions have no such key
     plan = {
-        "version": _PLAN_VERSION,
+        "version": READING,
         "datatrove": read_versions()["datatrove"],
         "options": described,
         "files": {

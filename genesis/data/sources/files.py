@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from genesis.data.remote import file_name, list_files, strip_local
 from genesis.data.sources.options import Kind, SourceOptions
@@ -203,6 +203,25 @@ def check_unchanged(source: SourceOptions, file: InputFile) -> None:
             f"{file.path} has changed since it was listed (size or modification time); restore it, or start again "
             "(data prepare and data clean: --restart; a run from a stream: a new run)"
         )
+
+
+def check_reading(plan: dict[str, Any], directory: Path, *, is_finished: bool) -> None:
+    """Checks that an earlier attempt read by these rules; a finished result stays, by whichever rules it was read.
+
+    Args:
+        plan: The plan of the attempt, whose `version` becomes that of these rules.
+        directory: The attempt's directory.
+        is_finished: Whether its result is complete.
+
+    Raises:
+        UserError: The attempt is unfinished, and read by other rules.
+    """
+    if not is_finished and plan.get("version") != READING:
+        raise UserError(
+            f"{directory} was begun by another version of genesis, which reads text by other rules; start again with "
+            "--restart"
+        )
+    plan["version"] = READING
 
 
 def explain_unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:

@@ -1,6 +1,6 @@
 """Reads spans of all kinds of files: their entries, from any entry on, and their documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,6 +16,7 @@ from genesis.data.sources.files import (
     compression_of,
     explain_unreadable,
     kind_of,
+    list_source,
 )
 from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
@@ -131,6 +132,15 @@ def _explain(entry: Entry) -> str:
     except UserError as error:
         return str(error)
     raise AssertionError("the record was bad before")
+
+
+def list_sources(sources: Sequence[SourceOptions], note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
+    """Returns the files of each source, and calls `note` with the lines about them."""
+    listings = [list_source(source) for source in sources]
+    for listing in listings:
+        for line in describe_listing(listing):
+            note(line)
+    return {listing.source.name: listing.files for listing in listings}
 
 
 def describe_listing(listing: Listing) -> list[str]:
