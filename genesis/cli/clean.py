@@ -55,7 +55,12 @@ def clean_main(argv: list[str]) -> int:
     options = make(CleanOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     with _Teller(console) as teller:
-        result = clean_corpus(options, restart=arguments.restart, report=teller.tell)
+        result = clean_corpus(
+            options,
+            restart=arguments.restart,
+            report=teller.tell,
+            note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )
     if isinstance(result, Submitted):
         jobs = ", ".join(result.jobs)
         print(f"submitted Slurm jobs {jobs}; run the same command after they have ended to see the result")
@@ -162,6 +167,10 @@ def _default(value: object) -> str:
 def _print_report(console: Console, options: CleanOptions, report: CleanReport) -> None:
     console.print(_stage_table(options, report))
     console.print(_source_table(report))
+    for source in report.sources:
+        if source.num_blank:
+            line = f"source {source.name}: dropped {source.num_blank:,} documents that are empty or only white space"
+            console.print(line, highlight=False, soft_wrap=True)
     for each in report.evaluation:
         if each.num_too_short:
             short = f"{each.num_too_short:,} of {each.num_texts:,} evaluation texts are too short to be searched for"

@@ -37,9 +37,10 @@ from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
-Reads .txt and source code (one document per file), .jsonl, all of these as .gz and .zst, and .parquet. A fraction of
-the documents is held out for validation. The command may be killed at any time: the same command continues, with the
-same result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
+Reads .txt and source code (one document per file), .jsonl, .json, .csv and .tsv, all of these as .gz and .zst, and
+.parquet and .arrow. It prints how many files of each kind it reads, and which files it does not. A fraction of the
+documents is held out for validation. The command may be killed at any time: the same command continues, with the same
+result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
 
 _PLAN_DESCRIPTION = """Plans a packing: which documents go into which sequence. The shards are not changed.
 best_fit keeps documents whole where they fit, pad puts one document into each sequence; chunk, the default of training,
@@ -101,7 +102,11 @@ def prepare_main(argv: list[str]) -> int:
     plans = list_plans(options.corpus)
     with stage("tokenizing", unit="bytes") as shown:
         manifest = prepare_corpus(
-            options, restart=arguments.restart, report=lambda progress: _show(shown, progress), warn=_warn
+            options,
+            restart=arguments.restart,
+            report=lambda progress: _show(shown, progress),
+            warn=_warn,
+            note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
         )
     has_plans = options.packing is None or list_plans(options.corpus) == plans
     if shown.total is None and has_plans:

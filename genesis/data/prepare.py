@@ -39,7 +39,8 @@ from genesis.data.manifest import (
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
-from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
+from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, list_sources, plan_spans
+from genesis.data.sources.files import READING, check_reading
 from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
     FinishedPart,
@@ -60,7 +61,6 @@ from genesis_callbacks.locks import lock_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
-_PLAN_VERSION = 1
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -159,6 +159,7 @@ def prepare_corpus(
     restart: bool = False,
     report: Callable[[PrepareProgress], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda line: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> CorpusManifest:
     """Makes the corpus, or finishes an earlier attempt, and returns its manifest; a finished corpus is not changed.
 
@@ -167,6 +168,7 @@ def prepare_corpus(
         restart: Whether to discard the results of an earlier attempt.
         report: Called with the progress.
         warn: Called with lines about the rows of each source that are skipped, and the keys that have no effect.
+        note: Called with lines about the files of each source.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
@@ -175,7 +177,7 @@ def prepare_corpus(
     chat = None
     if any(source.chat is not None for source in options.sources):
         chat = open_chat_setup(options.chat, tokenizer, options.tokenizer, is_paired=options.is_paired)
-    files = {source.name: find_files(source) for source in options.sources}
+    files = list_sources(options.sources, note)
     try:
         with _locked(options.corpus):
             if restart:
@@ -381,7 +383,9 @@ def _begin(
     plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
-        _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
+        old = json.loads(path.read_text(encoding="utf-8"))
+        check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
+        _compare_plans(old, plan, options.corpus)
     elif (options.corpus / MANIFEST_NAME).exists():
         raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
     if hash_tokenizer(options.corpus) != tokenizer.hash:
@@ -398,7 +402,7 @@ def _describe_plan(
     options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]], chat: ChatSetup | None
 ) -> dict[str, Any]:
     return {
-        "version": _PLAN_VERSION,
+        "version": READING,
         "tokenizer": tokenizer.hash,
         "validation_fraction": options.validation_fraction,
         "shard_tokens": options.shard_tokens,

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ _CONTENT_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD
 """The stores' names for values that change with an object's content, in listings and for single objects alike."""
 _TIME_KEYS = ("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created")
 _AGAIN = "or start again (data prepare: --restart)"
+
+
+LeaveOut = Callable[[str, tuple[str, ...], tuple[str, ...]], bool]
+"""Gets the path of a file, its names below the directory that was searched, and endings, of which it must have one."""
 
 
 class RemoteFile(NamedTuple):
@@ -45,18 +49,25 @@ def file_name(path: str) -> str:
     return re.split("[?#]", link)[0] if re.match("https?://", link) else link
 
 
-def list_files(url: str, endings: tuple[str, ...]) -> list[RemoteFile]:
+def _ends_otherwise(path: str, names: tuple[str, ...], endings: tuple[str, ...]) -> bool:
+    return not file_name(path).endswith(endings)
+
+
+def list_files(url: str, endings: tuple[str, ...], leave_out: LeaveOut = _ends_otherwise) -> list[RemoteFile]:
     """Returns the files of `url`: a single file, the matches of a glob, or the files of a directory.
 
-    Of a directory (all its levels) those are taken whose name ends in one of `endings`.
+    Args:
+        url: The URL.
+        endings: The endings of names of the files that are taken from a directory, at all its levels.
+        leave_out: Decides whether a file of a directory or of a glob is left out.
 
     Raises:
         StoreError: The store does not respond.
         UserError: The store is unknown or refuses access.
     """
     store = _RemoteFiles(url, StoreOptions.from_environment())
-    infos = [] if "*" in store.path else store.find(endings)
-    return sorted(store.describe(info) for info in infos or store.glob())
+    infos = [] if "*" in store.path else store.find(endings, leave_out)
+    return sorted(store.describe(info) for info in infos or store.glob(leave_out))
 
 
 def download(file: RemoteFile, destination: FileIO) -> None:
@@ -97,7 +108,7 @@ class _RemoteFiles:
         key = next((key for key in (*_CONTENT_KEYS, *_TIME_KEYS) if info.get(key)), None)
         return RemoteFile(url, int(info["size"]), f"{key}: {info[key]}" if key else "")
 
-    def find(self, endings: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    def find(self, endings: tuple[str, ...], leave_out: LeaveOut) -> list[Mapping[str, Any]]:
         """Returns the file at the path, or the files below it."""
         try:
             info = None if self.path.endswith("/") else self._info(self.path)
@@ -105,9 +116,11 @@ class _RemoteFiles:
             return []
         if info is not None and info["type"] != "directory":
             return [info]
-        return [info for info in self._walk(self.path, None) if file_name(info["name"]).endswith(endings)]
+        root = self.path.rstrip("/") + "/"
+        found = self._walk(self.path, None)
+        return [info for info in found if not leave_out(info["name"], _names(info, root), endings)]
 
-    def glob(self) -> list[Mapping[str, Any]]:
+    def glob(self, leave_out: LeaveOut) -> list[Mapping[str, Any]]:
         """Returns the files that match the path."""
         # In a web address "?" begins the query.
         wildcard = re.search(r"[*\[]" if self._is_http else r"[*?\[]", self.path)
@@ -117,7 +130,12 @@ class _RemoteFiles:
         pattern = self.path[len(root) :]
         depth = None if "**" in pattern else pattern.count("/") + 1
         matches = re.compile(glob_translate(self.path)).match
-        return [info for info in self._walk(root, depth) if matches(info["name"])]
+        names_hidden = "/." in f"/{pattern}"
+        return [
+            info
+            for info in self._walk(root, depth)
+            if matches(info["name"]) and not leave_out(info["name"], () if names_hidden else _names(info, root), ("",))
+        ]
 
     def check_unchanged(self, file: RemoteFile) -> Mapping[str, Any]:
         """Returns the store's current entry of the file, after checking that the file has not changed."""
@@ -205,6 +223,10 @@ class _RemoteFiles:
                     if destination.tell() >= mark:
                         mark += _BLOCK_BYTES
                         limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def _names(info: Mapping[str, Any], root: str) -> tuple[str, ...]:
+    return tuple(str(info["name"]).removeprefix(root).split("/"))
 
 
 def _changed(file: RemoteFile, how: str) -> str:

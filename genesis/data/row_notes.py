@@ -47,17 +47,19 @@ class RowNotes:
         skipped: Bad rows, by reason.
         unused_fields: How many records had a field that is not read, by its name.
         unused_keys: How many messages had a key that the template does not use, by its name.
+        num_blank: How many documents were dropped because they are empty or only white space.
     """
 
     skipped: tuple[SkippedRows, ...] = ()
     unused_fields: Mapping[str, int] = field(default_factory=dict)
     unused_keys: Mapping[str, int] = field(default_factory=dict)
+    num_blank: int = 0
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Self:
         """Returns the notes whose fields were written as JSON."""
         skipped = tuple(SkippedRows(reason, count, tuple(places)) for reason, count, places in raw.get("skipped", ()))
-        return cls(skipped, raw.get("unused_fields", {}), raw.get("unused_keys", {}))
+        return cls(skipped, raw.get("unused_fields", {}), raw.get("unused_keys", {}), raw.get("num_blank", 0))
 
     def __add__(self, other: "RowNotes") -> "RowNotes":
         reasons = {_key(rows.reason): rows for rows in self.skipped}
@@ -69,6 +71,7 @@ class RowNotes:
             tuple(reasons.values()),
             dict(Counter(self.unused_fields) + Counter(other.unused_fields)),
             dict(Counter(self.unused_keys) + Counter(other.unused_keys)),
+            self.num_blank + other.num_blank,
         )
 
     def describe(self, source: str) -> list[str]:
@@ -78,6 +81,8 @@ class RowNotes:
         if by_count[_MAX_REASONS:]:
             rest = sum(rows.num_rows for rows in by_count[_MAX_REASONS:])
             lines.append(f"source {source}: skipped {rest:,} for {len(by_count) - _MAX_REASONS} other reasons")
+        if self.num_blank:
+            lines.append(f"source {source}: dropped {self.num_blank:,} documents that are empty or only white space")
         parts = [
             f"{what} {', '.join(f'{name} ({count:,})' for name, count in sorted(counts.items()))}"
             for what, counts in (("fields of records", self.unused_fields), ("keys of messages", self.unused_keys))

@@ -1,5 +1,6 @@
 """Training straight from raw shards, without a corpus on disk."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -12,6 +13,7 @@ from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order
 from genesis.data.pairs import PairSet
 from genesis.data.shards import little_endian, token_dtype
+from genesis.data.sources import describe_left_out
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.state import combine_states
@@ -32,6 +34,7 @@ from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
+_logger = logging.getLogger(__name__)
 _ENDLESS_WINDOWS: Final = 1 << 40
 """Length of a stream's epoch in Lightning's sense; the number of its sequences is unknown."""
 
@@ -71,6 +74,7 @@ class StreamData:
         self._ranks = Ranks()
         self._order: SequenceOrder | None = None
         self._num_empty_positions = 0
+        self._is_described = False
 
     @cached_property
     def corpus(self) -> Corpus | None:
@@ -141,6 +145,11 @@ class StreamData:
                 f"the stream was opened for {self._ranks} but is used by {ranks}; build a new data module"
             )
         self._ranks = ranks
+        if ranks.rank == 0 and not self._is_described:
+            for listing in self.stream.listings:
+                for line in describe_left_out(listing):
+                    _logger.warning("%s", line)
+        self._is_described = True
         self.windows.open()
 
     def close(self) -> None:
@@ -197,7 +206,10 @@ class StreamData:
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
         """Returns the usage of each source, summed over the lanes of all ranks."""
         entries = self.windows.usage(self.data_position).values()
-        own = [(e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans) for e in entries]
+        own = [
+            (e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans, e.num_blank_documents)
+            for e in entries
+        ]
         sums = iter(sum_over_ranks([value for values in own for value in values]))
         return {
             name: {
@@ -205,6 +217,7 @@ class StreamData:
                 "epochs": next(sums) / num_spans,
                 "bad_documents": next(sums),
                 "damaged_spans": next(sums),
+                "blank_documents": next(sums),
             }
             for name, num_spans in count_spans(self.stream).items()
         }

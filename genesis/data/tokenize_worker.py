@@ -203,8 +203,10 @@ class _Part:
         """Appends each document to its split's shard and returns their tokens; bad rows are skipped or refused."""
         if self._encoder is not None:
             return self._append_conversations(self._encoder.encode(documents))
-        texts = [document for document in documents if isinstance(document, Document)]
-        self._note_bad([document for document in documents if isinstance(document, BadRow)])
+        texts = [document for document in documents if isinstance(document, Document) and not document.is_blank]
+        bad = [document for document in documents if isinstance(document, BadRow)]
+        self._note_bad(bad)
+        self._notes += RowNotes(num_blank=len(documents) - len(texts) - len(bad))
         by_split: dict[Split, list[Document]] = {"train": [], "validation": []}
         for document in texts:
             by_split[self._split_of(document)].append(document)

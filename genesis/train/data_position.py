@@ -6,6 +6,7 @@ data/epochs_SOURCE           epochs of the source: its consumed sequences, with 
 data/tokens_SOURCE           tokens consumed from the source, without padding and without skipped windows
 data/prompts_SOURCE          prompts of the source that were answered and trained (`data.prompts`)
 data/bad_documents_SOURCE    streams only: documents skipped because they could not be read
+data/blank_documents_SOURCE  streams only: documents dropped because they are only white space
 data/damaged_spans_SOURCE    streams only: spans of damaged files whose rest was skipped
 """
 

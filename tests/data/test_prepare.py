@@ -266,6 +266,17 @@ def test_changed_inputs_are_refused_by_name_and_restart_starts_again(tmp_path):
     assert read_tree(options.corpus) == read_tree(fresh.corpus)
 
 
+def test_an_attempt_of_another_version_is_refused_and_a_finished_corpus_left_as_it_is(tmp_path):
+    options = make_options(tmp_path)
+    manifest = prepare_corpus(options)
+    plan = options.corpus / ".prepare/plan.json"
+    plan.write_text(plan.read_text().replace('"version": 2', '"version": 1'))
+    assert prepare_corpus(options) == manifest
+    (options.corpus / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"was begun by another version of genesis, .* start again with --restart"):
+        prepare_corpus(options)
+
+
 def test_another_tokenizer_than_the_one_begun_with_is_refused(tmp_path):
     options = make_options(tmp_path)
     begin_and_stop(options)

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -51,11 +52,11 @@ def test_jsonl_gives_its_documents_in_order(tmp_path, name):
     assert read_all(write_jsonl(tmp_path / name, TEXTS)) == TEXTS
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.py", "a.txt.zst"])
-def test_a_text_file_is_one_document_byte_for_byte(tmp_path, name):
-    data = "\ufeff x\r\n\ty\0\n".encode()
-    pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.rpartition(".")[2], bytes)
-    (tmp_path / name).write_bytes(pack(data))
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.py", "a.txt.zst", "A.TXT.GZ"])
+def test_a_text_file_is_one_document_byte_for_byte_without_its_byte_order_mark(tmp_path, name):
+    data = " x\r\n\ty\0\n\ufeff.".encode()
+    pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.lower().rpartition(".")[2], bytes)
+    (tmp_path / name).write_bytes(pack("\ufeff".encode() + data))
     assert [text.encode() for text in read_all(SourceOptions("code", (str(tmp_path / name),)))] == [data]
 
 
@@ -71,16 +72,20 @@ def test_parquet_gives_its_documents_in_order_however_it_is_cut(tmp_path, kind):
 
 
 @given(
-    records=st.lists(st.text(alphabet="ab\n|é", max_size=9), max_size=12),
-    separator=st.sampled_from(["\n", "|", "|a", "<|e|>\n", "\n\n", "aba"]),
+    records=st.lists(st.text(alphabet="ab\r\n|é", max_size=9), max_size=12),
+    separator=st.sampled_from(["\n", "|", "|a", "<|e|>\n", "\n\n", "aba", "\r\n", "\n|"]),
+    line_break=st.sampled_from(["\n", "\r\n"]),
     target_bytes=st.integers(1, 40),
 )
-def test_a_file_of_records_gives_each_once_wherever_it_is_cut(tmp_path_factory, records, separator, target_bytes):
+def test_a_file_of_records_gives_each_once_wherever_it_is_cut_and_whose_line_breaks_it_has(
+    tmp_path_factory, records, separator, line_break, target_bytes
+):
     path = tmp_path_factory.mktemp("records") / "a.txt"
-    text = separator.join(records)
+    text = re.sub("\r?\n", line_break, separator).join(records)
     path.write_bytes(text.encode())
     source = SourceOptions("web", (str(path),), separator=separator)
-    assert read_all(source, target_bytes) == [record for record in text.split(separator) if record]
+    either = "\r?\n".join(re.escape(part) for part in re.split("\r?\n", separator))
+    assert read_all(source, target_bytes) == [record for record in re.split(either, text) if record.strip()]
 
 
 def test_records_longer_than_a_block_come_whole(tmp_path):
@@ -165,7 +170,7 @@ def test_a_compressed_file_cut_short_is_refused(tmp_path, name, kept_share):
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
     for name in ("a.jsonl.gz", "b.txt.zst"):
         (tmp_path / name).write_bytes(b"plain text, not compressed")
-        with pytest.raises(UserError, match=f"{name} is truncated or damaged"):
+        with pytest.raises(UserError, match=rf"{name} is named \.(gz|zst), and is not compressed; remove the ending"):
             read_all(SourceOptions("web", (str(tmp_path / name),)))
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"c\.parquet is not a complete parquet file"):
@@ -360,7 +365,7 @@ def test_a_remote_file_that_changes_is_refused_unless_its_copy_is_there(tmp_path
 def test_a_url_that_leads_nowhere_is_named(store):
     store.files["/d/a.md"] = b"text"
     for path in ("/none.txt", "/d/", "/d/*.txt"):
-        with pytest.raises(UserError, match=rf"source web: no file at {store.url}.*correct the URL or"):
+        with pytest.raises(UserError, match=rf"source web: no file at {store.url}.*set `suffixes`, or correct the URL"):
             find_files(SourceOptions("web", (store.url + path,)))
 
 

@@ -34,7 +34,8 @@ from genesis.data.clean.execute import (
 )
 from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_key, plan_phases
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
-from genesis.data.sources import InputFile, find_files
+from genesis.data.sources import InputFile, find_files, list_sources
+from genesis.data.sources.files import READING, check_reading
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.locks import lock_file
@@ -42,7 +43,6 @@ from genesis_callbacks.locks import lock_file
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
 _WORKERS_NAME = "workers.lock"
-_PLAN_VERSION = 1
 _EXECUTION = ("executor", "local", "slurm", "ray")
 """Options that do not change the result."""
 
@@ -70,6 +70,7 @@ def clean_corpus(
     *,
     restart: bool = False,
     report: Callable[[CleanProgress], None] = lambda progress: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> CleanReport | Submitted:
     """Cleans, or finishes an earlier attempt, and returns the report; a finished result is not changed.
 
@@ -77,6 +78,7 @@ def clean_corpus(
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
         report: Called when a phase begins and, with local workers, as its tasks are finished.
+        note: Called with lines about the files of each source.
 
     Returns:
         The report, or with Slurm the submitted jobs: the same call returns the report after they have ended.
@@ -85,7 +87,7 @@ def clean_corpus(
         UserError: The input, the disk or a changed plan prevents the work. Finished tasks are kept.
     """
     _check_executor(options)
-    files = _find_all_files(options)
+    files = _find_all_files(options, note)
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)
     try:
@@ -117,8 +119,8 @@ def _check_executor(options: CleanOptions) -> None:
         check_ray()
 
 
-def _find_all_files(options: CleanOptions) -> dict[str, tuple[InputFile, ...]]:
-    files = {source.name: find_files(source) for source in options.sources}
+def _find_all_files(options: CleanOptions, note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
+    files = list_sources(options.sources, note)
     for number, stage in enumerate(options.stages):
         if isinstance(stage, Decontamination):
             for source in stage.evaluation:
@@ -220,12 +222,14 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
             raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
-    old, new = (dict(_flatten("", each)) for each in (json.loads(path.read_text(encoding="utf-8")), plan))
+    before = json.loads(path.read_text(encoding="utf-8"))
+    check_reading(before, options.out, is_finished=(options.out / MANIFEST_NAME).exists())
+    old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):
         if place not in old or place not in new or old[place] != new[place]:
-            before, now = (repr(each[place]) if place in each else "missing" for each in (old, new))
+            then, now = (repr(each[place]) if place in each else "missing" for each in (old, new))
             raise UserError(
-                f"{options.out} was started with different options: {place} was {before} and is {now}; use the same, "
+                f"{options.out} was started with different options: {place} was {then} and is {now}; use the same, "
                 "give another out, or start again with --restart"
             )
 
@@ -240,7 +244,7 @@ def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]
         if source["chat"] is None:
             del source["chat"]  # plans of earlier versions have no such key
     plan = {
-        "version": _PLAN_VERSION,
+        "version": READING,
         "datatrove": read_versions()["datatrove"],
         "options": described,
         "files": {

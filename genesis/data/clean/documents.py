@@ -8,25 +8,22 @@ documents, so that later tasks read the wrong files. The readers and writers her
 import gzip
 import io
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import pyarrow.parquet as pq
 import zstandard
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from genesis.chat.conversation import load_conversation
-from genesis.data.cache import open_copy
 from genesis.data.clean.filters import FIELDS, LANGUAGE
-from genesis.data.remote import RemoteFile, file_name
 from genesis.data.shards import hash_file
-from genesis.data.sources import InputFile, SourceOptions, Span, read_documents
-from genesis.data.store import is_url
+from genesis.data.sources import SourceOptions, Span, read_entries
+from genesis.data.sources.files import kind_of
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
@@ -38,7 +35,6 @@ SOURCE = "source"
 NUM_TOKENS = "num_tokens"
 Compression = Literal["zst", "gz"]
 
-_BYTE_ORDER_MARK = "\ufeff"
 _ZSTD_LEVEL = 3
 _GZIP_LEVEL = 6
 
@@ -95,7 +91,9 @@ class SourceReader(PipelineStep):  # type: ignore[misc]
         """Yields the documents of the task `rank`."""
         assert data is None
         for name, span in self._spans[rank]:
-            for number, (text, fields, conversation) in enumerate(_read(self._sources[name], span, self._fields)):
+            count_blank = partial(self.stat_update, f"blank.{name}")
+            found = _read(self._sources[name], span, self._fields, count_blank)
+            for number, (text, fields, conversation) in enumerate(found):
                 metadata: dict[str, Any] = {SOURCE: name}
                 if conversation is not None:
                     metadata[CONVERSATION] = conversation
@@ -207,77 +205,31 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def _read(
-    source: SourceOptions, span: Span, names: Sequence[str]
+    source: SourceOptions, span: Span, names: Sequence[str], count_blank: Callable[[], None]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any] | None]]:
     """Yields the texts of a span, of each record the fields `names` that it has, and its conversation if it is one."""
-    if source.chat is None:
-        yield from ((text, fields, None) for text, fields in _read_texts(source, span, names))
-        return
-    for document in read_documents(source, span):
-        assert document.record is not None, "a record of conversations"
-        fields = {name: document.record[name] for name in names if document.record.get(name) is not None}
-        yield load_conversation(document.text).plain_text(), fields, json.loads(document.text)
+    has_types = kind_of(span.file.path, source) not in ("csv", "tsv")
+    for entry in read_entries(source, span, 0, names):
+        document = entry.read(True)
+        if document.is_blank:
+            count_blank()
+        if not document.utf8:
+            continue
+        record = document.record or {}
+        found = ((name, record[name] if has_types else _number(record[name])) for name in names if name in record)
+        fields = {name: value for name, value in found if value is not None}
+        if source.chat is None:
+            yield document.text, fields, None
+        else:
+            yield load_conversation(document.text).plain_text(), fields, json.loads(document.text)
 
 
-def _read_texts(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the texts of a span of plain text, and of each record the fields `names` that it has."""
-    texts = read_documents(source, span)
-    if not names:
-        yield from ((document.text, {}) for document in texts)
-    elif _is_kind(source, span, "parquet"):
-        yield from _with_fields(texts, _parquet_rows(source, span, names), source.text_field, names)
-    elif _is_kind(source, span, "jsonl"):
-        yield from _with_fields(texts, _json_rows(source, span), source.text_field, names)
-    else:
-        yield from ((document.text, {}) for document in texts)
-
-
-def _is_kind(source: SourceOptions, span: Span, kind: str) -> bool:
-    stem = file_name(span.file.path).removesuffix(".gz").removesuffix(".zst")
-    endings = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}[kind]
-    return source.format == kind or (source.format == "auto" and stem.endswith(endings))
-
-
-def _with_fields(
-    texts: Iterator[Any], rows: Iterator[dict[str, Any]], text_field: str, names: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    # `texts` refuses an invalid record by its position, and skips a record whose text is empty.
-    for row in rows:
-        if _find(row, text_field) not in ("", b""):
-            yield next(texts).text, {name: row[name] for name in names if row.get(name) is not None}
-
-
-def _find(row: dict[str, Any], text_field: str) -> Any:
-    """Returns the text of a row, whose field may be a path through objects; None if the row has none."""
-    found: Any = row
-    for name in [text_field] if text_field in row else text_field.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
-
-
-def _json_rows(source: SourceOptions, span: Span) -> Iterator[dict[str, Any]]:
-    for line in read_documents(replace(source, format="text", separator="\n"), span):
-        if line.text.strip(_BYTE_ORDER_MARK).strip():
-            try:
-                row = json.loads(line.text.removeprefix(_BYTE_ORDER_MARK))
-            except (json.JSONDecodeError, RecursionError):
-                row = None
-            yield row if isinstance(row, dict) else {}
-
-
-def _parquet_rows(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    with _on_disk(span.file) as path, pq.ParquetFile(path) as parquet:
-        columns = [source.text_field, *(name for name in names if name in parquet.schema_arrow.names)]
-        # A file in a store is one span, whose end is its size.
-        groups = list(range(span.start, min(span.end, parquet.num_row_groups)))
-        for batch in parquet.iter_batches(row_groups=groups, columns=columns):
-            yield from batch.to_pylist()
-
-
-def _on_disk(file: InputFile) -> AbstractContextManager[Path]:
-    if is_url(file.path):
-        return open_copy(RemoteFile(file.path, file.num_bytes, file.identity))
-    return nullcontext(Path(file.path))
+def _number(text: str) -> float | str | None:
+    """Returns the number in a cell of a table without types; None if it is empty, and other text as it is."""
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return text
 
 
 # Writing

@@ -54,11 +54,12 @@ class StageReport:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """The input and output of a source."""
+    """The input and output of a source; `num_blank` documents were empty or only white space, and are in neither."""
 
     name: str
     read: Amount
     kept: Amount
+    num_blank: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
                 characters=sum(shard.num_characters for shard in own),
                 tokens=sum(shard.num_tokens or 0 for shard in own),
             )
-            sources.append(SourceReport(name, self._amount(read, f".{name}"), self._amount(kept, "")))
+            num_blank = read[f"blank.{name}"]
+            sources.append(SourceReport(name, self._amount(read, f".{name}"), self._amount(kept, ""), num_blank))
         stages = []
         for label in self._stages:
             counts = totals[f"stage: {label}"]
@@ -213,7 +215,8 @@ def read_report(out: Path) -> CleanReport:
         raw = json.loads(path.read_text(encoding="utf-8"))["report"]
         return CleanReport(
             tuple(
-                SourceReport(each["name"], Amount(**each["read"]), Amount(**each["kept"])) for each in raw["sources"]
+                SourceReport(each["name"], Amount(**each["read"]), Amount(**each["kept"]), each.get("num_blank", 0))
+                for each in raw["sources"]
             ),
             tuple(
                 StageReport(each["label"], Amount(**each["entered"]), Amount(**each["kept"]), each["dropped"])

@@ -6,14 +6,16 @@ records, a range of row groups of a parquet file, or a whole file. Reading all s
 A file may lie in a store (`genesis.data.remote`). Such a file is listed in the store and read from a copy in the local
 cache (`genesis.data.cache`), which is downloaded when a span of the file is first read.
 
-    options.py     the options of a source                  files.py     its files and their spans
+    options.py     the options of a source                  files.py        its files and their spans
+    walk.py        files below local directories            binary.py       what is no text
     blocks.py      the bytes of a file, in blocks and cut at a delimiter
-    records.py     entries of text and jsonl files          tables.py    entries of parquet and arrow files
-    read.py        spans, entries and documents of files    sample.py    a sample of documents
+    records.py     entries of text, jsonl and json files    json_values.py  the objects of a json file
+    tables.py      entries of parquet, arrow, csv and tsv files              csv_table.py    csv and tsv
+    read.py        spans, entries and documents of files    sample.py       a sample of documents
 """
 
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry
-from genesis.data.sources.files import InputFile, Span, check_unchanged, find_files
+from genesis.data.sources.files import InputFile, Listing, Span, check_unchanged, find_files, list_source
 from genesis.data.sources.options import (
     SourceOptions,
     check_sources,
@@ -21,7 +23,16 @@ from genesis.data.sources.options import (
     refuse_pairs,
     refuse_skipping,
 )
-from genesis.data.sources.read import is_cheap_to_reopen, plan_spans, read_documents, read_entries, read_rows
+from genesis.data.sources.read import (
+    describe_left_out,
+    describe_listing,
+    is_cheap_to_reopen,
+    list_sources,
+    plan_spans,
+    read_documents,
+    read_entries,
+    read_rows,
+)
 from genesis.data.sources.sample import sample_texts
 
 __all__ = [
@@ -30,12 +41,17 @@ __all__ = [
     "Document",
     "Entry",
     "InputFile",
+    "Listing",
     "SourceOptions",
     "Span",
     "check_sources",
     "check_unchanged",
+    "describe_left_out",
+    "describe_listing",
     "find_files",
     "is_cheap_to_reopen",
+    "list_source",
+    "list_sources",
     "plan_spans",
     "read_documents",
     "read_entries",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from genesis.chat.conversation import leave_out_keys, read_conversation
 from genesis.chat.pair import is_pair, read_pair
 from genesis.chat.template import ConversationError
+from genesis.data.sources.binary import guess_encodings
 from genesis.data.sources.options import SourceOptions
 from genesis.errors import UserError
 
@@ -17,9 +18,11 @@ class DamagedFileError(UserError):
 class Document(NamedTuple):
     """One text, its UTF-8 form, and the number of bytes of the span's file that were read up to its end.
 
+    A document that is only white space is dropped: it has no text, and `is_blank`.
+
     The text of a conversation is `genesis.chat.conversation.Conversation.dump`, that of a pair of answers
-    `genesis.chat.pair.Pair.dump`. Such a document has its `record`, with all fields, and `place`, which returns the
-    record's position, for messages.
+    `genesis.chat.pair.Pair.dump`. Such a document has `place`, which returns the record's position, for messages. The
+    `record` has the fields of a record; beside the text of a table those that were asked for.
     """
 
     text: str
@@ -27,6 +30,7 @@ class Document(NamedTuple):
     position: int
     record: Mapping[str, Any] | None = None
     place: Callable[[], str] | None = None
+    is_blank: bool = False
 
 
 class Entry(NamedTuple):
@@ -68,9 +72,15 @@ def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[i
             text = data.decode(errors="replace")
             return Document(text, text.encode(), position)
         raise UserError(
-            f"{place(error.start)}: byte 0x{data[error.start]:02x} is not UTF-8; "
-            f"fix it, or set on_undecodable: replace for source {source.name}"
+            f"{place(error.start)}: byte 0x{data[error.start]:02x} is not UTF-8; {guess_encodings(data)}, or set "
+            f"on_undecodable: replace for source {source.name}, which puts U+FFFD in the place of each such byte"
         ) from None
+
+
+def drop_blank(document: Document, reading: int) -> Document:
+    """Returns a document, without its text if that is only white space; by the rules 1 such a document is kept."""
+    is_blank = reading > 1 and (not document.text or document.text.isspace())
+    return Document("", b"", document.position, is_blank=True) if is_blank else document
 
 
 def decode_conversation(

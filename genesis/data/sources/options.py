@@ -10,7 +10,7 @@ from genesis.chat.options import OnBadRow
 from genesis.errors import UserError
 
 ChatForm = Form | Literal["auto", "pairs"]
-Kind = Literal["text", "jsonl", "parquet", "arrow"]
+Kind = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
 Format = Literal["auto"] | Kind
 
 TEXT_FIELD: Final = "text"
@@ -24,19 +24,20 @@ class SourceOptions:
         name: The source's name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
         paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of these, such
             as s3://bucket/web/*.jsonl.zst, https://host/a.parquet or any other URL that fsspec supports.
-        format: How files hold documents: text (a file is one document; also source code), jsonl, parquet, arrow (a
-            dataset that Hugging Face's `datasets` saved); auto decides by the name of each file. Text and jsonl files
-            may be compressed (.gz, .zst).
+        format: How files hold documents: text (a file is one document; also source code), jsonl, json (an array of
+            objects), csv, tsv (with a line of column names), parquet, arrow (a dataset that Hugging Face's `datasets`
+            saved); auto decides by the name of each file. Files other than parquet and arrow may be compressed (.gz,
+            .zst).
         suffixes: Suffixes of the files taken from directories, such as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if
-            not given.
-        text_field: Field (jsonl) or column (parquet, arrow) that holds the text, or the path to one in objects, such as
-            meta.text; of conversations in the forms messages and sharegpt the turns, which are looked for in messages,
-            conversations and conversation if it is not given.
+            not given. Upper and lower case are the same, and hidden files are not taken.
+        text_field: Field or column that holds the text, or the path to one in objects, such as meta.text; of
+            conversations in the forms messages and sharegpt the turns, which are looked for in messages, conversations
+            and conversation if it is not given.
         separator: The text between documents of a text file, such as "\\n" or "<|endoftext|>"; without it a file is one
-            document.
+            document. A line break in it also matches that of Windows.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
-        chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca,
+        chat: Form of the conversations in the records, not of text files: messages (OpenAI's), sharegpt, alpaca,
             prompt_completion or prompt; auto goes by the names of the fields; pairs are two answers to one prompt, of
             which one is preferred, in the forms of OpenAI, TRL or ShareGPT. Not given for plain text.
         on_bad_row: What to do with a record without a text, such as a null, or without a conversation: error, or skip
@@ -69,9 +70,7 @@ class SourceOptions:
         if self.separator == "":
             raise UserError(f'source {self.name} has an empty separator; leave it out or give one, as "\\n"')
         if self.chat is not None and self.format == "text":
-            raise UserError(
-                f"source {self.name} has conversations, which text files cannot hold; give jsonl, parquet or arrow"
-            )
+            raise UserError(f"source {self.name} has conversations, which text files cannot hold; give another format")
         if self.ignored_keys and self.chat is None:
             raise UserError(f"source {self.name} has ignored_keys, and only conversations have marks; leave it out")
 

@@ -1,18 +1,31 @@
 """Reads spans of all kinds of files: their entries, from any entry on, and their documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 import pyarrow as pa
 
-from genesis.data.sources.blocks import DAMAGE, can_cut
+from genesis.data.sources.blocks import DAMAGE, read_blocks, refuse_binary
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
-from genesis.data.sources.files import InputFile, Span, check_unchanged, compression_of, explain_unreadable, kind_of
+from genesis.data.sources.files import (
+    InputFile,
+    Listing,
+    Span,
+    check_unchanged,
+    compression_of,
+    explain_unreadable,
+    kind_of,
+    list_source,
+)
 from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
 from genesis.data.sources.tables import TABLES, plan_row_groups, row_entries
 from genesis.data.store import is_url
 from genesis.errors import UserError
+
+_MAX_SEARCHED_BYTES: Final = 1 << 28
+"""Bytes that are searched for a separator; of more text without one, nothing is reported."""
 
 
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
@@ -28,15 +41,15 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
         kind = kind_of(file.path, source)
         if kind == "text" and source.chat is not None:
             raise UserError(
-                f"{file.path} is read as text, which cannot hold conversations; give jsonl, parquet or arrow, or the "
-                f"format of source {source.name}"
+                f"{file.path} is read as text, which cannot hold conversations; give jsonl, json, parquet or arrow, or "
+                f"the format of source {source.name}"
             )
         if is_url(file.path):
             if file.num_bytes or kind in TABLES:  # an empty table is refused when it is read
                 yield Span(file, 0, file.num_bytes, file.num_bytes)
         elif kind in TABLES:
             yield from plan_row_groups(source, file, target_bytes)
-        elif compression_of(file.path) is None and can_cut(find_delimiter(kind, source)):
+        elif compression_of(file.path) is None and (delimiter := find_delimiter(kind, source)) and delimiter.can_cut:
             for start in range(0, file.num_bytes, target_bytes):
                 end = min(start + target_bytes, file.num_bytes)
                 yield Span(file, start, end, end - start)
@@ -44,8 +57,10 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
             yield Span(file, 0, file.num_bytes, file.num_bytes)
 
 
-def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[Entry]:
+def read_entries(source: SourceOptions, span: Span, start: int = 0, fields: Sequence[str] = ()) -> Iterator[Entry]:
     """Yields the entries of a span in order, from the entry at `start`, which is 0 or the end of an entry.
+
+    The records of tables have the columns `fields` beside the text.
 
     A bad record raises an error when its entry is read, not here. An uncompressed file of records is read from `start`
     on, a parquet file from the row group of that entry, a compressed file from its beginning. Memory is bounded by the
@@ -56,18 +71,23 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
         UserError: The file has changed or cannot be read.
     """
     check_unchanged(source, span.file)
-    entries = row_entries if kind_of(span.file.path, source) in TABLES else record_entries
+    kind = kind_of(span.file.path, source)
     try:
-        yield from entries(source, span, start)
+        if kind not in TABLES:
+            refuse_binary(span.file)
+            yield from record_entries(source, span, start)
+        else:
+            yield from row_entries(source, span, start, fields)
     except pa.ArrowNotImplementedError as error:
         raise UserError(
             f"{span.file.path} has a layout that pyarrow {pa.__version__} does not read ({one_line(error)}); write it "
             "again with plain strings"
         ) from None
     except DAMAGE as error:
-        raise DamagedFileError(
-            f"{span.file.path} is truncated or damaged ({one_line(error)}); fetch it again"
-        ) from None
+        what, remedy = "is truncated or damaged", "fetch it again"
+        if kind in ("csv", "tsv"):
+            what, remedy = f"is no {kind} file", "correct it"
+        raise DamagedFileError(f"{span.file.path} {what} ({one_line(error)}); {remedy}") from None
     except OSError as error:
         if error.errno is None:  # pyarrow raises it for data that does not decompress
             raise DamagedFileError(f"{span.file.path} is damaged ({one_line(error)}); fetch it again") from None
@@ -89,7 +109,7 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
 
 
 def read_rows(source: SourceOptions, span: Span) -> Iterator[Document | BadRow]:
-    """Yields the documents of a span in order, without empty ones, and the entries that have none.
+    """Yields the documents of a span in order, also those of white space, and the entries that have none.
 
     Raises:
         UserError: The file has changed or is damaged.
@@ -102,7 +122,7 @@ def read_rows(source: SourceOptions, span: Span) -> Iterator[Document | BadRow]:
             yield BadRow(position, entry.place, partial(_explain, entry))
             continue
         position = document.position
-        if document.utf8:
+        if document.utf8 or document.is_blank:
             yield document
 
 
@@ -114,6 +134,59 @@ def _explain(entry: Entry) -> str:
     raise AssertionError("the record was bad before")
 
 
+def list_sources(sources: Sequence[SourceOptions], note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
+    """Returns the files of each source, and calls `note` with the lines about them."""
+    listings = [list_source(source) for source in sources]
+    for listing in listings:
+        for line in describe_listing(listing):
+            note(line)
+    return {listing.source.name: listing.files for listing in listings}
+
+
+def describe_listing(listing: Listing) -> list[str]:
+    """Returns the lines to print about the files of a source: those that are read, and a separator that is in none."""
+    missing = _describe_missing_separator(listing.source, listing.files)
+    return [listing.describe(), *([missing] if missing else [])]
+
+
+def describe_left_out(listing: Listing) -> list[str]:
+    """Returns the lines of `describe_listing`, an empty list if all files are read and the separator occurs."""
+    read, *missing = describe_listing(listing)
+    return [read, *missing] if listing.skipped else missing
+
+
+def _describe_missing_separator(source: SourceOptions, files: Sequence[InputFile]) -> str:
+    """Returns a line if no text file has the separator; empty if one has, or if there is nothing to separate.
+
+    Files are read up to the first separator. What cannot be read is left to the readers, which report it.
+    """
+    delimiter = find_delimiter("text", source)
+    texts = [file for file in files if kind_of(file.path, source) == "text" and file.num_bytes]
+    if delimiter is None or not texts:
+        return ""
+    num_bytes = num_returns = num_breaks = 0
+    try:
+        for file in texts:
+            tail = b""
+            for block, _ in read_blocks(file):
+                if num_bytes > _MAX_SEARCHED_BYTES or delimiter.is_in(tail + block):
+                    return ""
+                tail = block[-delimiter.num_bytes :]
+                num_bytes += len(block)
+                num_returns, num_breaks = num_returns + block.count(b"\r"), num_breaks + block.count(b"\n")
+    except (*DAMAGE, OSError, UserError):
+        return ""
+    hint = ""
+    if "\\" in (source.separator or ""):
+        hint = "; in YAML, \\n is a line break only between double quotes"
+    elif num_returns and not num_breaks and "\n" in (source.separator or ""):
+        hint = "; the line breaks there are \\r alone, so write \\r for \\n"
+    number = (
+        "its text file is one document" if len(texts) == 1 else f"each of its {len(texts):,} text files is one document"
+    )
+    return f"source {source.name}: the separator {source.separator!r} does not occur: {number}{hint}"
+
+
 def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:
     """Returns whether `read_entries` can start at any entry without reading the entries before it."""
-    return kind_of(span.file.path, source) not in TABLES and compression_of(span.file.path) is None
+    return kind_of(span.file.path, source) in ("text", "jsonl") and compression_of(span.file.path) is None

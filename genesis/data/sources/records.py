@@ -1,12 +1,13 @@
-"""Reads the entries of text files, whole or cut at a separator, and of jsonl files."""
+"""Reads the entries of text files, whole or cut at a separator, and of jsonl and json files."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
-from genesis.data.sources.blocks import read_blocks, split_records
-from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, one_line
-from genesis.data.sources.files import Span, compression_of, kind_of
+from genesis.data.sources.blocks import Delimiter, read_blocks, split_records
+from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
+from genesis.data.sources.files import READING, Span, compression_of, kind_of
+from genesis.data.sources.json_values import split_values
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
 from genesis.json_text import load_json
@@ -14,33 +15,41 @@ from genesis.json_text import load_json
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
-def find_delimiter(kind: Kind, source: SourceOptions) -> bytes | None:
-    """Returns the delimiter between records; None if a file is a single record."""
+def find_delimiter(kind: Kind, source: SourceOptions, reading: int = READING) -> Delimiter | None:
+    """Returns the delimiter between records; None if a file is a single record, or a JSON array."""
     if kind == "jsonl":
-        return b"\n"
-    return source.separator.encode() if source.separator is not None else None
+        return Delimiter(b"\n")
+    if kind != "text" or source.separator is None:
+        return None
+    return Delimiter(source.separator.encode()) if reading == 1 else Delimiter.of(source.separator)
 
 
 def record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
     """Yields the entries of a span, from the entry at `start` on."""
     kind = kind_of(span.file.path, source)
-    delimiter = find_delimiter(kind, source)
     read = partial(_read_record, source, span, kind)
-    if delimiter is None:
+    delimiter = find_delimiter(kind, source, span.reading)
+    if kind == "json":
+        records = split_values(span, start)
+    elif delimiter is not None:
+        records = split_records(span, delimiter, start)
+    else:
         if start == 0:
             data = b"".join(block for block, _ in read_blocks(span.file))
             yield Entry(0, 1, partial(read, 0, data, span.num_bytes), lambda: span.file.path)
         return
-    for offset, record, position in split_records(span, delimiter, start):
-        place = partial(_line, span, offset)
-        yield Entry(offset, offset + len(record) + len(delimiter), partial(read, offset, record, position), place)
+    for record in records:
+        place = partial(_line, span, record.start)
+        yield Entry(record.start, record.end, partial(read, record.start, record.data, record.position), place)
 
 
 def _read_record(
     source: SourceOptions, span: Span, kind: Kind, offset: int, record: bytes, position: int, is_located: bool
 ) -> Document:
     if kind == "text":
-        return decode(source, record, position, _place_in_file(span, offset))
+        text = record.removeprefix(_BYTE_ORDER_MARK) if offset == 0 and span.reading > 1 else record
+        place = _place_in_file(span, offset + len(record) - len(text))
+        return drop_blank(decode(source, text, position, place), span.reading)
     line = record.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else record
     if not line.strip():
         return Document("", b"", position)
@@ -53,12 +62,16 @@ def _read_record(
     if source.chat is not None:
         found = decode_conversation(source, _object_of(span, shown, fields), position, partial(_line, span, shown))
         return found._replace(place=partial(_line, span, offset))
-    return _encode(source, span, shown, _text_of(source, span, shown, fields), position)
+    document = _encode(source, span, shown, _text_of(source, span, shown, fields), position)
+    return drop_blank(document._replace(record=fields), span.reading)
 
 
 def _object_of(span: Span, offset: int, fields: object) -> dict[str, Any]:
     if not isinstance(fields, dict):
-        raise UserError(f"{_line(span, offset)} is a JSON {type(fields).__name__}, not an object; fix or remove it")
+        hint = ", or name the file .json, or set format: json" if isinstance(fields, list) and offset == 0 else ""
+        raise UserError(
+            f"{_line(span, offset)} is a JSON {type(fields).__name__}, not an object; fix or remove it{hint}"
+        )
     return fields
 
 
@@ -82,10 +95,14 @@ def _field_of(source: SourceOptions, span: Span, offset: int, fields: dict[str, 
             names = ", ".join(list(fields)[:20]) or "none"
             raise UserError(
                 f"{_line(span, offset)} has no field {source.text_field!r} (it has: {names}); "
-                f"set text_field of source {source.name}"
+                f"set text_field of source {source.name}{_hint(span, source)}"
             )
         found = found[name]
     return found
+
+
+def _hint(span: Span, source: SourceOptions) -> str:
+    return ", or format: text to learn the file itself" if kind_of(span.file.path, source) == "json" else ""
 
 
 def _encode(source: SourceOptions, span: Span, offset: int, text: str, position: int) -> Document:

@@ -1,4 +1,4 @@
-"""Reads the entries of tables: parquet files, and Arrow files through the same interface.
+"""Reads the entries of tables: parquet files, and Arrow, CSV and TSV files through the same interface.
 
 Text may lie in any layout that Arrow has for it: strings and bytes, with long or short offsets or as views, as a
 dictionary, run-end encoded, or in an extension type whose storage is one of these.
@@ -16,14 +16,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from genesis.data.arrow_file import ArrowFile
-from genesis.data.sources.blocks import open_local
-from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, one_line
-from genesis.data.sources.files import InputFile, Span, kind_of
+from genesis.data.sources.binary import find_binary, guess_encodings
+from genesis.data.sources.blocks import open_local, read_head, refuse_binary
+from genesis.data.sources.csv_table import CsvFile
+from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
+from genesis.data.sources.files import InputFile, Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
 
-TABLES: Final[dict[Kind, Callable[[str | Path], Any]]] = {"parquet": pq.ParquetFile, "arrow": ArrowFile}
-"""The function that opens a table, by kind."""
+TABLES: Final[frozenset[Kind]] = frozenset(("parquet", "arrow", "csv", "tsv"))
+"""The kinds of tables."""
 
 _ROWS_PER_BATCH: Final = 256
 _MAX_NAMES: Final = 40
@@ -38,11 +40,15 @@ def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -
     """
     kind = kind_of(file.path, source)
     try:
-        with TABLES[kind](file.path) as table:
+        with _open_kind(source, file, Path(file.path)) as table:
             _check_column(source, file.path, table.schema_arrow)
             sizes = [table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)]
     except pa.ArrowException as error:
-        raise UserError(f"{file.path} is not a complete {kind} file ({one_line(error)}); fetch it again") from None
+        what = find_binary(read_head(file)) if kind in ("parquet", "arrow") else None
+        raise UserError(
+            f"{file.path} is {'no' if kind in ('csv', 'tsv') else 'not a complete'} {kind} file ({one_line(error)}); "
+            + (f"it is {what}" if what else "correct it, or fetch it again")
+        ) from None
     start, num_bytes = 0, 0
     for index, size in enumerate(sizes):
         num_bytes += size
@@ -51,8 +57,11 @@ def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -
             start, num_bytes = index + 1, 0
 
 
-def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
-    """Yields the rows of a span, from row `start` of the span on; row groups before it are not read."""
+def row_entries(source: SourceOptions, span: Span, start: int, fields: Sequence[str]) -> Iterator[Entry]:
+    """Yields the rows of a span, from row `start` of the span on; row groups before it are not read.
+
+    The documents of texts have those of the columns `fields` that there are as their records.
+    """
     with _open_table(source, span) as (table, groups):
         first = sum(table.metadata.row_group(index).num_rows for index in range(span.start))
         row = position = 0
@@ -61,26 +70,35 @@ def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry
             num_skipped = min(max(start - row, 0), group.num_rows)
             row += num_skipped
             if num_skipped < group.num_rows:
-                for data in _read_values(source, table, index, num_skipped):
+                for text, record in _read_values(source, table, index, num_skipped, fields):
                     place = partial("{}, row {}".format, span.file.path, first + row)
-                    yield Entry(row, row + 1, partial(_read_row, source, position, data, place), place)
+                    read = partial(_read_row, source, span, text, record)
+                    yield Entry(row, row + 1, partial(read, position, place), place)
                     row += 1
             # Of a file that is one span, `num_bytes` is the compressed size.
             position = min(position + group.total_byte_size, span.num_bytes)
 
 
-def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int) -> Iterator[Any]:
-    """Yields the texts of a row group, or its records with conversations, without the first `num_skipped`."""
+def _read_values(
+    source: SourceOptions, table: Any, group: int, num_skipped: int, fields: Sequence[str]
+) -> Iterator[tuple[bytes | None, dict[str, Any]]]:
+    """Yields the rows of a row group without the first `num_skipped`: text and some fields, or conversations."""
+    names = table.schema_arrow.names
     path = _find_column(source.text_field, table.schema_arrow) if source.chat is None else None
-    columns = [path[0]] if path is not None else list(table.schema_arrow.names)
+    columns = (
+        list(names) if path is None else list(dict.fromkeys((path[0], *(name for name in fields if name in names))))
+    )
     for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
         rest = batch.slice(min(num_skipped, len(batch)))
         num_skipped -= len(batch) - len(rest)
         if path is None:
-            yield from map(_plain, rest.to_pylist())
+            yield from ((None, _plain(record)) for record in rest.to_pylist())
         else:
             # Parquet's `columns` are paths, so that another column may come with this one.
-            yield from _bytes_of(rest.column(rest.schema.names.index(path[0])), path[1:]).to_pylist()
+            texts = _bytes_of(rest.column(rest.schema.names.index(path[0])), path[1:]).to_pylist()
+            others = rest.select([name for name in fields if name in columns])
+            records = others.to_pylist() if others.num_columns else [{}] * len(texts)
+            yield from ((text, _plain(record)) for text, record in zip(texts, records, strict=True))
 
 
 def _bytes_of(column: Any, path: Sequence[str]) -> Any:
@@ -106,25 +124,50 @@ def _stored(column: Any) -> Any:
             return column
 
 
-def _read_row(source: SourceOptions, position: int, data: Any, place: Callable[[], str], is_located: bool) -> Document:
+def _read_row(
+    source: SourceOptions,
+    span: Span,
+    text: bytes | None,
+    record: dict[str, Any],
+    position: int,
+    place: Callable[[], str],
+    is_located: bool,
+) -> Document:
     """Returns the document of a row; `is_located` has no effect, because a row's number is always known."""
     if source.chat is not None:
-        return decode_conversation(source, data, position, place)
-    if data is None:
+        return decode_conversation(source, record, position, place)
+    if text is None:
         raise UserError(
             f"{place()} has no {source.text_field!r} (null); remove it or set another text_field for source "
             f"{source.name}"
         )
-    return decode(source, data, position, lambda index: f"{place()}, offset {index} of its text")
+    document = decode(source, text, position, lambda index: f"{place()}, offset {index} of its text")
+    return drop_blank(document._replace(record=record), span.reading)
 
 
 @contextmanager
 def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]]:
     """Yields the open file and the span's row groups."""
-    kind = kind_of(span.file.path, source)
-    with open_local(span.file) as path, TABLES[kind](path) as table:
+    with open_local(span.file) as path, _open_kind(source, span.file, path) as table:
         _check_column(source, span.file.path, table.schema_arrow)
         yield table, range(span.start, min(span.end, table.num_row_groups))
+
+
+def _open_kind(source: SourceOptions, file: InputFile, path: Path) -> Any:
+    """Returns the table in a file, which lies at `path`, by the interface of a parquet file."""
+    kind, compression = kind_of(file.path, source), compression_of(file.path)
+    if kind in ("csv", "tsv"):
+        refuse_binary(file)
+        codec = {".gz": "gzip", ".zst": "zstd", None: None}[compression]
+        try:
+            return CsvFile(path, "," if kind == "csv" else "\t", codec)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{file.path}: the names of its columns are not UTF-8; {guess_encodings(error.object)}"
+            ) from None
+    if compression is not None:
+        raise UserError(f"{file.path}: a {kind} file cannot be read while it is compressed as a whole; decompress it")
+    return pq.ParquetFile(path) if kind == "parquet" else ArrowFile(path)
 
 
 def _plain(value: Any) -> Any:

@@ -93,6 +93,7 @@ class Block:
         num_tokens: Number of tokens of documents, each counted in one block.
         num_bad_documents: Number of documents skipped because they could not be read.
         num_damaged_spans: Number of spans whose rest was skipped.
+        num_blank_documents: Number of documents dropped because they are only white space.
         notes: Messages about the first skipped documents and spans.
     """
 
@@ -104,6 +105,7 @@ class Block:
     num_tokens: int
     num_bad_documents: int = 0
     num_damaged_spans: int = 0
+    num_blank_documents: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -113,16 +115,21 @@ class _FatalError(UserError):
 
 @dataclass
 class _Item:
-    """A document with all its tokens, or a message about an unreadable one, and the start of the next document."""
+    """A document with all its tokens, or one without text, or the error of one that cannot be read."""
 
     place: Cursor
     end: Cursor
     file: InputFile
     text: str = ""
     num_bytes: int = 0
+    is_blank: bool = False
     tokens: Integer[ndarray, " tokens"] = field(default_factory=lambda: np.empty(0, np.uint16))
     error: UserError | None = None
     note: str = ""
+
+    @property
+    def has_text(self) -> bool:
+        return self.error is None and not self.is_blank
 
 
 class BlockReader:
@@ -215,7 +222,7 @@ class BlockReader:
             yield self._tokenize(batch)
 
     def _tokenize(self, batch: list[_Item]) -> list[_Item]:
-        documents = [item for item in batch if item.error is None]
+        documents = [item for item in batch if item.has_text]
         for item, ids in zip(documents, self._tokenizer.encode_batch([item.text for item in documents]), strict=True):
             item.tokens = frame_document(self._tokenizer, ids).astype(self._dtype)
             item.text = ""
@@ -231,7 +238,7 @@ class BlockReader:
             is_whole, is_empty = start == Cursor(epoch), True
             for number in range(start.span, len(spans)):
                 for item in self._span_items(start._replace(span=number), spans[order[number]]):
-                    is_empty = is_empty and item.error is not None
+                    is_empty = is_empty and not item.has_text
                     yield item
                 start = Cursor(epoch, number + 1)
             if is_whole and is_empty:
@@ -251,8 +258,8 @@ class BlockReader:
                     self._num_located += 1
                     yield _Item(place, end, span.file, error=error, note=str(error) if is_located else "")
                     continue
-                if document.utf8:
-                    yield _Item(place, end, span.file, document.text, len(document.utf8))
+                if document.utf8 or document.is_blank:
+                    yield _Item(place, end, span.file, document.text, len(document.utf8), document.is_blank)
                 place = end
         except DamagedFileError as error:
             yield _Item(place, Cursor(start.epoch, start.span + 1), span.file, error=error, note=str(error))
@@ -361,19 +368,21 @@ class BlockReader:
         order = shuffle(len(rows), self._recipe.seed, self._part.source.name, self._part.lane, *cursor, "rows")
         errors = [item for item in items if item.error is not None]
         num_damaged = sum(isinstance(item.error, DamagedFileError) for item in errors)
+        num_blank = sum(item.is_blank for item in items)
         return Block(
             rows=rows[order],
             ends=ends[order],
             lengths=lengths[order],
             next=next_cursor,
-            num_documents=len(items) - len(errors) - (cursor.used > 0),
+            num_documents=len(items) - len(errors) - num_blank - (cursor.used > 0),
             num_tokens=num_tokens,
             num_bad_documents=len(errors) - num_damaged,
             num_damaged_spans=num_damaged,
+            num_blank_documents=num_blank,
             notes=tuple(item.note for item in errors if item.note),
         )
 
 
 def _document_ends(items: list[_Item], used: int) -> Int64[ndarray, " documents"]:
     """Returns the ends of the items' documents, counted after the first `used` tokens of the first document."""
-    return np.cumsum([len(item.tokens) for item in items if item.error is None], dtype=np.int64) - used
+    return np.cumsum([len(item.tokens) for item in items if item.has_text], dtype=np.int64) - used

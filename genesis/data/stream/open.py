@@ -1,13 +1,15 @@
 """Opens a stream: finds its files, divides them into spans, and assigns the spans to lanes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Final
 
 from genesis.data.packing import Packing
-from genesis.data.sources import InputFile, SourceOptions, Span, find_files, plan_spans
+from genesis.data.remote import file_name
+from genesis.data.sources import InputFile, Listing, SourceOptions, Span, list_source, plan_spans
+from genesis.data.sources.files import READING, kind_of
 from genesis.data.stream.block import BlockRecipe, LanePart
 from genesis.data.stream.lanes import choose_num_lanes, deal_spans
 from genesis.data.stream.options import StreamOptions
@@ -31,6 +33,8 @@ class Stream:
         num_lanes: L.
         parts: The part of each source that each lane reads, in the order of the sources.
         file_hashes: A hash per source, of its files' names and sizes and of the options that find documents in them.
+        listings: The files of each source.
+        reading: The rules by which files are read, `READING` or those of the run that is continued.
     """
 
     options: StreamOptions
@@ -39,6 +43,16 @@ class Stream:
     num_lanes: int
     parts: dict[LaneSource, LanePart]
     file_hashes: dict[str, str]
+    listings: tuple[Listing, ...] = ()
+    reading: int = READING
+
+    def read_by(self, reading: int) -> "Stream":
+        """Returns the stream whose files are read by other rules."""
+        parts = {
+            key: replace(part, spans=tuple(replace(span, reading=reading) for span in part.spans))
+            for key, part in self.parts.items()
+        }
+        return replace(self, parts=parts, reading=reading)
 
     @property
     def max_epochs(self) -> dict[str, int | None]:
@@ -96,7 +110,8 @@ def open_stream(
             f"give at least {seq_len + 1}, preferably a hundred times as much"
         )
     limits = _check_limits(options, max_epochs or {})
-    files = {source.name: find_files(source) for source in options.sources}
+    listings = tuple(map(list_source, options.sources))
+    files = {listing.source.name: listing.files for listing in listings}
     spans = {source.name: _cut(source, files[source.name]) for source in options.sources}
     num_lanes = choose_num_lanes({name: len(found) for name, found in spans.items()}, options.num_lanes)
     parts = {
@@ -106,7 +121,7 @@ def open_stream(
     }
     recipe = BlockRecipe(seed, seq_len, packing, options.block_tokens, options.on_bad_document)
     hashes = {source.name: _hash_files(source, files[source.name]) for source in options.sources}
-    return Stream(options, tokenizer, recipe, num_lanes, parts, hashes)
+    return Stream(options, tokenizer, recipe, num_lanes, parts, hashes, listings)
 
 
 def _check_limits(options: StreamOptions, max_epochs: Mapping[str, int]) -> Mapping[str, int]:
@@ -137,5 +152,14 @@ def _hash_files(source: SourceOptions, files: Sequence[InputFile]) -> str:
         *(source.format, source.text_field, source.separator, source.on_undecodable),
         *(("skip",) if source.on_bad_row == "skip" else ()),
         *((name, file.num_bytes, file.identity) for name, file in zip(names, files, strict=True)),
+        *(kind for path in files if (kind := _kind_since_2(path.path, source))),
     )
     return blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+
+def _kind_since_2(path: str, source: SourceOptions) -> str:
+    """Returns the kind of a file that the rules 1 took for text by its name; empty for other files."""
+    kind = kind_of(path, source)
+    stem = file_name(path).removesuffix(".gz").removesuffix(".zst")
+    was_text = not stem.endswith((".jsonl", ".ndjson", ".parquet", ".arrow"))
+    return kind if source.format == "auto" and kind != "text" and was_text else ""

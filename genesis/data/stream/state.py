@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
+from genesis.data.sources.files import READING
 from genesis.data.stream.block import Block, Cursor
 from genesis.data.stream.open import Stream
 from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
 
-STATE_VERSION: Final = 1
-"""Increased whenever the same state would lead to other sequences."""
+STATE_VERSIONS: Final = range(1, READING + 1)
+"""The versions that are continued: each is the rules by which its run reads files; others lead to other sequences."""
 
 
 class PartState(NamedTuple):
@@ -23,6 +24,7 @@ class PartState(NamedTuple):
         num_documents: Number of documents that begin in the blocks so far, including the current block.
         num_bad_documents: Number of documents skipped in these blocks.
         num_damaged_spans: Number of spans in these blocks whose rest was skipped.
+        num_blank_documents: Number of documents dropped in these blocks because they are only white space.
     """
 
     cursor: Cursor | None = Cursor()
@@ -32,6 +34,7 @@ class PartState(NamedTuple):
     num_documents: int = 0
     num_bad_documents: int = 0
     num_damaged_spans: int = 0
+    num_blank_documents: int = 0
 
     def begin(self, block: Block) -> Self:
         """Returns the state at the start of a block, with the block's documents counted."""
@@ -40,6 +43,7 @@ class PartState(NamedTuple):
             num_documents=self.num_documents + block.num_documents,
             num_bad_documents=self.num_bad_documents + block.num_bad_documents,
             num_damaged_spans=self.num_damaged_spans + block.num_damaged_spans,
+            num_blank_documents=self.num_blank_documents + block.num_blank_documents,
         )
 
     def give(self, block: Block, *, is_skipped: bool = False) -> Self:
@@ -75,7 +79,7 @@ def write_states(stream: Stream, states: LaneStates) -> dict[str, Any]:
     for key, state in sorted(states.items()):
         cursor = None if state.cursor is None else list(state.cursor)
         lanes.setdefault(str(key.lane), {})[stream.names[key.source]] = {**state._asdict(), "cursor": cursor}
-    return {"version": STATE_VERSION, **stream.describe(), "lanes": lanes}
+    return {"version": stream.reading, **stream.describe(), "lanes": lanes}
 
 
 def combine_states(written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -90,10 +94,10 @@ def read_states(stream: Stream, written: Mapping[str, Any]) -> LaneStates:
     Raises:
         UserError: The states are of a run with other settings, or the states of some lanes are missing.
     """
-    if written["version"] != STATE_VERSION:
+    if written["version"] not in STATE_VERSIONS:
         raise UserError(
-            f"the checkpoint's stream has version {written['version']}, this genesis reads {STATE_VERSION}; continue "
-            "with the version of genesis that wrote it"
+            f"the checkpoint's stream has version {written['version']}, this genesis reads up to {STATE_VERSIONS[-1]}; "
+            "continue with the version of genesis that wrote it"
         )
     here = stream.describe()
     for key, remedy in _REMEDIES.items():

@@ -18,6 +18,7 @@ class SourceUsage:
         num_bad_documents: Number of documents skipped because they could not be read.
         num_damaged_spans: Number of parts of shards whose rest was skipped.
         num_spans: Number of parts of shards read to their end, counted in every epoch.
+        num_blank_documents: Number of documents dropped because they are only white space.
     """
 
     num_sequences: int
@@ -26,6 +27,7 @@ class SourceUsage:
     num_bad_documents: int
     num_damaged_spans: int
     num_spans: int
+    num_blank_documents: int
 
 
 def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
@@ -40,6 +42,7 @@ def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
             num_bad_documents=sum(state.num_bad_documents for state in parts.values()),
             num_damaged_spans=sum(state.num_damaged_spans for state in parts.values()),
             num_spans=sum(_count_spans(stream, key, state) for key, state in parts.items()),
+            num_blank_documents=sum(state.num_blank_documents for state in parts.values()),
         )
     return usage
 

@@ -124,6 +124,7 @@ class StreamWindows:
             UserError: The saved run had other settings or files.
         """
         states = read_states(self.stream, state)
+        self.stream = self.stream.read_by(state["version"])
         self.close()
         self.open()
         self._position = position

@@ -15,6 +15,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -418,19 +419,30 @@ def test_a_bad_line_is_refused_by_its_place_and_mended_the_run_goes_on(small: Cl
     assert report.kept.documents == 6
 
 
-@pytest.mark.parametrize("name", ["web.parquet", "web.jsonl.zst"])
-def test_scores_are_read_from_files_in_a_store(
+@pytest.mark.parametrize("name", ["web.parquet", "web.jsonl.zst", "web.JSON", "web.csv", "web.arrow"])
+def test_scores_are_read_from_files_in_a_store_and_belong_to_their_texts(
     name: str, small: CleanOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     rows = [{"text": text, "q": number} for number, text in enumerate(PROSE[:6])]
+    rows[2:2] = [{"text": " ", "q": 9}, {"text": "", "q": 9}]
+    table = pa.Table.from_pylist(rows)
     if name.endswith(".parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=2)
+        pq.write_table(table, tmp_path / name, row_group_size=2)
+    elif name.endswith(".arrow"):
+        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    elif name.endswith(".csv"):
+        pyarrow.csv.write_csv(table, tmp_path / name)
+    elif name.endswith(".JSON"):
+        (tmp_path / name).write_text(json.dumps(rows))
     else:
         (tmp_path / name).write_bytes(zstandard.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     fsspec.filesystem("memory").pipe(f"/scores/{name}", (tmp_path / name).read_bytes())
     source = SourceOptions("web", (f"memory://scores/{name}",))
-    clean_corpus(replace(small, sources=(source,), stages=(Score(field="q", min_score=3),)))
+    report = clean_corpus(replace(small, sources=(source,), stages=(Score(field="q", min_score=3),)))
+    assert isinstance(report, CleanReport)
+    assert (report.sources[0].num_blank, report.read.documents) == (2, 6)
     assert [record["text"] for record in read_result(small.out)["web"]] == PROSE[3:6]
 
 

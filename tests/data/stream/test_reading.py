@@ -1,0 +1,92 @@
+"""Streams of text as other systems write it, and streams that were begun by the rules 1 of reading."""
+
+from hashlib import blake2b
+
+import pytest
+
+from genesis.data.sources import SourceOptions
+from genesis.data.stream.usage import measure_usage
+from genesis.errors import UserError
+from tests.data.stream.streams import (
+    GLOBAL_BATCH,
+    count_pairs,
+    expected_pairs,
+    make_stream,
+    make_texts,
+    make_tokenizer,
+    make_windows,
+    read_to_the_end,
+    read_windows,
+    rows_of,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def make(directory, tokenizer, **changes):
+    """Returns a stream of two files whose lines are documents, with marks, returns and blank lines."""
+    for number in range(0 if directory.exists() else 2):
+        directory.mkdir(exist_ok=True)
+        texts = [text.replace("\n", " ") for text in make_texts(40, seed=number)]
+        (directory / f"{number}.txt").write_text("\ufeff" + "\r\n \t\r\n".join(texts), newline="")
+    sources = (SourceOptions("web", (str(directory),), separator="\n"),)
+    return make_stream({"web": directory}, tokenizer, sources=sources, num_lanes=2, **changes)
+
+
+def test_a_stream_trains_on_the_lines_of_each_system_and_counts_blank_ones(tmp_path, tokenizer):
+    windows = make_windows(make(tmp_path / "web", tokenizer, max_epochs=1))
+    rows, position = read_to_the_end(windows)
+    texts = [text.replace("\n", " ") for number in range(2) for text in make_texts(40, seed=number)]
+    assert count_pairs(rows) == expected_pairs(windows.stream.tokenizer, texts)
+    usage = windows.usage(position)["web"]
+    assert (usage.num_documents, usage.num_blank_documents) == (80, 78)
+
+
+def test_a_stream_that_was_begun_by_the_earlier_rules_goes_on_by_them(tmp_path, tokenizer):
+    old = make_windows(make(tmp_path / "web", tokenizer, max_epochs=2).read_by(1))
+    rows, _ = read_to_the_end(old)
+    texts = [text for number in range(2) for text in (tmp_path / f"web/{number}.txt").read_bytes().decode().split("\n")]
+    assert "\ufeff" in texts[0]
+    assert " \t\r" in texts
+    assert count_pairs(rows) == expected_pairs(old.stream.tokenizer, texts * 2)
+    for number in (1, 3, 7):
+        old = make_windows(make(tmp_path / "web", tokenizer, max_epochs=2).read_by(1))
+        read_windows(old, 0, number)
+        state = old.state(number * GLOBAL_BATCH)
+        assert state["version"] == 1
+        state["lanes"]["0"]["web"].pop("num_blank_documents")  # states of earlier versions have no such key
+        new = make_windows(make(tmp_path / "web", tokenizer, max_epochs=2))
+        new.load_state(state, number * GLOBAL_BATCH)
+        for later in range(number, number + 6):
+            assert rows_of(new.window(later * GLOBAL_BATCH)) == rows_of(old.window(later * GLOBAL_BATCH))
+        assert new.state((number + 6) * GLOBAL_BATCH)["version"] == 1
+        assert measure_usage(new.stream, new._states)["web"].num_blank_documents == 0
+
+
+def test_a_state_of_a_later_version_is_refused(tmp_path, tokenizer):
+    windows = make_windows(make(tmp_path / "web", tokenizer))
+    state = windows.state(0)
+    assert state["version"] == 2
+    with pytest.raises(UserError, match="has version 3, this genesis reads up to 2"):
+        windows.load_state({**state, "version": 3}, 0)
+
+
+def test_the_identity_of_files_changes_only_where_their_kind_does(tmp_path, tokenizer):
+    def describe(names, **options):
+        directory = tmp_path / "-".join((*names, *options))
+        directory.mkdir()
+        for name in names:
+            (directory / name).write_text('{"text": "one"}\n' * 9)
+        source = SourceOptions("web", tuple(str(directory / name) for name in names), **options)
+        stream = make_stream({"web": directory}, tokenizer, sources=(source,), num_lanes=1)
+        size = len('{"text": "one"}\n') * 9
+        before = (source.format, "text", None, "error", *((name, size, "") for name in names))
+        return stream.file_hashes["web"] == blake2b(repr(before).encode(), digest_size=16).hexdigest()
+
+    assert describe(["a.jsonl", "b.txt", "c.py"])
+    assert describe(["a.json"], format="text")
+    assert not describe(["a.json"])
+    assert not describe(["A.JSONL"])
