@@ -33,6 +33,8 @@ _WORDS: Final = {
     "dict": ("a mapping", "mappings"),
     "pathlib.Path": ("a path", "paths"),
 }
+_REMEDIES: Final = {"data.max_epochs": "; for all sources alike, give data.num_epochs"}
+"""The option that a user may have meant, by the one with a value of another type."""
 _LISTS: Final = re.compile(r"(?:list|tuple|collections\.abc\.(?:Sequence|Iterable))\[(?P<inner>.*?)(?:, \.\.\.)?\]")
 _MAPPINGS: Final = re.compile(r"dict\[[^,]+, (?P<inner>.*)\]")
 
@@ -75,7 +77,8 @@ def _explain_several(found: re.Match[str]) -> str:
     if "a number" in kinds:  # Python's order of the two varies with what was imported before
         kinds.pop("a whole number", None)
     # What an option is without a value comes last.
-    return f"{found['key']} is {value}: give {' or '.join(sorted(kinds, key='null'.__eq__))}"
+    words = " or ".join(sorted(kinds, key="null".__eq__))
+    return f"{found['key']} is {value}: give {words}{_REMEDIES.get(found['key'], '')}"
 
 
 def _explain_class(found: re.Match[str]) -> str:
