@@ -133,6 +133,17 @@ def test_by_tokens_updated_it_stands_still_and_by_tokens_seen_it_goes_on(tmp_pat
     assert _lrs(tmp_path, Module(skips), options | {"by": "tokens_seen"}) == [1.0, 0.95, 0.88, 0.77, 0.64, 0.47]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_warm_up_in_tokens_counts_the_tokens_of_the_update_itself(tmp_path: Path, is_first: bool) -> None:
+    """The first window trains at its share of the warm-up, whichever callback runs first, and the last at the peak."""
+    schedule = SkipAwareLR(shape="constant", by="tokens_seen", total_tokens=100, warmup_tokens=40)
+    counters, module = TokenCounters(), Module()
+    callbacks = [schedule, counters] if is_first else [counters, schedule]
+    trainer(tmp_path, callbacks).fit(module, loader(TOKENS))  # 5, 12, 23, 36, 53 tokens after each window
+    assert [round(lr / PEAK, 6) for lr in module.lrs] == [0.125, 0.3, 0.575, 0.9, 1.0, 1.0]
+    assert counters.tokens_seen == sum(TOKENS)
+
+
 def test_the_end_comes_from_max_steps_and_shares_are_shares_of_it(tmp_path: Path) -> None:
     options = {"shape": "wsd", "warmup_share": 0.5, "decay_share": 0.5, "floor_share": 0.5}
     assert _lrs(tmp_path, Module(), options, max_steps=4) == [0.5, 1.0, 1.0, 0.75]

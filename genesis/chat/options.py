@@ -26,7 +26,7 @@ class ChatOptions:
             assistant with weight 0 is never learned.
         variables: Further variables of the template, such as `enable_thinking: false`.
         max_tokens: Number of tokens above which a conversation is long; by default the seq_len of a packing if one is
-            given, else no limit.
+            given, else no limit. `genesis fit` prints how many conversations its own data.seq_len cuts.
         on_long: The action for a long conversation: error, cut off its end, or drop it.
         on_bad_row: The action for a record without a conversation, or one that the template rejects: error or skip.
     """

@@ -29,7 +29,8 @@ from genesis.data.inspect import (
     verify_plans,
 )
 from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
-from genesis.data.plans import PlannedPacking, list_plans, write_plan
+from genesis.data.packing import FEW_HELD_OUT
+from genesis.data.plans import PlannedPacking, count_lost_documents, list_plans, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
 from genesis.progress import Stage, stage
@@ -49,7 +50,8 @@ Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
 _INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
 Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors. A sample of pairs is one pair.
-With --seq_len it reports the effect of each packing: fill is the share of positions with a label, truncated the share
+With --seq_len it reports the effect of each packing: labels is the share of positions with a label (the others are
+padding, or tokens that are only read), truncated the share
 of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
@@ -113,9 +115,27 @@ def prepare_main(argv: list[str]) -> int:
         print(f"nothing to do: {options.corpus} was complete; --restart prepares it again")
     console.print(_manifest_table(options.corpus, manifest))
     _print_chat(console, options.corpus, manifest)
-    if options.validation_fraction and not manifest.validation:
+    _print_packing(console, options)
+    num_held_out = sum(source.num_documents for source in manifest.validation)
+    if options.validation_fraction and not num_held_out:
         console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
+    elif num_held_out and num_held_out < FEW_HELD_OUT:
+        console.print(
+            f"Only {num_held_out} of the documents {'is' if num_held_out == 1 else 'are'} held out for validation: "
+            "the loss of so few is little evidence. Give a larger validation_fraction, such as 0.05.",
+            highlight=False,
+        )
     return 0
+
+
+def _print_packing(console: Console, options: PrepareOptions) -> None:
+    """Prints how many conversations the planned packing cuts."""
+    if options.packing is None or options.seq_len is None:
+        return
+    for source in open_corpus(options.corpus, verify_hashes="never").train:
+        if source.has_conversations:
+            lost = count_lost_documents(source, options.seq_len, options.packing)
+            console.print(f"{source.name}: {lost.describe(options.packing, options.seq_len)}", highlight=False)
 
 
 def plan_main(argv: list[str]) -> int:
@@ -262,7 +282,7 @@ def _source_cells(source: SourceRecord) -> tuple[str, ...]:
 def _packing_table(reports: Sequence[PackingReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="training set in sequences")
     left = ("packing", "source", "plan")
-    for column in (*left[:2], "seq_len", "sequences", "fill", "truncated", "documents cut", "dropped", left[2]):
+    for column in (*left[:2], "seq_len", "sequences", "labels", "truncated", "documents cut", "dropped", left[2]):
         table.add_column(column, justify="left" if column in left else "right")
     for report in reports:
         figures = report.figures

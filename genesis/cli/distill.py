@@ -33,10 +33,10 @@ class DistillOptions:
 
     Args:
         seq_len: Tokens per sequence, equal to data.seq_len.
-        packing: How documents are packed, equal to data.packing.
+        packing: How documents are packed, equal to data.packing; by default best_fit for conversations, else chunk.
         top_k: Number of ids for each position whose probabilities are stored.
         temperature: The temperature of the probabilities.
-        log_probs: The type on disk: float32 keeps what the teacher gives, float16 an error of 1/2048 at most.
+        log_probs: The type on disk: float32 keeps what the teacher gives, float16 has an error of 3.5/2048 at most.
         out: The cache's directory; by default in CORPUS/distilled.
         batch_size: Number of sequences of one forward. If it is data.micro_batch_size, a CPU gives bit for bit the
             probabilities of a teacher that runs beside the training.
@@ -45,7 +45,7 @@ class DistillOptions:
     """
 
     seq_len: int
-    packing: Packing = "chunk"
+    packing: Packing | None = None
     top_k: int = 64
     temperature: float = 1.0
     log_probs: LogProbsType = "float32"
@@ -114,7 +114,7 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
         log_probs=options.log_probs,
         sequences=sequences,
     )
-    out = options.out or path / "distilled" / _name(given, options)
+    out = options.out or path / "distilled" / _name(given, options, data.packing)
     total = sum(identity.num_sequences.values())
     num_bytes = total * identity.layout.sequence_bytes
     print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
@@ -139,8 +139,8 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
     ]
 
 
-def _name(given: Path, options: DistillOptions) -> str:
+def _name(given: Path, options: DistillOptions, packing: Packing) -> str:
     """Returns the name of a cache, by what people tell caches apart."""
     teacher = "-".join(part for part in given.parts[-2:] if part not in ("/", "runs", "..", "."))
-    number = f"top{options.top_k}-t{options.temperature:g}-{options.packing}-{options.seq_len}-{options.log_probs}"
+    number = f"top{options.top_k}-t{options.temperature:g}-{packing}-{options.seq_len}-{options.log_probs}"
     return f"{teacher}-{number}"

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.checkpoint_reference import Reference
-from genesis.cli.adapter import find_continued
 from genesis.data.corpus_data import CorpusData
 from genesis.data.fixed_sequences import identify_sequences
 from genesis.data.prompt_data import PromptData
@@ -14,28 +12,11 @@ from genesis.errors import UserError
 from genesis.generate.teacher import TeacherReference, find_teacher, load_teacher
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.teacher_cache import CacheIdentity, TeacherCache, open_cache
-from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import read_manifest
 
 TEACHER: Final = "teacher"
 TEACHER_CACHE: Final = "teacher_cache"
 """Entries of a checkpoint's identity: the hash of the teacher, and that of the cache."""
 NO_CACHE: Final = "none"
-
-
-def read_recorded(reference: Reference | None, run_dir: Path, restore: str) -> Mapping[str, Any]:
-    """Returns the identity in the checkpoint that a run continues from; empty for a new run.
-
-    Args:
-        reference: What `ckpt_path` is; None if it is not given.
-        run_dir: The directory in which the run saves.
-        restore: `checkpoint.restore`. The weights of another run are a new run's beginning, and no part of its past.
-    """
-    continued = None if reference is None else find_continued(reference)
-    if continued is None:
-        return {}
-    is_own = RunDirectory.of(continued).path.resolve() == run_dir.resolve()
-    return read_manifest(continued).identity if is_own or restore != "weights" else {}
 
 
 def start_distillation(

@@ -23,15 +23,25 @@ from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
-from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
+from genesis.cli.continued import keep_choices, read_continued
+from genesis.cli.distillation import start_distillation
+from genesis.cli.fit_checks import (
+    SECTIONS,
+    check_float8,
+    check_length,
+    check_trainer,
+    explain_devices,
+    is_reward_code_allowed,
+    list_loggers,
+    place_run,
+    report_export,
+)
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
@@ -51,6 +61,7 @@ from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
+from genesis.run_length import complete_arguments
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.train.csv_log import CSVLog
@@ -58,6 +69,7 @@ from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule, find_place
 from genesis.train.progress import GenesisProgressBar
+from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
@@ -88,13 +100,17 @@ _TELEMETRY_LEFT = (
 
 
 class GenesisParser(PlainParser, LightningArgumentParser):
-    """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options."""
+    """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options.
+
+    An option of the command line for the length of a run, or for its rate, replaces other forms of the same in recipes
+    (`genesis.run_length`).
+    """
 
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Returns the options of a command line, after deprecated names were replaced."""
+        """Returns the options of a command line, with deprecated names and other forms of them replaced."""
         renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
         _warn_of_deprecated(found)
-        return super().parse_args(renamed, *a, **kwargs)
+        return super().parse_args(complete_arguments(renamed), *a, **kwargs)
 
     def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in a YAML text, whose deprecated names it replaces."""
@@ -180,7 +196,7 @@ class GenesisCLI(LightningCLI):
     """LightningCLI with fixed model and data classes and our callbacks."""
 
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
-        self._allows_reward_code = _is_reward_code_allowed(arguments)
+        self._allows_reward_code = is_reward_code_allowed(arguments)
         super().__init__(
             GenesisModule,
             CorpusDataModule,
@@ -239,9 +255,9 @@ class GenesisCLI(LightningCLI):
         parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip=own, sub_configs=True)
         parser.callback_keys.append("checkpoint")
         parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())
-        parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
+        parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=place_run)
         # A logger writes into the run's directory; in a list of loggers each one names its own directory.
-        parser.link_arguments(("run_dir", "fork"), "trainer.logger.init_args.save_dir", compute_fn=_place_run)
+        parser.link_arguments(("run_dir", "fork"), "trainer.logger.init_args.save_dir", compute_fn=place_run)
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: a checkpoint's hyperparameters must not override what the user wrote."""
@@ -263,12 +279,16 @@ class GenesisCLI(LightningCLI):
         """Resolves the Trainer's `auto` values, and finds the data of a run that continues elsewhere."""
         config = self.config[str(self.subcommand)]
         check_trainer(config["trainer"])
+        if self.subcommand == "fit":
+            check_length(config)
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
         check_is_named(wanted, "ckpt_path")
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
         resolve_trainer(config["trainer"], reference)
-        own = _place_run(str(run_dir), self._get(self.config, "fork"))
+        own = place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
+        continued = read_continued(reference, Path(own), config["checkpoint.restore"])
+        keep_choices(config, continued)
         self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
         self._learned = prepare_chat_template(config)
         if reference is None:
@@ -315,7 +335,7 @@ class GenesisCLI(LightningCLI):
         self._dump_config()
         config = self._get(self.config_init, "trainer")
         fork = self._get(self.config_init, "fork")
-        run_dir = Path(_place_run(self._get(self.config_init, "run_dir"), fork))
+        run_dir = Path(place_run(self._get(self.config_init, "run_dir"), fork))
         if fork is not None:
             check_fork(run_dir, self._get(self.config_init, "ckpt_path"))
         # The recipe in the fork describes the fork, which resumes from its own directory.
@@ -326,14 +346,15 @@ class GenesisCLI(LightningCLI):
             self.config_dump["checkpoint"]["scope"] = None
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
+        self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):
             self.model.objective.directory = RunDirectory(run_dir).reference
         # Validating an earlier checkpoint must not write into the log of the run that trains.
-        loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
+        loggers = list_loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
-        callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
+        callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry(), StartReport()]
         callbacks.append(RecordChatTemplate(run_dir, self._learned))
         if self.subcommand == "fit":
             callbacks += build_telemetry(telemetry, run_dir, has_loss=not isinstance(self.model.objective, GSPO))
@@ -371,7 +392,8 @@ class GenesisCLI(LightningCLI):
             return {}
         tokenizer = self._get(self.config, "data.stream.tokenizer") or self._get(self.config, "data.corpus")
         restore = self._get(self.config, "checkpoint.restore")
-        recorded = read_recorded(self._reference, self.checkpoint.directory.parent, restore)
+        continued = read_continued(self._reference, self.checkpoint.directory.parent, restore)
+        recorded = {} if continued is None else continued.identity
         identity = start_distillation(objective, self.datamodule.training, tokenizer, recorded)
         options = self.config_dump["model"]["objective"]["init_args"]
         options["teacher"], options["cache"] = objective.teacher, objective.cache
@@ -447,26 +469,6 @@ class GenesisCLI(LightningCLI):
                 f"{found} is not a checkpoint (it has no {MANIFEST_NAME}); give a run, RUN/best, RUN/STEP, or latest"
             )
         return found
-
-
-def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:
-    """Returns whether the arguments themselves, and not a recipe among them, allow the reward function."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--allow_reward_code", default="false")
-    return str(parser.parse_known_args(list(arguments))[0].allow_reward_code).lower() in ("true", "yes", "1")
-
-
-def _place_run(run_dir: str, fork: str | None) -> str:
-    """Returns the directory of a run: `run_dir`, or next to it under the name of the fork."""
-    return run_dir if fork is None else str(Path(run_dir).parent / fork)
-
-
-def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
-    """Returns the run's CSV log and the configured loggers; False switches all logging off."""
-    if configured is False:
-        return False
-    others = [] if configured in (None, True) else configured if isinstance(configured, list) else [configured]
-    return [CSVLog(RunDirectory(run_dir).metrics), *others]
 
 
 def fit_main(argv: list[str]) -> int:

@@ -1,15 +1,21 @@
 """Checks and notes for a recipe of `genesis fit` beside those of the parser and of Lightning's Trainer."""
 
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.float8 import Float8Options, choose_layers
+from genesis.run_directory import RunDirectory
+from genesis.train.csv_log import CSVLog
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""
@@ -21,11 +27,32 @@ def check_trainer(trainer: Namespace) -> None:
     Raises:
         UserError: The limit of the gradient's norm is no limit, or the interval of the log is negative.
     """
+    if trainer.get("max_steps") is None:
+        trainer["max_steps"] = -1  # as the recipe of the run has it
     limit, every = trainer.get("gradient_clip_val"), trainer.get("log_every_n_steps")
     if limit is not None and not limit >= 0:  # nan is not
         raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
     if every is not None and every < 0:
         raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
+
+
+def check_length(config: Namespace) -> None:
+    """Refuses a recipe without a length, whose schedule has no end.
+
+    Raises:
+        UserError: That is so.
+    """
+    trainer, data, schedule = config["trainer"], config["data"], config["schedule"]
+    lengths = [trainer.get("max_time"), *(data.get(name) for name in ("num_epochs", "num_tokens", "max_epochs"))]
+    is_counted = any(trainer.get(name) not in (None, -1) for name in ("max_steps", "max_epochs"))
+    has_end = (
+        schedule.get("shape") in ("constant", "own") or schedule.get("total_updates") or schedule.get("total_tokens")
+    )
+    if not (is_counted or has_end or trainer.get("fast_dev_run") or any(one is not None for one in lengths)):
+        raise UserError(
+            "no option sets the length of the run: give data.num_epochs, data.num_tokens or trainer.max_steps, such as "
+            "--data.num_epochs 3"
+        )
 
 
 def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
@@ -56,3 +83,23 @@ def report_export(config: DecoderConfig) -> None:
         find_family(config)
     except UserError as error:
         rank_zero_info(f"the model of this run cannot be exported for transformers: {error}")
+
+
+def is_reward_code_allowed(arguments: Sequence[str]) -> bool:
+    """Returns whether the arguments themselves, and not a recipe among them, allow the reward function."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--allow_reward_code", default="false")
+    return str(parser.parse_known_args(list(arguments))[0].allow_reward_code).lower() in ("true", "yes", "1")
+
+
+def place_run(run_dir: str, fork: str | None) -> str:
+    """Returns the directory of a run: `run_dir`, or next to it under the name of the fork."""
+    return run_dir if fork is None else str(Path(run_dir).parent / fork)
+
+
+def list_loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
+    """Returns the run's CSV log and the configured loggers; False switches all logging off."""
+    if configured is False:
+        return False
+    others = [] if configured in (None, True) else configured if isinstance(configured, list) else [configured]
+    return [CSVLog(RunDirectory(run_dir).metrics), *others]

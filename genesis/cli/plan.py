@@ -21,6 +21,7 @@ from genesis.plan.recipe import MOST_RANKS, Recipe, apply_overrides, read_conten
 from genesis.plan.remedies import Budget
 from genesis.plan.report import Question, make_plan, own_layout, to_json
 from genesis.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
+from genesis.run_length import find_replaced
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 GIB: Final = 2**30
@@ -46,6 +47,7 @@ Example: genesis plan --config configs/genesis-1b.yaml --gpus 1,2 --memory 24GB"
 def main(argv: list[str]) -> int:
     """Runs `genesis plan` and returns its exit status: 1 if the recipe's own strategy does not fit."""
     own, overrides = split_overrides(argv)
+    overrides += find_replaced(dict(overrides)).items()
     arguments = _build_parser().parse_args(own)
     check("fit", [f"--{name}={value}" for name, value in overrides])
     for path in arguments.config:

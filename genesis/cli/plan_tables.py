@@ -119,7 +119,14 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.num_steps is not None:
         tokens = plan.num_steps * workload.tokens_per_step
         amount = f"{tokens / 1e9:,.2f} billion" if tokens >= 10**9 else f"{tokens / 1e6:,.2f} million"
-        facts.append(("steps", f"{plan.num_steps:,}, {amount} tokens"))
+        facts.append(("steps", f"{plan.num_steps:,}, {amount} tokens with padding"))
+    elif plan.recipe.num_epochs is not None:
+        facts.append(("steps", f"unknown: {plan.recipe.num_epochs} epochs of a corpus that is not here"))
+    if plan.num_epochs is not None and plan.epoch is not None:
+        epoch = plan.epoch
+        what = "pairs" if epoch.packing == "pairs" else f"sequences by {epoch.packing}"
+        about = "" if epoch.is_exact else "about "
+        facts.append(("epochs", f"{about}{plan.num_epochs:.3g}, each {about}{epoch.num_sequences:,} {what}"))
     facts += _list_costs(plan)
     facts += _list_saves(plan)
     host = plan.host
@@ -130,8 +137,14 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     if host.disk:
         facts.append(("states on the disk", _describe_disk(plan)))
     for share in plan.packings:
+        is_own = plan.epoch is not None and plan.epoch.packing == share.packing
+        other = "" if is_own and share.seq_len == workload.seq_len else "; not what this recipe trains with"
         facts.append(
-            (f"packing {share.packing}", f"at {share.seq_len:,} tokens {1 - share.valid_share:.1%} of the work is lost")
+            (
+                f"packing {share.packing}",
+                f"at {share.seq_len:,} tokens: {share.valid_share:.1%} of the positions have a label, and are learned; "
+                f"the others are padding, or only read{other}",
+            )
         )
     proposal = plan.proposal
     if proposal is not None:

@@ -27,6 +27,8 @@ class GenesisTrainer(Trainer):
         deterministic: Whether an accelerator takes only kernels that repeat, so that a run that is killed and resumed
             equals one that was never killed, bit for bit. `auto` for true; a run that continues keeps its own choice.
             On the CPU, whose kernels repeat, it changes nothing.
+        max_steps: Number of steps; -1 or null for no limit. On the command line it replaces a length in epochs or
+            tokens that the recipe has.
         kwargs: Of Lightning's Trainer.
     """
 
@@ -35,13 +37,14 @@ class GenesisTrainer(Trainer):
         *,
         precision: PrecisionName | None = "auto",
         deterministic: bool | str | None = "auto",
+        max_steps: int | None = -1,
         **kwargs: Any,
     ) -> None:
         resolved: Any = choose_precision("auto") if precision == AUTO else precision
         if _has_accelerator(kwargs.get("accelerator", "auto")):
             kwargs["deterministic"] = deterministic in (AUTO_DETERMINISTIC, None, True)
             leave_memory_unfilled()
-        super().__init__(precision=resolved, **kwargs)
+        super().__init__(precision=resolved, max_steps=-1 if max_steps is None else max_steps, **kwargs)
 
     # Lightning's own docstrings are the help of both commands otherwise, and name forms of ckpt_path that are refused.
     def fit(self, *args: Any, ckpt_path: str | Path | None = None, **kwargs: Any) -> None:

@@ -36,6 +36,8 @@ _WORDS: Final = {
     "dict": ("a mapping", "mappings"),
     "pathlib.Path": ("a path", "paths"),
 }
+_REMEDIES: Final = {"data.max_epochs": "; for all sources alike, give data.num_epochs"}
+"""The option that a user may have meant, by the one with a value of another type."""
 _LISTS: Final = re.compile(r"(?:list|tuple|collections\.abc\.(?:Sequence|Iterable))\[(?P<inner>.*?)(?:, \.\.\.)?\]")
 _MAPPINGS: Final = re.compile(r"dict\[[^,]+, (?P<inner>.*)\]")
 
@@ -89,7 +91,8 @@ def _explain(name: str, value: str, types: Sequence[str]) -> str:
     if "a number" in kinds:  # Python's order of the two varies with what was imported before
         kinds.pop("a whole number", None)
     # What an option is without a value comes last.
-    return f"{name} is {value}: give {' or '.join(sorted(kinds, key='null'.__eq__))}"
+    words = " or ".join(sorted(kinds, key="null".__eq__))
+    return f"{name} is {value}: give {words}{_REMEDIES.get(name, '')}"
 
 
 def _explain_class(found: re.Match[str]) -> str:

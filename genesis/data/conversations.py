@@ -5,6 +5,7 @@ is what the chat template writes, without bos and eos around it. A pair of answe
 other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -22,7 +23,7 @@ from genesis.chat.pair import load_pair
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.stops import check_ends
 from genesis.chat.template import ChatTemplate, ConversationError
-from genesis.data.manifest import ChatRecord
+from genesis.data.manifest import MANIFEST_NAME, ChatRecord
 from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, count_all, strip_place
 from genesis.data.shards import EncodedDocuments
 from genesis.data.sources import BadRow, Document, SourceOptions
@@ -116,6 +117,30 @@ def open_chat_setup(
     except UserError as error:
         raise UserError(f"{tokenizer_path}: {error}") from None
     return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired)
+
+
+def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path | None) -> ChatOptions:
+    """Returns the options of conversations, of which one is long if the packing would cut it.
+
+    Args:
+        chat: The options as given.
+        seq_len: The length of the packing that is planned with the corpus; None without one.
+        recorded: The plan of an earlier attempt. A corpus that it finished keeps its limit, so that it can get a
+            packing of another length; None for an attempt that starts again.
+
+    Raises:
+        UserError: Long conversations are to be cut or dropped, and no length is given.
+    """
+    if chat.max_tokens is not None:
+        return chat
+    if chat.on_long != "error" and seq_len is None:
+        raise UserError(
+            f"chat.on_long is {chat.on_long}, and no length is given: give chat.max_tokens, the data.seq_len of the "
+            "training"
+        )
+    if recorded is not None and recorded.exists() and (recorded.parents[1] / MANIFEST_NAME).exists():
+        seq_len = (json.loads(recorded.read_text(encoding="utf-8")).get("chat") or {}).get("max_tokens")
+    return replace(chat, max_tokens=seq_len)
 
 
 Rendered = tuple[RenderedChat, ...]

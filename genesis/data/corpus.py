@@ -179,10 +179,15 @@ class ShardMaps:
 
 
 class TokenSource:
-    """All tokens of one source, across its shards, as one stream. Several threads may read at once."""
+    """All tokens of one source, across its shards, as one stream. Several threads may read at once.
 
-    def __init__(self, record: SourceRecord, maps: ShardMaps) -> None:
+    Attributes:
+        has_conversations: Whether its documents are conversations.
+    """
+
+    def __init__(self, record: SourceRecord, maps: ShardMaps, *, has_conversations: bool = False) -> None:
         self.name = record.name
+        self.has_conversations = has_conversations
         self.weight = record.weight
         self.num_documents = record.num_documents
         self._maps = maps
@@ -242,6 +247,15 @@ class TokenSource:
             counts[num_placed:last] = num_before + running[places[num_placed:last] - start]
             num_before, num_placed, start = num_before + int(running[-1]), last, stop
         return counts
+
+    def count_learned(self) -> int:
+        """Returns the number of tokens with labels by the manifest, those of first tokens of documents included."""
+        if not self.has_label_column:
+            return self.num_tokens
+        columns = (self._shards.column(name) for name in ("labels_hash", "num_labels", "num_tokens"))
+        return sum(
+            num_labels if labels else num_tokens for labels, num_labels, num_tokens in zip(*columns, strict=True)
+        )
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
@@ -335,11 +349,16 @@ def open_corpus(
     for source in (*manifest.train, *manifest.validation):
         _check_sizes(path, manifest, source.table)
     maps = ShardMaps(path, manifest, verify_hashes, max_open_maps or _limit_maps())
+    with_chat = () if manifest.chat is None else manifest.chat.sources
+
+    def build(record: SourceRecord) -> TokenSource:
+        return TokenSource(record, maps, has_conversations=record.name in with_chat)
+
     return Corpus(
         path,
         manifest,
-        train=tuple(TokenSource(record, maps) for record in manifest.train),
-        validation=tuple(TokenSource(record, maps) for record in manifest.validation),
+        train=tuple(map(build, manifest.train)),
+        validation=tuple(map(build, manifest.validation)),
     )
 
 

@@ -12,10 +12,10 @@ from genesis.data.loader import Ranks, SequenceColumns, SequenceFormat, TrainWin
 from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order, weigh_sequences
-from genesis.data.packing import count_train_sequences
+from genesis.data.packing import CUT_EVENLY, KEPT_WHOLE, Packing, count_train_sequences
 from genesis.data.pair_windows import PAIRS, PairWindows
 from genesis.data.pairs import PairedSource, PairSet
-from genesis.data.plans import SourcePlan, open_plan
+from genesis.data.plans import SourcePlan, open_plan, require_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
     SumOverRanks,
@@ -38,7 +38,7 @@ class CorpusData:
 
     Args:
         path: The directory that `genesis data prepare` or `genesis data adopt` wrote. It is opened at the first use.
-        options: How sequences and batches are built; `best_fit` and `pad` need a plan by `genesis data plan`.
+        options: How sequences and batches are built; `best_fit` and `pad` need a plan, which `genesis data plan` makes.
         verify_hashes: Whether to compare each shard with its hash when the shard is first read.
         tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
 
@@ -56,6 +56,8 @@ class CorpusData:
     ) -> None:
         self.path = path
         self.options = options
+        self.vocabulary_owner = f"the corpus {path}"
+        self.validation_remedy = f"the corpus {path} has no validation set; prepare it with a validation_fraction, or set another by data.corpus"
         self.data_position = 0
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
@@ -72,11 +74,25 @@ class CorpusData:
         return open_corpus(self.path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
 
     @cached_property
+    def packing(self) -> Packing:
+        """Returns how documents are put into sequences; by default conversations stay whole, and text is cut evenly."""
+        if self.options.packing is not None:
+            return self.options.packing
+        manifest = read_manifest(self.path)
+        return CUT_EVENLY if manifest.chat is None or manifest.is_paired else KEPT_WHOLE
+
+    @cached_property
     def plans(self) -> tuple[SourcePlan, ...] | None:
-        """Returns the packing plan of each source; None for `chunk`, which needs no plan."""
-        if self.options.packing == "chunk":
+        """Returns the packing plan of each source; None for `chunk`, which needs no plan.
+
+        A missing plan of conversations is made now: of several ranks, the first one makes it and the others wait.
+        """
+        packing, seq_len = self.packing, self.options.seq_len
+        if packing == "chunk":
             return None
-        return open_plan(self.corpus, self.options.packing, self.options.seq_len, self._verify_hashes)
+        if self.corpus.manifest.chat is not None:
+            require_plan(self.corpus, packing, seq_len)
+        return open_plan(self.corpus, packing, seq_len, self._verify_hashes)
 
     @cached_property
     def pairs(self) -> PairSet | None:
@@ -84,10 +100,9 @@ class CorpusData:
         corpus = self.corpus
         if not corpus.manifest.is_paired:
             return None
-        if self.options.packing != "chunk":
+        if self.packing != "chunk":
             raise UserError(
-                f"data.packing is {self.options.packing}, and {self.path} has pairs of answers, which none joins: "
-                "leave it out"
+                f"data.packing is {self.packing}, and {self.path} has pairs of answers, which none joins: leave it out"
             )
         train, validation = (tuple(map(PairedSource, sources)) for sources in (corpus.train, corpus.validation))
         return PairSet(train, validation, corpus.manifest.tokens_hash)
@@ -115,11 +130,6 @@ class CorpusData:
         if self.corpus.manifest.chat is None or file is None:
             return None
         return build_prompt_form(read_template(file).text, open_tokenizer(self.path))
-
-    @property
-    def vocabulary_owner(self) -> str:
-        """Returns the name of the vocabulary's owner, for error messages."""
-        return f"the corpus {self.path}"
 
     @cached_property
     def sequence_format(self) -> SequenceFormat:
@@ -225,14 +235,6 @@ class CorpusData:
         """Returns the sources of the corpus's validation set."""
         return self.corpus.validation
 
-    @property
-    def validation_remedy(self) -> str:
-        """Returns a line with the remedy for a run without a validation set."""
-        return (
-            f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or set another by "
-            "data.corpus"
-        )
-
     # ---- state
 
     def state(self) -> dict[str, Any]:
@@ -296,7 +298,7 @@ class CorpusData:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
         packed = () if self._planned is None else zip(self.corpus.train, self._planned, strict=True)
         plans = {source.name: plan.hash for source, plan in packed}
-        packing = self.options.packing if self.pairs is None else PAIRS
+        packing = self.packing if self.pairs is None else PAIRS
         return {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
 
     def _count_packed_tokens(self) -> None:

@@ -30,7 +30,7 @@ def identify_sequences(data: CorpusData) -> dict[str, Any]:
     options, manifest = data.options, data.corpus.manifest
     return {
         "seq_len": options.seq_len,
-        "packing": options.packing,
+        "packing": data.packing,
         "tokenizer_hash": manifest.tokenizer_hash,
         "sources": sources,
     }

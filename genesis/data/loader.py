@@ -68,6 +68,10 @@ class TokenStream(Protocol):
         """Returns the token that ends each document and occurs nowhere else; None if only an index has the ends."""
 
     @property
+    def has_conversations(self) -> bool:
+        """Returns whether the documents are conversations, which a validation does not cut."""
+
+    @property
     def has_label_column(self) -> bool:
         """Returns whether tokens other than the first of a document may lack a label."""
 
@@ -79,6 +83,9 @@ class TokenStream(Protocol):
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
+
+    def document_ends(self) -> Iterable[Int64[ndarray, " documents"]]:
+        """Yields the ends of all documents in the stream, in order."""
 
 
 class SequenceColumns(Protocol):
@@ -255,18 +262,19 @@ class TrainWindows:
         """Returns the window of these sequences without columns; N is a multiple of the micro-batch size."""
         num_rows, seq_len = len(sequence_ids), self.sequence_format.seq_len
         rows = np.empty((num_rows, seq_len + 1), self.sequence_format.token_dtype)
-        has_label = _make_label_rows(self.sources, rows)
+        has_label = make_label_rows(self.sources, rows)
         ids = list(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True))
         lengths = None
         if self.plans is None:
             ends = self._read_rows(ids, rows, has_label)
         else:
             ends, lengths = np.zeros((num_rows, seq_len), np.bool_), np.empty(num_rows, np.int64)
+            padding_id = self.sequence_format.padding_id
             for number, (source_id, sequence) in enumerate(ids):
                 of_row = None if has_label is None else has_label[number]
                 starts, sizes = self.plans[source_id].pieces(sequence)
                 source = self.sources[source_id]
-                lengths[number] = self._fill_row(source, starts, sizes, rows[number], ends[number], of_row)
+                lengths[number] = fill_pieces(source, starts, sizes, rows[number], ends[number], of_row, padding_id)
         return build_window(rows, self.sequence_format, self.micro_batch_size, data_position, ends, lengths, has_label)
 
     def _read_rows(
@@ -292,82 +300,23 @@ class TrainWindows:
             _mark_ends(source, start, ends[number])
         return ends
 
-    def _fill_row(
-        self,
-        source: TokenStream,
-        starts: Int64[ndarray, " pieces"],
-        lengths: Integer[ndarray, " pieces"],
-        row: Integer[ndarray, " S+1"],
-        ends: Bool[ndarray, " S"],
-        has_label: Bool[ndarray, " S+1"] | None,
-    ) -> int:
-        """Fills one row with the pieces that a plan lists, and returns its number of labels."""
-        cut = int(starts[-1]) + int(lengths[-1])
-        is_continued = int(lengths[-1]) == self.sequence_format.seq_len and not len(source.ends_between(cut - 1, cut))
-        mark_piece_ends(ends, lengths)
-        if has_label is not None:
-            fill_row(has_label, starts, lengths, source.read_labels, 0, is_continued=is_continued)
-        return fill_row(row, starts, lengths, source.read, self.sequence_format.padding_id, is_continued=is_continued)
 
-
-class ValidationWindows:
-    """One rank's windows, of one micro-batch each, of a whole validation set. Deterministic and thread-safe.
-
-    Every label of the set counts once. Whatever the packing of the training set, each source's stream is cut every S
-    tokens. A source's last sequence may be short and the last windows may be empty: they are padded with labels that do
-    not count, so that all ranks have the same number of windows.
-
-    Args:
-        sources: The validation set.
-        sequence_format: How tokens become sequences.
-        micro_batch_size: Sequences per micro-batch.
-        ranks: The number of this rank.
-        limit_sequences: Number of sequences to use, evenly spread over the set; None uses all.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[TokenStream],
-        sequence_format: SequenceFormat,
-        micro_batch_size: int,
-        ranks: Ranks,
-        limit_sequences: int | None = None,
-    ) -> None:
-        self._sources = sources
-        self._format = sequence_format
-        self._micro_batch_size = micro_batch_size
-        self._ranks = ranks
-        per_source = [-(-max(0, source.num_tokens - 1) // sequence_format.seq_len) for source in sources]
-        self._last_of_source = np.cumsum(per_source, dtype=np.int64)
-        self._num_in_set = sum(per_source)
-        self.num_sequences = self._num_in_set if limit_sequences is None else min(limit_sequences, self._num_in_set)
-
-    def __len__(self) -> int:
-        return -(-self.num_sequences // (self._micro_batch_size * self._ranks.world_size))
-
-    def window(self, index: int) -> AccumulationWindow:
-        """Returns this rank's window `index`."""
-        seq_len = self._format.seq_len
-        begin = index * self._micro_batch_size * self._ranks.world_size
-        first = begin + self._ranks.rank * self._micro_batch_size
-        rows = np.full((self._micro_batch_size, seq_len + 1), self._format.padding_id, self._format.token_dtype)
-        ends = np.zeros((self._micro_batch_size, seq_len), np.bool_)
-        has_label = _make_label_rows(self._sources, rows)
-        lengths = np.zeros(self._micro_batch_size, np.int64)
-        for row in range(min(self._micro_batch_size, self.num_sequences - first)):
-            source, start = self._locate(first + row)
-            length = lengths[row] = min(seq_len, source.num_tokens - 1 - start)
-            of_row = None if has_label is None else has_label[row, : length + 1]
-            _read_row(source, start, rows[row, : length + 1], ends[row, :length], of_row)
-        end = min(begin + self._micro_batch_size * self._ranks.world_size, self.num_sequences)
-        return build_window(rows, self._format, self._micro_batch_size, end, ends, lengths, has_label)
-
-    def _locate(self, sequence: int) -> tuple[TokenStream, int]:
-        """Returns the source of a sequence, and the start of its tokens."""
-        in_set = sequence * self._num_in_set // self.num_sequences
-        source = int(np.searchsorted(self._last_of_source, in_set, side="right"))
-        before = int(self._last_of_source[source - 1]) if source else 0
-        return self._sources[source], (in_set - before) * self._format.seq_len
+def fill_pieces(
+    source: TokenStream,
+    starts: Int64[ndarray, " pieces"],
+    lengths: Integer[ndarray, " pieces"],
+    row: Integer[ndarray, " S+1"],
+    ends: Bool[ndarray, " S"],
+    has_label: Bool[ndarray, " S+1"] | None,
+    padding_id: int,
+) -> int:
+    """Fills one row with the pieces of a sequence, and returns its number of labels."""
+    cut = int(starts[-1]) + int(lengths[-1])
+    is_continued = int(lengths[-1]) == len(ends) and not len(source.ends_between(cut - 1, cut))
+    mark_piece_ends(ends, lengths)
+    if has_label is not None:
+        fill_row(has_label, starts, lengths, source.read_labels, 0, is_continued=is_continued)
+    return fill_row(row, starts, lengths, source.read, padding_id, is_continued=is_continued)
 
 
 def _add_columns(window: AccumulationWindow, columns: Mapping[str, Tensor]) -> AccumulationWindow:
@@ -381,7 +330,7 @@ def _add_columns(window: AccumulationWindow, columns: Mapping[str, Tensor]) -> A
     return replace(window, micro_batches=tuple(micro_batches))
 
 
-def _make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:
+def make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:
     """Returns the array for the labels of `rows`, all True; None if no source has a label column."""
     return np.ones(rows.shape, np.bool_) if any(source.has_label_column for source in sources) else None
 
@@ -391,7 +340,7 @@ def _mark_ends(source: TokenStream, start: int, ends: Bool[ndarray, " count"]) -
     ends[source.ends_between(start, start + len(ends)) - start - 1] = True
 
 
-def _read_row(
+def read_row(
     source: TokenStream,
     start: int,
     row: Integer[ndarray, " count+1"],

@@ -20,9 +20,9 @@ Everything here is a pure function of its arguments.
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
@@ -30,6 +30,12 @@ from numpy import ndarray
 
 Packing = Literal["chunk", "best_fit", "pad"]
 Chunks = deque[Int64[ndarray, " sequences"]]
+FEW_HELD_OUT: Final = 10
+"""Below this number of held-out documents, their loss says little."""
+CUT_EVENLY: Final[Packing] = "chunk"
+"""The packing of text, if none is given."""
+KEPT_WHOLE: Final[Packing] = "best_fit"
+"""The packing of conversations, if none is given: one that is cut continues without its question."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class PackedSequences:
 
     def __len__(self) -> int:
         return len(self.sequence_ends)
+
+    def pieces(self, sequence: int) -> tuple[Int64[ndarray, " pieces"], Int64[ndarray, " pieces"]]:
+        """Returns start and length of each piece of a sequence."""
+        first, last = int(self.sequence_ends[sequence - 1]) if sequence else 0, int(self.sequence_ends[sequence])
+        return self.starts[first:last], self.lengths[first:last]
 
 
 def pack_documents(
@@ -203,6 +214,76 @@ class PackingFigures:
     def fill(self, seq_len: int) -> float:
         """Returns the share of the sequences' positions whose labels count."""
         return self.num_valid_tokens / max(1, self.num_sequences * seq_len)
+
+
+@dataclass(frozen=True)
+class LostDocuments:
+    """What a packing does to whole documents, such as conversations, whose parts mean little alone.
+
+    Args:
+        num_documents: Documents of the source.
+        num_cut: Documents that lie in more than one sequence, or lose their end.
+        num_dropped: Documents that no sequence has.
+        num_unlearned: Documents of which no token is learned.
+        longest: Tokens of the longest document.
+    """
+
+    num_documents: int = 0
+    num_cut: int = 0
+    num_dropped: int = 0
+    num_unlearned: int = 0
+    longest: int = 0
+
+    def __add__(self, other: "LostDocuments") -> "LostDocuments":
+        sums = (getattr(self, field.name) + getattr(other, field.name) for field in fields(LostDocuments))
+        return replace(LostDocuments(*sums), longest=max(self.longest, other.longest))
+
+    def describe(self, packing: Packing, seq_len: int) -> str:
+        """Returns a line about these documents as conversations, with the remedy if some are cut."""
+        line = (
+            f"{self.num_documents:,} conversations by {packing} in sequences of {seq_len:,} tokens: {self.num_cut:,} "
+            f"cut, {self.num_dropped:,} dropped, {self.num_unlearned:,} without a learned token"
+        )
+        if self.num_cut and packing == CUT_EVENLY:
+            return f"{line}; data.packing {KEPT_WHOLE} keeps them whole"
+        if self.num_cut:
+            return (
+                f"{line}; the longest has {self.longest:,} tokens: raise data.seq_len, or prepare with chat.max_tokens "
+                f"{seq_len} and chat.on_long"
+            )
+        return line
+
+
+def count_lost(
+    document_starts: Int64[ndarray, " documents"],
+    document_ends: Int64[ndarray, " documents"],
+    seq_len: int,
+    packing: Packing,
+    num_sequences: int,
+    count_labels: Callable[[Int64[ndarray, " places"]], Int64[ndarray, " places"]],
+) -> LostDocuments:
+    """Returns what a packing does to the documents of a stream, or of a part of it; arguments as `measure_packing`.
+
+    Example:
+        >>> count_lost(np.array([0, 5]), np.array([5, 11]), 4, "chunk", 2, lambda places: places)
+        LostDocuments(num_documents=2, num_cut=1, num_dropped=0, num_unlearned=0, longest=6)
+    """
+    num_labels = document_ends - document_starts - 1  # the first token of a document is no label
+    read = document_ends - 1
+    is_cut, is_dropped = num_labels > seq_len, np.zeros(len(document_ends), np.bool_)
+    if packing == "chunk":
+        # Label t belongs to the sequence of token t - 1.
+        first, last = document_starts // seq_len, (document_ends - 2) // seq_len
+        is_dropped, is_cut = (first >= num_sequences) & (num_labels > 0), (last > first) & (first < num_sequences)
+        read = np.clip(read, document_starts, np.maximum(document_starts, num_sequences * seq_len))
+    has_none = count_labels(read + 1) - count_labels(document_starts + 1) == 0
+    return LostDocuments(
+        num_documents=len(document_ends),
+        num_cut=int(np.count_nonzero(is_cut)),
+        num_dropped=int(np.count_nonzero(is_dropped)),
+        num_unlearned=int(np.count_nonzero(has_none & ~is_dropped)),
+        longest=int((document_ends - document_starts).max(initial=0)),
+    )
 
 
 def count_train_sequences(num_tokens: int, seq_len: int) -> int:

@@ -14,6 +14,7 @@ the arrays into memory.
 import contextlib
 import fcntl
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -34,9 +35,12 @@ from numpy import ndarray
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes
 from genesis.data.manifest import SourceRecord
 from genesis.data.packing import (
+    CUT_EVENLY,
+    LostDocuments,
     PackedSequences,
     Packing,
     PackingFigures,
+    count_lost,
     count_train_sequences,
     measure_packing,
     pack_documents,
@@ -107,6 +111,7 @@ class SourcePlan:
         self.num_sequences = record.figures.num_sequences
         self.tokens_per_sequence = Fraction(record.num_tokens, max(1, self.num_sequences))
         self.hash = record.hash
+        self.figures = record.figures
         self._directory, self._name, self._record = directory, name, record
         self._verify_hashes = verify_hashes
         self._maps: dict[str, Integer[ndarray, " entries"]] = {}
@@ -144,8 +149,14 @@ class SourcePlan:
         return np.memmap(path, _DTYPES[name], mode="r") if path.stat().st_size else np.empty(0, _DTYPES[name])
 
 
-def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
+def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int, *, waits: bool = False) -> Plan:
     """Writes the plan of a corpus, unless a plan for its shards exists, and returns the plan.
+
+    Args:
+        corpus: The corpus.
+        packing: How documents are packed.
+        seq_len: Tokens of a sequence.
+        waits: Whether to wait for another process that is writing a plan; otherwise that is an error.
 
     Raises:
         UserError: An index of documents is damaged, or the disk refuses the files.
@@ -156,7 +167,7 @@ def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
         raise UserError(f"{corpus.path} has pairs of answers, which training reads without a plan: leave the plan out")
     directory = _plan_directory(corpus.path, packing, seq_len)
     try:
-        with _locked(directory.parent):
+        with _locked(directory.parent, waits=waits):
             if directory.exists():
                 if (found := _read_plan(directory)) is not None and plan_fits(found, corpus):
                     return found
@@ -164,6 +175,23 @@ def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
             return _write_plan(corpus, packing, seq_len, directory)
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}); check the disk and the directory") from None
+
+
+def require_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> None:
+    """Makes the plan of a corpus if there is none for its shards. Several processes may call it at once: one makes it.
+
+    Raises:
+        UserError: An index of documents is damaged, or the disk refuses the files.
+    """
+    found = _read_plan(_plan_directory(corpus.path, packing, seq_len))
+    if found is not None and plan_fits(found, corpus):
+        return
+    if not os.access(corpus.path, os.W_OK):
+        raise UserError(
+            f"{corpus.path} has no plan for {packing} at seq_len {seq_len}, and cannot be written: run `genesis data "
+            f"plan` where it can, or give --data.packing {CUT_EVENLY}, which cuts documents"
+        )
+    write_plan(corpus, packing, seq_len, waits=True)
 
 
 def open_plan(
@@ -223,6 +251,16 @@ def measure_source(source: TokenSource, seq_len: int, packing: Packing) -> Packi
         total = reduce(add, blocks, PackingFigures())
         return PackingFigures(**{**asdict(total), "num_sequences": num_chunks})
     return reduce(add, (figures for _, figures in _pack(source, seq_len, packing)), PackingFigures())
+
+
+def count_lost_documents(source: TokenSource, seq_len: int, packing: Packing) -> LostDocuments:
+    """Returns what a packing does to the documents of a source. It reads the labels of the whole source."""
+    num_chunks = count_train_sequences(source.num_tokens, seq_len)
+    blocks = (
+        count_lost(*block, seq_len, packing, num_chunks, _label_counter(source, *block))
+        for block in _blocks(source.document_ends())
+    )
+    return reduce(add, blocks, LostDocuments())
 
 
 def hash_shards(record: SourceRecord) -> str:
@@ -338,11 +376,11 @@ def _check_index(corpus: Corpus, record: SourceRecord) -> None:
 
 
 @contextmanager
-def _locked(plans: Path) -> Iterator[None]:
+def _locked(plans: Path, *, waits: bool) -> Iterator[None]:
     plans.mkdir(exist_ok=True)
     with (plans / ".lock").open("w+") as lock:
         try:
-            lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, plans)
+            lock_file(lock.fileno(), fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB, plans)
         except BlockingIOError:
             raise UserError(f"another process is writing a plan in {plans}; wait for its end, or stop it") from None
         for left_over in plans.glob(".staging-*"):

@@ -26,7 +26,7 @@ from typing import Any
 
 from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
-from genesis.data.conversations import ChatSetup, ConversationCounts, open_chat_setup
+from genesis.data.conversations import ChatSetup, ConversationCounts, limit_conversations, open_chat_setup
 from genesis.data.corpus import open_corpus
 from genesis.data.manifest import (
     MANIFEST_NAME,
@@ -176,7 +176,9 @@ def prepare_corpus(
     tokenizer = open_tokenizer(options.tokenizer)
     chat = None
     if any(source.chat is not None for source in options.sources):
-        chat = open_chat_setup(options.chat, tokenizer, options.tokenizer, is_paired=options.is_paired)
+        plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
+        limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
+        chat = open_chat_setup(limited, tokenizer, options.tokenizer, is_paired=options.is_paired)
     files = list_sources(options.sources, note)
     try:
         with _locked(options.corpus):
@@ -294,7 +296,6 @@ def _build_manifest(
         records = [_source_record(source, _shards(ordered, source.name, split)) for source in options.sources]
         splits[split] = tuple(record for record in records if record.shards)
     with_text = {record.name for records in splits.values() for record in records}
-    to_train = {record.name for record in splits["train"]}
     for source in options.sources:
         if source.name not in with_text:
             missing = _count_conversations(source, ordered).describe_missing()
@@ -303,7 +304,7 @@ def _build_manifest(
             raise UserError(
                 f"source {source.name} has no text in {', '.join(source.paths)}; correct its paths or remove it"
             )
-        if source.name not in to_train:
+        if source.name not in {record.name for record in splits["train"]}:
             raise UserError(
                 f"all documents of source {source.name} are in the validation set; lower validation_fraction "
                 f"({options.validation_fraction}) or choose another seed, and start again with --restart"

@@ -20,6 +20,7 @@ from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.order import SequenceOrder, build_order
+from genesis.data.packing import CUT_EVENLY, Packing
 from genesis.data.pairs import PairSet
 from genesis.data.prompts import Prompt, PromptOptions, PromptSet, find_reward_file, read_prompts
 from genesis.data.shards import little_endian, token_dtype
@@ -92,6 +93,7 @@ class PromptData:
     tokens_per_second: Final = None
     queue_depths: Final = ()
     wait_remedy: Final = "leave the loader a core"
+    packing: Final[Packing] = CUT_EVENLY  # without an effect: an answer has a row of its own
     validation: Final[Sequence[TokenSource]] = ()
     validation_remedy: Final = (
         "data.prompts has no validation set; hold prompts out by data.prompts.validation_share, validate with the "
@@ -99,7 +101,7 @@ class PromptData:
     )
 
     def __init__(self, prompt_options: PromptOptions, options: TrainingOptions, *, tokenizer_hash: str | None) -> None:
-        if options.packing != "chunk":
+        if options.packing not in (None, CUT_EVENLY):
             raise UserError(f"data.packing is {options.packing}, but an answer has a row of its own; leave it out")
         refuse_skips(options, "prompts")
         self.prompt_options = prompt_options

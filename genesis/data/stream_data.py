@@ -11,6 +11,7 @@ from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order
+from genesis.data.packing import CUT_EVENLY, Packing
 from genesis.data.pairs import PairSet
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import describe_left_out
@@ -67,6 +68,7 @@ class StreamData:
     ) -> None:
         self.stream_options = stream_options
         self.options = options
+        self.packing: Packing = options.packing or CUT_EVENLY
         self.corpus_path = corpus_path
         self.data_position = 0
         self._verify_hashes: VerifyHashes = verify_hashes
@@ -91,7 +93,7 @@ class StreamData:
             self._load_tokenizer(),
             seed=self.options.seed,
             seq_len=self.options.seq_len,
-            packing=self.options.packing,
+            packing=self.packing,
             max_epochs=self.options.max_epochs,
         )
 
@@ -297,7 +299,7 @@ class StreamData:
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
-        return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": {}}
+        return {"seq_len": self.options.seq_len, "packing": self.packing, "plans": {}}
 
     def _load_tokenizer(self) -> Tokenizer:
         given = self.stream_options.tokenizer

@@ -35,9 +35,10 @@ class TrainingOptions:
         seed: Seed of the order.
         mix: Integer weights of sources; None uses the weights of the data.
         max_epochs: Maximum number of epochs by source; a source that is not listed has no limit.
-        packing: How documents are put into sequences.
+        packing: How documents are put into sequences; None for `best_fit` if they are conversations, else `chunk`.
         num_epochs: Number of epochs of each source that `max_epochs` does not name; None for no limit.
         skip_positions: Positions whose windows are skipped.
+        num_tokens: Number of tokens to train on, padding included; None for no limit.
     """
 
     seq_len: int
@@ -46,9 +47,10 @@ class TrainingOptions:
     seed: int = 0
     mix: Mapping[str, int] | None = None
     max_epochs: Mapping[str, int] | None = None
-    packing: Packing = "chunk"
+    packing: Packing | None = None
     num_epochs: int | None = None
     skip_positions: Ranges = ()
+    num_tokens: int | None = None
 
 
 class TrainingData(Protocol):
@@ -57,6 +59,10 @@ class TrainingData(Protocol):
     @property
     def options(self) -> TrainingOptions:
         """Returns the options of sequences and batches."""
+
+    @property
+    def packing(self) -> Packing:
+        """Returns how documents are put into sequences: what the options say, or the default of these data."""
 
     @property
     def identity(self) -> dict[str, str]:

@@ -211,7 +211,7 @@ def plan_cuts(
     num_micro = min(num_micro, 2)
     while seconds() > _STEP_SECONDS and micro > 1:
         micro = micro // 2
-    is_free = data.get("packing", "chunk") == "chunk"  # another packing has a plan for its length alone
+    is_free = data.get("packing") in (None, "chunk")  # another packing has a plan for its length alone
     while is_new and is_free and seconds() > _STEP_SECONDS and seq_len // 2 >= _MIN_SEQ_LEN:
         seq_len = seq_len // 2
     while is_new and layers > _MIN_LAYERS and (seconds() > _STEP_SECONDS or num_bytes() > capacity.memory_bytes):

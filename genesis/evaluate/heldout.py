@@ -18,9 +18,10 @@ from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.data.corpus import open_corpus
-from genesis.data.loader import Ranks, SequenceFormat, TokenStream, ValidationWindows
+from genesis.data.loader import Ranks, SequenceFormat, TokenStream
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
+from genesis.data.validation_windows import ValidationWindows
 from genesis.errors import UserError
 from genesis.evaluate.results import Measure
 from genesis.loss import sum_cross_entropy
@@ -43,6 +44,7 @@ class TextSource:
 
     end_id: Final = None
     has_label_column: Final = False
+    has_conversations: Final = False
 
     def __init__(self, name: str, documents: Sequence[str], tokenizer: Tokenizer) -> None:
         self.name = name
@@ -64,6 +66,10 @@ class TextSource:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
         first, last = np.searchsorted(self._ends, (start, stop), side="right").tolist()
         return self._ends[first:last]
+
+    def document_ends(self) -> Sequence[Int64[ndarray, " documents"]]:
+        """Returns the ends of all documents in the stream, in order."""
+        return (self._ends,)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> Hel
     for source in opened.validation:
         shards = [source.shard(number) for number in range(source.num_shards)]
         digest.update(repr([source.name, *((shard.num_tokens, shard.hash) for shard in shards)]).encode())
+        if source.has_conversations:
+            digest.update(b"kept whole")  # earlier results are of conversations that were cut
     return HeldOut(opened.validation, sequence_format, digest.hexdigest())
 
 

@@ -169,7 +169,9 @@ class AdaptedLinear(nn.Linear, Part):
     @property
     def flops_per_token(self) -> int:
         """The FLOPs of the adapter, which multiplies every token; the part around this layer counts the base's."""
-        return 6 * (self.lora_A.numel() + self.lora_B.numel())
+        adapter = 6 * (self.lora_A.numel() + self.lora_B.numel())
+        multiplies_twice = self.lora_magnitude is not None and self.dropout > 0.0  # by the frozen weight
+        return adapter + (4 * self.weight.numel() if multiplies_twice else 0)
 
     def record(self, tape: Tape, x: Value) -> Value:
         """Records the frozen product and, beside it, the adapter's two."""
@@ -184,21 +186,20 @@ class AdaptedLinear(nn.Linear, Part):
         update = tape.cast(tape.linear(scaled, self.lora_B), base.element_bytes)
         if self.lora_magnitude is None:
             return tape.add(base, update)
-        joined = tape.add(base, update)
+        again = tape.linear(tape.cast(x, base.element_bytes), self.weight) if self.dropout > 0.0 else base
+        joined = tape.add(again, update)
         # The lengths of the rows: the adapted weight stands whole, and a scale for each row is kept with the sum.
         weight_bytes = 2 * self.weight.numel() * FLOAT32_BYTES
-        return tape.cast(
-            tape.apply(
-                (joined,),
-                joined.num_elements,
-                FLOAT32_BYTES,
-                saved=(joined,),
-                forward_bytes=weight_bytes,
-                backward_bytes=joined.num_elements * FLOAT32_BYTES,
-                weights=[tape.weight(self.lora_magnitude)],
-            ),
-            base.element_bytes,
+        scaled = tape.apply(
+            (joined,),
+            joined.num_elements,
+            FLOAT32_BYTES,
+            saved=(joined,),
+            forward_bytes=weight_bytes,
+            backward_bytes=joined.num_elements * FLOAT32_BYTES,
+            weights=[tape.weight(self.lora_magnitude)],
         )
+        return tape.cast(scaled if self.dropout == 0.0 else tape.add(base, scaled), base.element_bytes)
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""
@@ -207,12 +208,20 @@ class AdaptedLinear(nn.Linear, Part):
         base = linear(x, self.weight, self.bias if self.lora_magnitude is None else None)
         if not torch.is_autocast_enabled(x.device.type):  # the base casts to its own dtype
             x = x.to(self.lora_A.dtype)
-        low = linear(dropout(x, self.dropout, self.training), self.lora_A)
+        dropped = dropout(x, self.dropout, self.training)
+        low = linear(dropped, self.lora_A)
         update = linear(low * self.scaling, self.lora_B)
         if self.lora_magnitude is None:
             return base + update.to(base.dtype)
         scale = self.lora_magnitude / self._row_lengths()
-        out: Tensor = ((base + update) * scale).to(base.dtype)
+        changed = base + update
+        if self.training and self.dropout > 0.0:
+            # As in PEFT: what DoRA adds to the base's output, `(scale - 1) W x + scale * update`, sees the dropout.
+            again = linear(dropped.to(base.dtype), self.weight)
+            changed = again + update
+            out: Tensor = (base + changed * scale - again).to(base.dtype)
+        else:
+            out = (changed * scale).to(base.dtype)
         return out if self.bias is None else out + self.bias
 
     @torch.no_grad()  # a constant in the gradient: section 4.3 of the paper

@@ -11,7 +11,7 @@ The loss of a window is the sum over its pairs divided by their number, over all
 `sft_weight` times the cross-entropy of the chosen answers, divided by the number of their tokens.
 
     logged                    unit and meaning
-    train/loss                nats per pair: what training minimises; log 2 at the start
+    train/loss                nats per pair: what training minimises; log 2 at the start, without dropout
     train/rewards_chosen      mean reward of the chosen answers, train/rewards_rejected that of the rejected ones
     train/reward_margin       mean margin
     train/reward_accuracy     share of pairs whose margin is above 0

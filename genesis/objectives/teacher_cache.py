@@ -11,7 +11,7 @@ whole blocks behind, and the next one verifies them and goes on. Training reads 
 field by field, and verifies each block when it first reads it.
 
 All numbers are little-endian. Log-probabilities are float32, and then exactly those that the teacher gave, or float16:
-an error of at most 1/2048 of each one's size, after which the classes are normalised again.
+an error of at most 1/2048 of each one's size as stored. Readers then normalise the classes: up to 3.5/2048.
 """
 
 import fcntl

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from torch import nn
 
 from genesis.errors import UserError
-from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
+from genesis.model.part import ADAPTERS, EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 from genesis.optim.optimizer import GroupedOptimizer
+
+NO_DECAY: Final = 0.0
+"""The weight decay of adapters, if none is given: it would pull their update to zero, which is the base."""
+_OF_ADAPTERS: Final = ("adapter_lr", "adapter_weight_decay")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class OptimizerOptions:
         muon_lr: Muon's learning rate.
         muon_momentum: Muon's momentum (Nesterov's).
         muon_weight_decay: Muon's weight decay.
+        adapter_lr: AdamW's learning rate of adapters; by default `lr`, which replaces it on the command line.
+        adapter_weight_decay: Weight decay of adapters; by default none, and a run that continues keeps its own.
         muon_lr_scaling: The factor of `muon_lr` for a matrix shape: `original`, or `match_rms_adamw`, under which
             AdamW's learning rates can be used.
 
@@ -42,14 +48,25 @@ class OptimizerOptions:
     muon_momentum: float = 0.95
     muon_weight_decay: float = 0.1
     muon_lr_scaling: Literal["original", "match_rms_adamw"] = "original"
+    adapter_lr: float | None = None
+    adapter_weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "muon_lr", "muon_weight_decay"):
-            if not getattr(self, name) >= 0.0:
+        for name in (*("lr", "eps", "weight_decay", "muon_lr", "muon_weight_decay"), *_OF_ADAPTERS):
+            if getattr(self, name) is not None and not getattr(self, name) >= 0.0:
                 raise UserError(f"optimizer.{name} is {getattr(self, name)}: it must be at least 0")
         for name, value in (("betas", self.betas[0]), ("betas", self.betas[1]), ("muon_momentum", self.muon_momentum)):
             if not 0.0 <= value < 1.0:
                 raise UserError(f"optimizer.{name} has {value}: it must be at least 0 and below 1")
+
+
+def read_adapter_decay(recipe: Mapping[str, Any]) -> float:
+    """Returns the weight decay of adapters in the recipe of a checkpoint; if it has none, that of matrices."""
+    options = (recipe.get("model") or {}).get("optimizer") or {}
+    defaults = OptimizerOptions()
+    name = "muon_weight_decay" if options.get("name") == "muon" else "weight_decay"
+    given = options.get("adapter_weight_decay")
+    return float(options.get(name, getattr(defaults, name)) if given is None else given)
 
 
 class GroupedModule(Protocol):
@@ -86,13 +103,25 @@ def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedO
                 f"optimizer.name is 'muon', which updates matrices and stacks of matrices, and {name} has "
                 f"{parameter.ndim} dimensions: use adamw"
             )
+    # Beside adapters, whose base is frozen, the only vectors are DoRA's magnitudes.
+    of_adapters = (ADAPTERS, VECTORS) if groups.get(ADAPTERS) else ()
     return GroupedOptimizer(
         [
-            {"name": group.name, "params": params, **_group_options(group, options)}
+            {"name": group.name, "params": params, **_group_options(group, options), **_adapter_options(group, options)}
+            if group in of_adapters
+            else {"name": group.name, "params": params, **_group_options(group, options)}
             for group, params in groups.items()
             if params
         ]
     )
+
+
+def _adapter_options(group: ParameterGroup, options: OptimizerOptions) -> dict[str, Any]:
+    """Returns what differs for the parameters of adapters."""
+    has_muon = options.name == "muon" and group.kind == "matrix"
+    rate = {} if has_muon or options.adapter_lr is None else {"lr": options.adapter_lr}
+    decay = NO_DECAY if options.adapter_weight_decay is None else options.adapter_weight_decay
+    return rate if group.kind == "vector" else {**rate, "weight_decay": decay}
 
 
 def _group_options(group: ParameterGroup, options: OptimizerOptions) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What padding costs: the share of a corpus's positions that hold no label, by the packings that were planned."""
+"""What a corpus's packings hold: the share of positions with a label, by the packings that were planned."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class PackingShare:
         packing: Its name.
         seq_len: Tokens of a sequence.
         num_sequences: Sequences of an epoch.
-        valid_share: Share of the positions whose labels count; the rest is computed in vain.
+        valid_share: Share of the positions whose labels count; the others are padding, or tokens that are only read.
     """
 
     packing: str

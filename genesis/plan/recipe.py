@@ -18,6 +18,7 @@ from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISION
 from genesis.precision import FULL, MIXED
 from genesis.recipe_yaml import load_yaml
 from genesis.recomputation import check_checkpointing, check_groups
+from genesis.run_length import count_steps_of_tokens
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
@@ -57,9 +58,10 @@ class Recipe:
         layout: Its own strategy.
         saves: Its checkpoints.
         num_steps: Steps of the run; None if only the data or the user end it.
+        num_epochs: Epochs of the run, if they say how long it is; None otherwise.
         run_dir: The run's directory.
         corpus: The corpus, if it trains on one.
-        packing: How documents are packed.
+        packing: How documents are packed; None for the default of the corpus.
         prefetch_windows: Windows that are prepared ahead.
         lr: The peak learning rate.
         betas: Decay of the moments.
@@ -71,9 +73,10 @@ class Recipe:
     layout: Layout
     saves: SaveOptions
     num_steps: int | None
+    num_epochs: int | None
     run_dir: str
     corpus: str | None
-    packing: str
+    packing: str | None
     prefetch_windows: int
     lr: float
     betas: tuple[float, float]
@@ -259,16 +262,35 @@ def read_recipe(
             keep_every_n_steps=read.optional_count("checkpoint.keep_every_n_steps"),
             has_optimizer=read.get("checkpoint.save_optimizer", True) is not False,
         ),
-        num_steps=read.optional_count("trainer.max_steps") or read.optional_count("schedule.total_updates"),
+        num_steps=_count_steps(read, seq_len, global_batch_size),
+        num_epochs=_count_epochs(read),
         run_dir=str(read.get("run_dir", "runs/default")),
         corpus=read.get("data.corpus") if isinstance(read.get("data.corpus"), str) else None,
-        packing=str(read.get("data.packing", "chunk")),
+        packing=read.get("data.packing"),
         prefetch_windows=read.count("data.prefetch_windows", 2, least=0),
         lr=read.number("model.optimizer.lr", 3e-4),
         betas=_read_betas(read),
         eps=read.number("model.optimizer.eps", 1e-8),
         assumptions=tuple(assumptions),
     )
+
+
+def _count_epochs(read: "_Reader") -> int | None:
+    """Returns the epochs of a run, if its length is in epochs."""
+    if read.optional_count("trainer.max_steps") is not None:
+        return None
+    return read.optional_count("data.num_epochs") or read.optional_count("trainer.max_epochs")
+
+
+def _count_steps(read: "_Reader", seq_len: int, global_batch_size: int) -> int | None:
+    """Returns the steps of a run, unless its length is in epochs."""
+    if _count_epochs(read) is not None:
+        return None
+    num_tokens = read.optional_count("data.num_tokens")
+    max_steps = read.optional_count("trainer.max_steps")
+    if num_tokens and not max_steps:
+        return count_steps_of_tokens(num_tokens, position=0, seq_len=seq_len, global_batch_size=global_batch_size)
+    return max_steps or read.optional_count("schedule.total_updates")
 
 
 class _Reader:

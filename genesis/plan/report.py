@@ -9,6 +9,7 @@ from genesis.errors import UserError
 from genesis.plan.bandwidths import Bandwidths
 from genesis.plan.checkpoints import CheckpointBill, Interval, count_checkpoints, find_interval
 from genesis.plan.cost import Cost, Interruptions, SpotComparison, compare_spot, count_cost
+from genesis.plan.epochs import Epoch, find_epoch
 from genesis.plan.host import HostBytes, count_host
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.learning_rate import RateProposal, scale_rate
@@ -102,6 +103,8 @@ class Plan:
         host: Memory of the host for a rank of it.
         textbook: The state of mixed precision as textbooks count it.
         num_steps: Steps of the run; None if it is not known.
+        num_epochs: Epochs of the run; None if the corpus is not here.
+        epoch: An epoch of the corpus, likewise.
         cost: Of the run; None without steps or a rate.
         checkpoints: What checkpoints take.
         save_seconds: Time that a save delays training.
@@ -123,6 +126,8 @@ class Plan:
     host: HostBytes
     textbook: TextbookBill
     num_steps: int | None
+    num_epochs: float | None
+    epoch: Epoch | None
     cost: Cost | None
     checkpoints: CheckpointBill
     save_seconds: float
@@ -151,7 +156,15 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     own = next(row for row in rows if row.is_own)
     if own.timeline is None:
         raise UserError(own.refusal or "the recipe cannot run")
+    packings = tuple(share for corpus in corpora for share in read_packings(corpus))
+    epochs = (find_epoch(corpus, recipe.packing, workload.seq_len, packings) for corpus in corpora)
+    epoch = next(filter(None, epochs), None)
     num_steps = question.num_steps or recipe.num_steps
+    if num_steps is None and recipe.num_epochs is not None and epoch is not None:
+        num_steps = max(1, recipe.num_epochs * epoch.num_sequences // workload.global_batch_size)
+    num_epochs = None
+    if num_steps is not None and epoch is not None and epoch.num_sequences:
+        num_epochs = num_steps * workload.global_batch_size / epoch.num_sequences
     cost = None
     if num_steps is not None and own.step is not None:
         seconds = num_steps * own.step.seconds
@@ -183,13 +196,15 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         ),
         textbook=TextbookBill(num_parameters),
         num_steps=num_steps,
+        num_epochs=num_epochs,
+        epoch=epoch,
         cost=cost,
         checkpoints=checkpoints,
         save_seconds=save_seconds,
         write_seconds=checkpoints.checkpoint_bytes / question.bandwidths.to_disk.bytes_per_second,
         interval=None if question.failure_hours is None else find_interval(save_seconds, question.failure_hours * 3600),
         spot=_compare_spot(recipe, question, own, cost),
-        packings=tuple(share for corpus in corpora for share in read_packings(corpus)),
+        packings=packings,
         proposal=proposal,
         notes=tuple(_list_notes(workload, own, question.budget)),
     )
@@ -288,6 +303,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_update": workload.tokens_per_step,
             "num_micro_batches": workload.num_micro_batches(plan.own.layout.num_ranks),
             "num_steps": plan.num_steps,
+            "num_epochs": plan.num_epochs,
             "num_tokens": None if plan.num_steps is None else plan.num_steps * workload.tokens_per_step,
             **({} if plan.cost is None else asdict(plan.cost)),
         },

@@ -61,7 +61,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         UserError: The run has no last step, saves no checkpoint before its end, or has no log.
     """
     trainer, checkpoint = resolved["trainer"], resolved["checkpoint"]
-    max_steps, every_n_steps = trainer["max_steps"], checkpoint["every_n_steps"]
+    max_steps, every_n_steps = trainer["max_steps"] or -1, checkpoint["every_n_steps"]
     if max_steps < 1:
         raise UserError(f"trainer.max_steps is {max_steps}: a rehearsal needs an end; add -- --trainer.max_steps 60")
     if every_n_steps is None:

@@ -9,8 +9,8 @@ continue after it, so `max_steps` is the natural length of a run, and `trainer.m
 end, and the run with them, only if all sources have limits (`data.max_epochs`). Lightning's epoch of a stream never
 ends, because the number of its sequences is unknown.
 
-With `data.num_epochs` the number of steps follows from the corpus: the module sets it as the Trainer's `max_steps`
-before the schedule, which is set up after it, looks for its end.
+With `data.num_epochs`, `data.num_tokens`, or limits of epochs alone, the number of steps follows from the data: the
+module sets it as the Trainer's `max_steps` before the schedule, which is set up after it, looks for its end.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from genesis.data.clock import CopyClock
 from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
-from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
+from genesis.data.loader import Ranks, WindowLoader
 from genesis.data.packing import Packing
 from genesis.data.pair_windows import SomePairWindows
 from genesis.data.pairs import spread_validation
@@ -34,12 +34,14 @@ from genesis.data.skipped import read_ranges
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
+from genesis.data.validation_windows import ValidationWindows
 from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
 from genesis.errors import UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
+from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
 from genesis.train.reward import load_reward
 from genesis.train.rollout import Rollouts, check_rollouts
 
@@ -60,10 +62,11 @@ class CorpusDataModule(pl.LightningDataModule):
         mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
             corpus was prepared with, or the stream's sources have.
         max_epochs: Maximum number of epochs by source; a source that is not named has no limit.
-        packing: How documents are put into sequences. With a corpus, `best_fit` and `pad` need the plan of
-            `genesis data plan`.
-        num_epochs: Trains on each source so many times, but for those that `max_epochs` names, and sets the number of
-            steps, which trainer.max_steps then must not give. The last sequences, too few for a batch, are dropped.
+        packing: How documents are put into sequences: `chunk` cuts their stream evenly, `best_fit` keeps them whole,
+            `pad` gives each a sequence of its own. By default `best_fit` for conversations, else `chunk`. The plan of
+            conversations is made when it is missing; for text, run `genesis data plan`.
+        num_epochs: Passes over each source (except those in `max_epochs`); sets the number of steps. The last
+            sequences, too few for a batch, are dropped.
         stream: Raw shards to train on instead of a corpus.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
         limit_validation_sequences: Number of validation sequences, evenly spread; by default all of them.
@@ -74,6 +77,7 @@ class CorpusDataModule(pl.LightningDataModule):
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
         prompts: Prompts that the model answers itself, instead of a corpus, for the objective GSPO.
+        num_tokens: Number of tokens to train on, padding included; sets the number of steps.
         skip_positions: Positions to skip, as [FIRST, STOP], STOP not included: steps whose global batch has one of them
             train on nothing. A checkpoint records them. Not for pairs and prompts.
 
@@ -93,7 +97,7 @@ class CorpusDataModule(pl.LightningDataModule):
         seed: int = 0,
         mix: dict[str, int] | None = None,
         max_epochs: dict[str, int] | None = None,
-        packing: Packing = "chunk",
+        packing: Packing | None = None,
         num_epochs: int | None = None,
         stream: StreamOptions | None = None,
         validation_micro_batch_size: int | None = None,
@@ -104,11 +108,13 @@ class CorpusDataModule(pl.LightningDataModule):
         tokenizer_hash: str | None = None,
         prompts: PromptOptions | None = None,
         skip_positions: list[list[int]] | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         super().__init__()
         options = TrainingOptions(
             *(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs),
             read_ranges(skip_positions),
+            num_tokens,
         )
         self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
         self.allows_reward_code = False
@@ -135,6 +141,7 @@ class CorpusDataModule(pl.LightningDataModule):
             validation_micro_batch_size=self._validation_micro_batch_size,
             limit_validation_sequences=self._limit_validation_sequences,
             num_epochs=self.training.options.num_epochs,
+            num_tokens=self.training.options.num_tokens,
         )
         if self._prefetch_windows < 0:
             raise UserError(f"data.prefetch_windows is {self._prefetch_windows}; it must be at least 0")
@@ -270,23 +277,31 @@ class CorpusDataModule(pl.LightningDataModule):
             self._rollouts = Rollouts(prompts, reward, self.trainer)
 
     def _set_max_steps(self) -> None:
-        """Sets the Trainer's number of steps from the number of epochs, before the schedule reads it."""
-        options, end = self.training.options, self.training.order.end
-        if options.num_epochs is None or self.trainer is None:
+        """Sets the Trainer's number of steps from the length in epochs or tokens, before the schedule reads it.
+
+        Raises:
+            UserError: Two options say how long to train, or the data have no number of steps for one of them.
+        """
+        trainer, options = self.trainer, self.training.options
+        if trainer is None:
             return
-        assert end is not None, "every source has a limit"
-        num_steps = end // options.global_batch_size
+        found = count_steps(self.training, trainer.max_epochs)
+        if found is None:
+            return
+        option, num_steps = found
+        if trainer.max_steps != -1 and not self._has_set_max_steps:
+            if option in (TRAINER_MAX_EPOCHS, DATA_MAX_EPOCHS):
+                return  # limits, of which the first one ends the run
+            raise UserError(
+                f"{option} ({num_steps} steps) and trainer.max_steps {trainer.max_steps} both say how long to train; "
+                "leave one out"
+            )
         if not num_steps:
             raise UserError(
-                f"data.num_epochs {options.num_epochs} gives {end} sequences, fewer than data.global_batch_size "
-                f"{options.global_batch_size}; lower it, or raise data.num_epochs"
+                f"{option} gives fewer sequences than data.global_batch_size {options.global_batch_size}; lower it, or "
+                f"raise {option.partition(' ')[0]}"
             )
-        if self.trainer.max_steps != -1 and not self._has_set_max_steps:
-            raise UserError(
-                f"data.num_epochs {options.num_epochs} ({num_steps} steps) and trainer.max_steps "
-                f"{self.trainer.max_steps} both say how long to train; leave one out"
-            )
-        self.trainer.fit_loop.epoch_loop.max_steps, self._has_set_max_steps = num_steps, True
+        trainer.fit_loop.epoch_loop.max_steps, self._has_set_max_steps = num_steps, True
 
     def _give_back_validation(self) -> None:
         if self.trainer is not None and self._limit_val_batches is not None:
@@ -311,7 +326,7 @@ class CorpusDataModule(pl.LightningDataModule):
         callbacks = self._callbacks()
         # First in the list, because a callback that saves at a batch's end must find the position after that batch.
         if not any(self._is_own(callback) for callback in callbacks):
-            callbacks.insert(0, MoveDataPosition(self.training))
+            callbacks.insert(0, MoveDataPosition(self.training, sets_max_steps=self._has_set_max_steps))
 
     def _is_own(self, callback: pl.Callback) -> bool:
         return isinstance(callback, MoveDataPosition) and callback.data is self.training
@@ -335,7 +350,7 @@ def _build_training_data(
         if options.num_epochs is not None:
             raise UserError(
                 f"data.num_epochs is {options.num_epochs}, but nobody has counted the sequences of a stream; give "
-                "trainer.max_steps, and limits by data.max_epochs"
+                "trainer.max_steps or data.num_tokens, and limits by data.max_epochs"
             )
         return StreamData(stream, options, corpus_path=path, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
     if path is None:

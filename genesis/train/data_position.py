@@ -22,6 +22,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
 from genesis.train.logged_values import is_log_step
+from genesis.train.planned_steps import count_steps_left
 
 
 class MoveDataPosition(pl.Callback):
@@ -33,23 +34,24 @@ class MoveDataPosition(pl.Callback):
 
     Args:
         data: The training data.
+        sets_max_steps: Whether the Trainer's number of steps follows from the data.
     """
 
-    def __init__(self, data: TrainingData) -> None:
+    def __init__(self, data: TrainingData, *, sets_max_steps: bool = False) -> None:
         self.data = data
+        self._sets_max_steps = sets_max_steps
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warns if the data are too short for the length of training; ends a run whose data have already ended."""
-        last = self.data.last_position
-        if last is not None:
-            num_left = max(0, last - self.data.data_position) // self.data.options.global_batch_size
+        num_left = count_steps_left(self.data)
+        if num_left is not None:
             num_steps = trainer.global_step + num_left
             if trainer.min_steps and trainer.min_steps > num_steps:
                 raise UserError(
                     f"trainer.min_steps is {trainer.min_steps}, but data.max_epochs ends the data after {num_steps} "
                     "steps; lower min_steps or raise max_epochs"
                 )
-            if self.data.options.num_epochs is not None:
+            if self._sets_max_steps:
                 # After a resume with another batch size the same data give another number of steps.
                 trainer.fit_loop.epoch_loop.max_steps = num_steps
             elif trainer.max_steps > num_steps:

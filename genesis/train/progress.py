@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from genesis.data.corpus_data import CorpusData
 from genesis.progress import Stage, stage
 from genesis_callbacks import TokenCounters
 
@@ -32,6 +33,12 @@ def _tokens_text(num_tokens: float) -> str:
     return f"{num_tokens:.0f}"
 
 
+def _learns_some(trainer: pl.Trainer) -> bool:
+    """Returns whether only some tokens of the data are learned, as of conversations: these are what is counted."""
+    data = getattr(vars(trainer).get("datamodule"), "training", None)
+    return isinstance(data, CorpusData) and any(source.has_label_column for source in data.corpus.train)
+
+
 class GenesisProgressBar(ProgressBar):
     """Shows steps, updates, tokens, tokens/s, loss and the time left, on rank 0.
 
@@ -49,6 +56,8 @@ class GenesisProgressBar(ProgressBar):
         self._rate = 0.0
         self._open = ExitStack()
         self._validation: Stage | None = None
+        self._has_news = False
+        self._kind = "tokens"
 
     def disable(self) -> None:
         """Shows nothing (Lightning calls it on the other ranks)."""
@@ -60,7 +69,8 @@ class GenesisProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts the bar."""
-        self._rate_from = None
+        self._rate_from, self._has_news = None, False
+        self._kind = "learned tokens" if _learns_some(trainer) else "tokens"
         if not self._is_enabled or not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -81,14 +91,22 @@ class GenesisProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Refreshes the bar at intervals."""
+        """Notes that there is a step to show: its own values are logged only after this hook."""
+        self._has_news = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Refreshes the bar at intervals, with the step before."""
+        self._refresh(trainer)
+
+    def _refresh(self, trainer: pl.Trainer, *, is_last: bool = False) -> None:
         now = time.monotonic()
         interval = _REFRESH_SECONDS if self._progress is not None else _LOG_LINE_SECONDS
-        is_last = trainer.global_step == trainer.max_steps
         # Before any value is read: metrics are on the device, and reading one in every step would wait for it.
-        if not self._is_enabled or (now - self._shown_at < interval and not is_last):
+        if not self._is_enabled or not self._has_news or (now - self._shown_at < interval and not is_last):
             return
-        self._shown_at = now
+        self._shown_at, self._has_news = now, False
         words = self._words(trainer, now)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=trainer.global_step, words=words)
@@ -103,11 +121,11 @@ class GenesisProgressBar(ProgressBar):
             if self._rate_from is not None and now > self._rate_from[0]:
                 self._rate = (counters.tokens_seen - self._rate_from[1]) / (now - self._rate_from[0])
             self._rate_from = (now, counters.tokens_seen)
-            words = [f"{counters.updates} updates", f"{_tokens_text(counters.tokens_seen)} tokens"]
+            words = [f"{counters.updates} updates", f"{_tokens_text(counters.tokens_seen)} {self._kind}"]
             if counters.skips:
                 words.append(f"{sum(counters.skips.values())} skipped")
             if self._rate:
-                words.append(f"{_tokens_text(self._rate)} tokens/s")
+                words.append(f"{_tokens_text(self._rate)} {self._kind}/s")
                 left = trainer.max_steps - trainer.global_step
                 if trainer.max_steps > 0 and self._progress is None and counters.step:
                     seconds = left * (counters.tokens_seen / counters.step) / self._rate
@@ -118,7 +136,8 @@ class GenesisProgressBar(ProgressBar):
         return "  ".join(words)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins a line about a validation; the live bar of a training has no room for another."""
+        """Shows the step before, and begins a line about the validation; the live bar has no room for another."""
+        self._refresh(trainer)
         if self._is_enabled and self._progress is None:
             number = (
                 sum(map(int, trainer.num_val_batches)) if all(map(math.isfinite, trainer.num_val_batches)) else None
@@ -144,7 +163,8 @@ class GenesisProgressBar(ProgressBar):
         self._validation = None
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends the bar."""
+        """Shows the last step, and ends the bar."""
+        self._refresh(trainer, is_last=True)
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

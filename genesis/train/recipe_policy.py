@@ -8,6 +8,7 @@ from genesis.deprecated_options import rename_in_recipe
 from genesis.determinism import unify_deterministic
 from genesis.model.attend.table import FLASH
 from genesis.model.recipe import unify_decoder
+from genesis.optim.build import read_adapter_decay
 from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
 
@@ -45,7 +46,16 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
     unified = unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe))))
-    return fill_attention(unify_compilation(unified))
+    return fill_attention(unify_compilation(_fill_adapter_decay(unified)))
+
+
+def _fill_adapter_decay(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe with the weight decay of its adapters: before there was a choice, it was that of matrices."""
+    model = recipe.get("model")
+    if not isinstance(model, Mapping) or model.get("adapter") is None:
+        return recipe
+    options = {**(model.get("optimizer") or {}), "adapter_weight_decay": read_adapter_decay(recipe)}
+    return {**recipe, "model": {**model, "optimizer": options}}
 
 
 def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mapping[str, Any]:

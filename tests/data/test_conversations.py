@@ -383,8 +383,14 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
 def test_inspect_shows_what_is_learned_the_lengths_and_conversations_per_sequence(
     directory: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = options_for(directory, name="shown", validation_fraction=0.0, packing="best_fit", seq_len=256)
+    options = options_for(directory, name="shown", validation_fraction=0.0)
     prepare_corpus(options)
+    # The finished corpus gets a plan that cuts some conversations, which a new one of this length would refuse.
+    prepare_corpus(replace(options, packing="best_fit", seq_len=256))
+    with pytest.raises(UserError, match=r"has \d+ tokens, chat.max_tokens is 256; raise it, or set chat.on_long"):
+        prepare_corpus(replace(options, name="whole", packing="best_fit", seq_len=256))
+    with pytest.raises(UserError, match=r"chat.on_long is drop, and no length is given: give chat.max_tokens"):
+        prepare_corpus(replace(options, name="long", chat=ChatOptions(on_long="drop")))
     arguments = [str(options.corpus), "--num_samples", "1", "--sample_tokens", "100000"]
     assert inspect_main(arguments) == 0
     printed = capsys.readouterr().out

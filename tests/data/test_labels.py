@@ -11,12 +11,13 @@ from blake3 import blake3
 
 from genesis.cli.data import inspect_main, verify_main
 from genesis.data.corpus import Corpus, open_corpus
-from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, ValidationWindows
+from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, read_manifest, write_manifest
 from genesis.data.order import build_order
 from genesis.data.packing import Packing, PackingFigures
 from genesis.data.plans import measure_source, open_plan, write_plan
 from genesis.data.shards import EncodedDocuments, ShardWriter, labels_path, publish_shard
+from genesis.data.validation_windows import ValidationWindows
 from genesis.errors import UserError
 from tests.data.corpora import BOS, EOS, FIRST_PIECE
 from tests.data.stream.streams import count_pairs, rows_of
@@ -136,6 +137,21 @@ def test_validation_counts_the_labels_of_the_column(corpus: Corpus) -> None:
     windows = ValidationWindows(corpus.validation, SEQUENCE_FORMAT, 2, Ranks())
     rows = [row for index in range(len(windows)) for row in rows_of(windows.window(index))]
     assert count_pairs(rows) == labelled_pairs(HELD_OUT)
+
+
+def test_validation_keeps_conversations_whole_and_counts_the_same_labels(corpus: Corpus) -> None:
+    (source,) = corpus.validation
+    source.has_conversations = True
+    windows = ValidationWindows(corpus.validation, SEQUENCE_FORMAT, 2, Ranks())
+    found = [windows.window(index) for index in range(len(windows))]
+    assert count_pairs([row for window in found for row in rows_of(window)]) == labelled_pairs(HELD_OUT)
+    rows = [row.tolist() for window in found for batch in window.micro_batches for row in batch.input_ids]
+    for tokens, _ in HELD_OUT:
+        holders = [row for row in rows if set(tokens[1:-1]) & set(row)]
+        assert len(holders) == max(len(tokens) > 2, -(-(len(tokens) - 1) // SEQ_LEN) if len(tokens) > 2 else 0)
+        if len(holders) == 1:  # with its beginning
+            start = holders[0].index(tokens[1])
+            assert holders[0][start - 1 : start + len(tokens) - 2] == tokens[:-1]
 
 
 def test_labels_begin_within_a_shard_and_all_tokens_before_have_them(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from genesis.data.loader import (
     Ranks,
     SequenceFormat,
     TrainWindows,
-    ValidationWindows,
     WindowLoader,
     build_window,
     compute_ahead,
@@ -26,6 +25,7 @@ from genesis.data.loader import (
 from genesis.data.order import build_order
 from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
+from genesis.data.validation_windows import ValidationWindows
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 from genesis.model.attend.metadata import document_offsets

@@ -12,6 +12,7 @@ from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.packing import (
     PackedSequences,
     Packing,
+    count_lost,
     count_train_sequences,
     fill_row,
     mark_piece_ends,
@@ -187,3 +188,28 @@ def test_nothing_makes_no_sequence(packing: Packing) -> None:
 def test_examples_in_the_docstrings_are_true() -> None:
     failures, tests = doctest.testmod(packing_module)
     assert (failures, tests > 0) == (0, True)
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit", "pad"])
+def test_lost_documents_are_those_that_looking_for_each_of_them_finds(packing: Packing) -> None:
+    rng, seq_len = np.random.default_rng(3), 8
+    lengths = rng.integers(2, 30, 60)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    learned = rng.random(ends[-1]) < 0.2
+    running = np.concatenate(([0], np.cumsum(learned)))
+    num_sequences = count_train_sequences(int(ends[-1]), seq_len)
+    found = count_lost(starts, ends, seq_len, packing, num_sequences, lambda places: running[places])
+    num_cut = num_dropped = num_unlearned = 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        labels = range(start + 1, end)
+        places = {
+            label: (label - 1) // seq_len if packing == "chunk" else (label - start - 1) // seq_len for label in labels
+        }
+        kept = [label for label in labels if packing != "chunk" or places[label] < num_sequences]
+        num_dropped += not kept
+        num_cut += bool(kept) and len(set(places.values())) > 1
+        num_unlearned += bool(kept) and not any(learned[label] for label in kept)
+    assert (found.num_cut, found.num_dropped, found.num_unlearned) == (num_cut, num_dropped, num_unlearned)
+    assert (found.num_documents, found.longest) == (60, lengths.max())
+    assert num_unlearned > 0 < num_cut

@@ -96,15 +96,20 @@ def find_pairs(decoder: Decoder, theirs: Any) -> dict[str, tuple[Any, Any, Any]]
         ({"rslora": True}, {"use_rslora": True}),
         ({"dora": True}, {"use_dora": True}),
         ({"dora": True, "rslora": True}, {"use_dora": True, "use_rslora": True}),
+        ({"dropout": 0.4}, {"lora_dropout": 0.4}),
+        ({"dora": True, "dropout": 0.4}, {"use_dora": True, "lora_dropout": 0.4}),
     ],
-    ids=["lora", "rslora", "dora", "dora-rslora"],
+    ids=["lora", "rslora", "dora", "dora-rslora", "dropout", "dora-dropout"],
 )
 def test_logits_and_gradients_equal_those_of_peft_for_every_layer(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     decoder = build(AdapterConfig(rank=4, alpha=6.0, **ours))
     other = build_theirs(decoder, r=4, lora_alpha=6, **theirs)
     pairs = find_pairs(decoder, other)
     assert len(pairs) == 14
-    logits, their_logits = decoder(IDS), other(input_ids=IDS).logits
+    torch.manual_seed(0)  # the same masks of dropout
+    logits = decoder(IDS)
+    torch.manual_seed(0)
+    their_logits = other(input_ids=IDS).logits
     torch.testing.assert_close(logits, their_logits, rtol=0, atol=1e-6)
     for out in (logits, their_logits):
         out.log_softmax(-1).square().mean().backward()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from genesis.errors import UserError
+from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
@@ -92,6 +93,29 @@ def test_a_tied_embedding_is_updated_once_and_decays_by_choice() -> None:
     groups = {group["name"]: group for group in optimizer.param_groups}
     assert set(groups) == {"matrices", "embeddings", "vectors"}
     assert groups["embeddings"]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "decay"),
+    [
+        ({}, 3e-4, 0.0),
+        ({"lr": 2e-5, "adapter_lr": 2e-4}, 2e-4, 0.0),
+        ({"lr": 2e-5, "adapter_weight_decay": 0.05}, 2e-5, 0.05),
+        ({"name": "muon", "adapter_lr": 2e-4}, 0.02, 0.0),
+    ],
+)
+def test_adapters_have_a_rate_of_their_own_and_no_decay_unless_asked(
+    options: dict[str, Any], rate: float, decay: float
+) -> None:
+    """The decay that pulls adapters to their base is reported as unslothai/unsloth#5747; DoRA's lengths never decay."""
+    decoder = _decoder()
+    attach_adapters(decoder, AdapterConfig(rank=2, dora=True, also_train=("embedding",)))
+    chosen = OptimizerOptions(**options)
+    groups = {group["name"]: group for group in build_optimizer(decoder, chosen).param_groups}
+    assert set(groups) == {"adapters", "embeddings", "vectors"}
+    assert (groups["adapters"]["lr"], groups["adapters"]["weight_decay"]) == (rate, decay)
+    assert (groups["vectors"]["lr"], groups["vectors"]["weight_decay"]) == (chosen.adapter_lr or chosen.lr, 0.0)
+    assert groups["embeddings"]["lr"] == chosen.lr
 
 
 def test_a_frozen_parameter_is_in_no_group() -> None:

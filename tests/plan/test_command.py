@@ -1,6 +1,7 @@
 """`genesis plan` on the command line: tables, JSON, exit statuses, and one line for each mistake."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from genesis.cli.plan import main, read_bytes
+from genesis.data.manifest import read_manifest
+from genesis.data.packing import count_train_sequences
 from genesis.errors import UserError
+from tests.cli.tiny import build_recipe, write_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = str(REPOSITORY / "configs" / "genesis-1b.yaml")
@@ -181,3 +185,28 @@ def test_a_recipe_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
     recipe.write_text("model: " + "[" * 3000 + "]" * 3000)
     with pytest.raises(UserError, match="nested too deeply for a recipe: remove them"):
         main(["--config", str(recipe)])
+
+
+@pytest.mark.parametrize(
+    ("options", "num_steps"),
+    [
+        (["--data.num_epochs", "2"], None),
+        (["--trainer.max_steps", "30"], 30),
+        (["--data.num_tokens", "1000"], 8),
+        (["--trainer.max_epochs", "2"], None),
+    ],
+)
+def test_a_plan_has_steps_and_epochs_whichever_is_given(
+    tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], num_steps: int | None
+) -> None:
+    path = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"))
+    sources = read_manifest(tiny_corpus).train
+    num_sequences = sum(count_train_sequences(source.num_tokens, 16) for source in sources)
+    main(["--config", str(path), "--json", *options])
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert run["num_steps"] == (num_steps or 2 * num_sequences // 8)
+    assert run["num_epochs"] == pytest.approx(run["num_steps"] * 8 / num_sequences)
+    main(["--config", str(path), *options])
+    printed = capsys.readouterr().out
+    assert re.search(rf"epochs +{run['num_epochs']:.3g}, each {num_sequences:,} sequences by chunk", printed)
+    assert "of the work is lost" not in printed

@@ -174,7 +174,8 @@ def test_a_number_of_epochs_that_makes_no_sense_is_refused(corpus: Path, tmp_pat
     with pytest.raises(UserError, match=r"data.num_epochs is 0; it must be at least 1"):
         fit(tmp_path, data_module(corpus, num_epochs=0), -1, max_epochs=-1)
     with pytest.raises(
-        UserError, match=r"data.num_epochs 1 gives \d+ sequences, fewer than data.global_batch_size 4000"
+        UserError,
+        match=r"data.num_epochs 1 gives fewer sequences than data.global_batch_size 4000; lower it, or raise data.num",
     ):
         fit(tmp_path, data_module(corpus, num_epochs=1, global_batch_size=4000), -1, max_epochs=-1)
 

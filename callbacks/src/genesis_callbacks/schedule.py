@@ -40,25 +40,31 @@ class Schedule:
         if min(self.warmup, self.decay) < 0 or self.warmup + self.decay > self.total:
             raise UserError(
                 f"a warm-up of {self.warmup} and a decay of {self.decay} do not fit into a run of {self.total}: "
-                "shorten them"
+                "shorten them, or give them as shares of the run"
             )
         if not 0.0 <= self.floor <= 1.0:
             raise UserError(f"the schedule's floor is {self.floor}: it is a share of the peak, 0 to 1")
 
 
-def lr_factor(clock: int, schedule: Schedule) -> float:
+def lr_factor(clock: int, schedule: Schedule, ahead: int = 1) -> float:
     """Returns the share of the peak learning rate for the update after `clock` units.
 
-    The first update of a warm-up has 1/warmup and not 0, the last one the peak; the first after `total` has the floor.
+    The first update of a warm-up has ahead/warmup and not 0, the last one the peak; the first after `total` has the
+    floor.
+
+    Args:
+        clock: Units before the update.
+        schedule: The schedule.
+        ahead: Units of the update itself: 1 on a clock of updates, its tokens on a clock of tokens.
 
     Example:
         >>> schedule = Schedule("linear", total=10, warmup=2, floor=0.5)
         >>> [lr_factor(clock, schedule) for clock in (0, 1, 2, 6, 10, 99)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
     """
-    # Plus one, because a rate of 0 in the first update would waste its window.
+    # With the units of the update itself, because a rate of almost 0 in the first one would waste its window.
     if clock < schedule.warmup:
-        return (clock + 1) / schedule.warmup
+        return min(1.0, (clock + ahead) / schedule.warmup)
     if schedule.shape == "constant":
         return 1.0
     # Before the shapes, because the cosine would rise again beyond the planned end.

@@ -6,8 +6,9 @@
     optim/lr_factor      share of the peak (not with `shape="own"`)
     optim/replays        windows run again after a scaler's overflow (with `max_replays` only)
 
-Does it communicate? No: it reads the clocks of `TokenCounters`, which are the same on every rank. With `max_replays` it
-reads the gradient scaler's scale before and after a step, which has waited for the device anyway.
+Does it communicate? No: it reads the clocks of `TokenCounters`, which are the same on every rank. In the warm-up of a
+clock in tokens it waits for the sum of a batch's tokens that they have begun. With `max_replays` it reads the
+gradient scaler's scale before and after a step, which has waited for the device anyway.
 """
 
 from collections.abc import Callable
@@ -92,6 +93,7 @@ class SkipAwareLR(pl.Callback):
         if self._total is not None:
             self._plan(int(self._total))
         self._schedule: Schedule | None = None
+        self._factor = 1.0
         self._counters: TokenCounters | None = None
         self._peaks: list[list[float]] = []
         self._named_peaks: dict[str, float] = {}
@@ -99,6 +101,16 @@ class SkipAwareLR(pl.Callback):
         self._lrs: dict[str, float] = {}
         self._num_replays = 0
         self._unwrap: list[Callable[[], None]] = []
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the fit, from `setup` on; None before it, and with `shape="own"`."""
+        return self._schedule
+
+    @property
+    def clock(self) -> Clock:
+        """What the schedule's lengths count."""
+        return self._by
 
     # ---- state
 
@@ -165,7 +177,8 @@ class SkipAwareLR(pl.Callback):
         another one (ZeroRedundancyOptimizer) has copied the learning rate already.
         """
         if self._schedule is not None:
-            self._set_lrs(trainer, lr_factor(self._clock(), self._schedule))
+            self._factor = self._find_factor(self._schedule, batch)
+            self._set_lrs(trainer, self._factor)
         self._lrs = self._read_lrs(trainer)
 
     def on_train_batch_end(
@@ -228,9 +241,13 @@ class SkipAwareLR(pl.Callback):
 
     # ---- learning rates
 
-    def _clock(self) -> int:
-        assert self._counters is not None
-        return int(getattr(self._counters, self._by))
+    def _find_factor(self, schedule: Schedule, batch: Any) -> float:
+        counters = self._counters
+        assert counters is not None
+        clock = int(getattr(counters, self._by))
+        is_rising = clock < schedule.warmup
+        ahead = counters.tokens_ahead(batch, self._by) if is_rising and self._by != "updates" else 1
+        return lr_factor(clock, schedule, ahead)
 
     def _set_lrs(self, trainer: pl.Trainer, factor: float) -> None:
         for optimizer, peaks in zip(trainer.optimizers, self._peaks, strict=True):
@@ -249,7 +266,7 @@ class SkipAwareLR(pl.Callback):
             elif peak != peaks[0] and "name" in group:
                 values[LR_OF_GROUP.format(name=group["name"])] = float(group["lr"])
         if self._schedule is not None:
-            values[LR_FACTOR] = lr_factor(self._clock(), self._schedule)
+            values[LR_FACTOR] = self._factor
         if self._max_replays:
             values[REPLAYS] = self._num_replays
         return values

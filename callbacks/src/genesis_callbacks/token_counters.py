@@ -18,7 +18,7 @@ scaler, whose scale alone shows an overflow.
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -145,6 +145,7 @@ class TokenCounters(pl.Callback):
         self._scaler: Any | None = None
         self._hooks: list[RemovableHandle] = []
         self._pending: Pending[int] | None = None
+        self._counted: Any = None
         self._was_called = False
         self._stepped_surely = False
         self._fused_scale: float | None = None
@@ -194,6 +195,16 @@ class TokenCounters(pl.Callback):
         if self._stepped_surely:
             return True
         return self._fused_scale is not None and self._scale() >= self._fused_scale
+
+    def tokens_ahead(self, batch: Any, clock: Literal["tokens_updated", "tokens_seen"]) -> int:
+        """Returns by how much a clock will have moved after the batch that is about to train, if its window updates.
+
+        All ranks call it in `on_train_batch_start` alike; it waits for the sum, which is begun before every batch.
+        """
+        self._begin_count(batch)
+        assert self._pending is not None
+        tokens, _ = self._pending.wait()
+        return tokens // self._num_ranks_per_batch + (self._window_tokens if clock == "tokens_updated" else 0)
 
     def checkpoint_counters(self) -> dict[str, int]:
         """Returns the clocks for a checkpoint's manifest."""
@@ -270,12 +281,7 @@ class TokenCounters(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Starts to count the batch over all ranks; the sum runs while the batch trains."""
-        if self._pending is not None:
-            self._pending.wait()  # the batch before had no end: the module ended the epoch
-        # The number of updates rides along, so that ranks which disagreed on a skip are found one window later,
-        # without a collective of its own.
-        values = (self.count(batch), self._updates)
-        self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
+        self._begin_count(batch)
         self._global_step = trainer.global_step
 
     def on_train_batch_end(
@@ -284,7 +290,7 @@ class TokenCounters(pl.Callback):
         """Advances the clocks."""
         assert self._pending is not None
         tokens, updates_of_ranks = self._pending.wait()
-        self._pending = None
+        self._pending = self._counted = None
         self._check_agreement(updates_of_ranks, trainer.world_size)
         tokens //= self._num_ranks_per_batch  # exact: each batch was counted by so many ranks
         self._tokens_seen += tokens
@@ -315,6 +321,18 @@ class TokenCounters(pl.Callback):
         self._leave()
 
     # ---- parts of the hooks
+
+    def _begin_count(self, batch: Any) -> None:
+        """Begins the sum of a batch's tokens over all ranks, once: a schedule of tokens may ask for it first."""
+        if self._pending is not None:
+            if self._counted is batch:
+                return
+            self._pending.wait()  # the batch before had no end: the module ended the epoch
+        # The number of updates rides along, so that ranks which disagreed on a skip are found one window later,
+        # without a collective of its own.
+        values = (self.count(batch), self._updates)
+        self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
+        self._counted = batch
 
     def _start_clocks(self, global_step: int) -> None:
         if global_step == 0:
@@ -396,7 +414,7 @@ class TokenCounters(pl.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._pending = None
+        self._pending = self._counted = None
         self._scaler = None
 
 
