@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
+from genesis.cli.surroundings import prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent
@@ -69,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake and 130 for an interruption.
     """
+    if argv is None:
+        restart_in_utf8()
+    prepare_process()
     arguments = list(sys.argv[1:] if argv is None else argv)
     page = _find_page(arguments)
     if page is not None:

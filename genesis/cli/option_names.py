@@ -19,6 +19,7 @@ import yaml
 from genesis.cli.options import check_is_yaml
 from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
 from genesis.errors import UserError
+from genesis.recipe_yaml import RecipeLoader
 
 RECORD = Path(__file__).with_name("option_names.json")
 
@@ -153,7 +154,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 
 def _check_file(command: str, path: Path, names: OptionNames) -> None:
     check_is_yaml(path)
-    root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+    root = yaml.compose(path.read_bytes(), RecipeLoader)
     assert root is not None, "it is a mapping"
     for name in map(rename_option, _leaves(root)):
         if names.is_unknown(name) and not is_removed(name) and not _is_declared(name):
