@@ -29,7 +29,7 @@ from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapt
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.fit_checks import SECTIONS, check_float8, check_trainer, explain_devices, report_export
+from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
@@ -44,7 +44,7 @@ from genesis.deprecated_options import describe_deprecated, rename_in_arguments,
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
-from genesis.model.float8 import list_float8_proofs
+from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO

@@ -2,14 +2,12 @@
 
 from typing import Any, Final
 
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.float8 import Float8Options, choose_layers
+from genesis.model.decoder import DecoderConfig
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""
@@ -26,17 +24,6 @@ def check_trainer(trainer: Namespace) -> None:
         raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
     if every is not None and every < 0:
         raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
-
-
-def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
-    """Refuses patterns of layers that match none, before the run has a directory.
-
-    Raises:
-        UserError: A pattern matches no layer, or no layer remains.
-    """
-    if options is not None:
-        with torch.device("meta"):
-            choose_layers(Decoder(config), options)
 
 
 def explain_devices(devices: Any, error: TypeError) -> UserError:
