@@ -29,7 +29,7 @@ from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapt
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export
+from genesis.cli.fit_checks import SECTIONS, check_trainer, explain_devices, report_export, report_other_choices
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
@@ -336,6 +336,8 @@ class GenesisCLI(LightningCLI):
         place, given = find_place(trainer, self.model.decoder_config), self.model.attention
         restored = None if self._reference is None else read_recipe(self._reference)
         self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
+        if self.subcommand == "validate" and restored is not None:
+            report_other_choices(self.config_dump, restored)
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
