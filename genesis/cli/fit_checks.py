@@ -1,19 +1,18 @@
 """Checks and notes for a recipe of `genesis fit` beside those of the parser and of Lightning's Trainer."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.float8 import Float8Options, choose_layers
+from genesis.model.decoder import DecoderConfig
 from genesis.run_directory import RunDirectory
 from genesis.train.csv_log import CSVLog
 
@@ -55,17 +54,6 @@ def check_length(config: Namespace) -> None:
         )
 
 
-def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
-    """Refuses patterns of layers that match none, before the run has a directory.
-
-    Raises:
-        UserError: A pattern matches no layer, or no layer remains.
-    """
-    if options is not None:
-        with torch.device("meta"):
-            choose_layers(Decoder(config), options)
-
-
 def explain_devices(devices: Any, error: TypeError) -> UserError:
     """Returns the mistake behind an error of an accelerator that cannot use the number of devices.
 
@@ -75,6 +63,24 @@ def explain_devices(devices: Any, error: TypeError) -> UserError:
     if "devices" not in str(error):
         raise error
     return UserError(f"trainer.devices is {devices!r}: {error}")
+
+
+def report_other_choices(recipe: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+    """Logs with which float8 and attention a checkpoint is validated, where it was trained with others.
+
+    Args:
+        recipe: The recipe of the validation, resolved.
+        restored: The recipe in the checkpoint.
+    """
+    model, trained = recipe["model"], restored.get("model")
+    if not isinstance(trained, Mapping):
+        return
+    for key in ("float8", "attention"):
+        if key in trained and trained[key] != model[key]:
+            rank_zero_info(
+                f"validates with model.{key} {json.dumps(model[key])}; the checkpoint was trained with "
+                f"{json.dumps(trained[key])}: give --model.{key} to validate with that"
+            )
 
 
 def report_export(config: DecoderConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
+from genesis.cli.surroundings import prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent, is_launched
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake, 130 for an interruption and 141 if
     the reader of the output is gone, as `head` is after its last line.
     """
+    if argv is None:
+        restart_in_utf8()
+    prepare_process()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(arguments)
@@ -210,9 +214,11 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 _USERS_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
+    *(errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    *(errno.EIO, errno.ESTALE, errno.ETXTBSY, errno.EBUSY),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
-"""Errors of the operating system that the user can fix: a full disk, a missing or forbidden path."""
+"""Errors of the operating system that the user can fix: a full or damaged disk, a limit, a missing path."""
 
 
 def _find_page(arguments: list[str]) -> str | None:

@@ -1,28 +1,33 @@
-"""Mistakes in the type of an option, in plain words: jsonargparse writes the names of Python's types."""
+"""Mistakes in the name or the type of an option, in plain words: jsonargparse writes the names of Python's types."""
 
+import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Final
 
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
 _ONE: Final = re.compile(
-    _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: (?P<value>.*)"
+    _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: ?(?P<value>.*)"
 )
 _SEVERAL: Final = re.compile(
     _KEY + r"(?:- Expected a path but .* either not accessible or invalid - )?"
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<types>.*)\] Errors: .*"
-    r"Given value type: <class '(?P<given>[^']+)'> Given value: (?P<value>.*)"
+    r"Given value type: <class '(?P<given>[^']+)'> Given value: ?(?P<value>.*)"
 )
 _CLASS: Final = re.compile(
     _KEY + r"(?:- Expected a path but (?P<path>.*) either not accessible or invalid - )?"
     r"Not a valid subclass of (?P<class>\w+)(?:\. Got value: (?P<value>.*?))? Subclass types expect one of: .*"
 )
+_FEW_KEYS: Final = 20
+_WITHOUT_CLASS: Final = re.compile(r"NestedArg\(key='(?P<key>[^']+)', val=.*\)")
+"""An option of a class, where no class is given."""
 _NESTED: Final = re.compile(
     r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
 )
 """A cause in a line that explains more than the types do."""
 _TAIL: Final = re.compile(r"(?<=[^:\s])(?: - Expected an? <class '[^']+'>)+$")
-"""What jsonargparse writes about the other types of an option, behind the reason why the first is refused."""
+"""The text of jsonargparse about the other types of an option, behind the reason why the first is refused."""
 _WORDS: Final = {
     "NoneType": ("null", "null"),
     "int": ("a whole number", "whole numbers"),
@@ -82,6 +87,10 @@ def _explain_one(found: re.Match[str]) -> str:
 
 
 def _explain_several(found: re.Match[str]) -> str:
+    without_class = _WITHOUT_CLASS.fullmatch(found["value"])
+    if without_class is not None:
+        option = f"{found['key']}.{without_class['key']}"
+        return f"{option} is an option of a class, and {found['key']} has none: give --{found['key']} CLASS before it"
     value = repr(found["value"]) if found["given"] == "str" else found["value"]
     return _explain(found["key"], value, _split(found["types"]))
 
@@ -127,3 +136,23 @@ def _split(types: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
+
+
+def hint_key(wanted: str, known: Sequence[str]) -> str:
+    """Returns the key nearest to `wanted`; without a near one, the options of a class if there are only a few."""
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; the options are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
+
+
+def known_keys(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns every option of `parser` and of its subcommands, as dotted keys."""
+    keys: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for child in action.choices.values():
+                keys |= known_keys(child)
+        elif action.dest:
+            keys.add(action.dest)
+    return keys

@@ -1,6 +1,7 @@
 """What a run needs before it starts: memory by rank and moment, time, money and disk. Pure; nothing is allocated.
 
-recipe.py       a recipe of `genesis fit` -> what the plan needs of it, without Lightning
+content.py      the files and options of a recipe of `genesis fit` -> one mapping, without Lightning
+recipe.py       the mapping -> what the plan needs of it
 layout.py       how a strategy spreads a model over ranks: pure values
 state.py        parameters, gradients and optimizer states of a rank, in bytes
 sections.py     the embedding, the blocks and the head, each as a tape (`genesis.model.tape`)

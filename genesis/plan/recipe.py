@@ -1,22 +1,18 @@
-"""Reads what a plan needs of a recipe of `genesis fit`: files, then options of the command line, without Lightning."""
+"""Reads what a plan needs of the content of a recipe of `genesis fit`, without Lightning."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
-from genesis.deprecated_options import rename_option
 from genesis.errors import UserError
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
 from genesis.offload_share import read_cpu_offload, read_directory, read_share
+from genesis.plan.choices import check_choices
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
-from genesis.recipe_yaml import load_yaml
 from genesis.recomputation import check_checkpointing, check_groups
 from genesis.run_length import count_steps_of_tokens
 
@@ -24,7 +20,6 @@ _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
 MOST_RANKS: Final = 65_536
 """A plan counts the tensors of each rank, so that its time and memory grow with their number."""
-_CLASS_KEYS: Final = ("class_path", "init_args", "dict_kwargs")
 _STRATEGY_NAMES: Final = {
     **dict.fromkeys(("auto", "Replicated", "replicated", "ddp"), "replicated"),
     **dict.fromkeys(("Sharded", "sharded"), "sharded"),
@@ -84,91 +79,6 @@ class Recipe:
     assumptions: tuple[str, ...]
 
 
-def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Returns the merged content of recipes and of options such as `("data.seq_len", "512")`.
-
-    A decoder that is a path is read relative to the file that names it. Each file is read once: it may be a pipe.
-
-    Raises:
-        UserError: A file cannot be read, or is no mapping.
-    """
-    merged: dict[str, Any] = {}
-    for path in paths:
-        content = _read_mapping(path)
-        decoder = content["model"].get("decoder") if isinstance(content.get("model"), dict) else None
-        if isinstance(decoder, str):
-            content["model"]["decoder"] = _read_mapping(_find_beside(decoder, path))
-        _merge(merged, content)
-    return apply_overrides(merged, overrides)
-
-
-def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Returns a recipe's content with other values of some options; the given content stays as it is.
-
-    As in `genesis fit`, an option of a class may leave out `init_args`: `trainer.strategy.shard`.
-
-    Raises:
-        UserError: A value is not YAML, or names a file that cannot be read.
-    """
-    merged = copy.deepcopy(dict(content))
-    for name, text in overrides:
-        value = _parse_value(name, text)
-        path = rename_option(name).split(".")
-        last, target = path[-1], merged
-        for depth, group in enumerate(path[:-1]):
-            below = target.get(group)
-            if not isinstance(below, dict):
-                below = {} if below is None or not isinstance(below, str) else {"class_path": below}
-                target[group] = below
-            target = below
-            following = path[depth + 1]
-            if "class_path" in target and following not in _CLASS_KEYS:
-                target = target.setdefault("init_args", {})
-        if name == "model.decoder" and isinstance(value, str):
-            value = _read_mapping(Path(value))
-        if isinstance(value, dict) and isinstance(target.get(last), dict):
-            _merge(target[last], value)
-        else:
-            target[last] = value
-    return merged
-
-
-def _find_beside(name: str, recipe: Path) -> Path:
-    beside = recipe.parent / name
-    return beside if beside.exists() else Path(name)
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        content = load_yaml(path.read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"cannot read {path}: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
-    return content
-
-
-def _parse_value(name: str, text: str) -> Any:
-    try:
-        return load_yaml(text, f"--{name}")
-    except (yaml.YAMLError, RecursionError):
-        raise UserError(f"--{name} is {text!r}: it must be a value as YAML writes it") from None
-
-
-def _merge(target: dict[str, Any], content: Mapping[str, Any]) -> None:
-    for name, value in content.items():
-        held = target.get(name)
-        if isinstance(held, dict) and isinstance(value, Mapping):
-            if "class_path" in value and value["class_path"] != held.get("class_path"):
-                held.pop("init_args", None)  # they were the other class's
-            _merge(held, value)
-        else:
-            target[name] = value
-
-
 def read_recipe(
     content: Mapping[str, Any],
     where: str,
@@ -199,6 +109,7 @@ def read_recipe(
         raise UserError(
             f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"
         )
+    check_choices(content, decoder, where)
     adapter = read_adapter_config(content, where)
     is_cpu = read.get("trainer.accelerator", "auto") == _CPU
     precision = _read_precision(read, assumptions, is_cpu=is_cpu)

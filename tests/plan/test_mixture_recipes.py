@@ -17,7 +17,8 @@ from genesis.model.experts import Experts
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions, build_optimizer
-from genesis.plan.recipe import read_content, read_recipe
+from genesis.plan.content import read_content
+from genesis.plan.recipe import read_recipe
 from genesis.plan.state import build_model, count_state
 from genesis.plan.timeline import play_step
 from tests.fakecuda.memory import LiveBytes

@@ -21,12 +21,13 @@ from genesis.optim.offload import PIECE_BYTES
 from genesis.optim.piece_memory import MOST_MOMENTS, NUM_SLOTS
 from genesis.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.plan.checkpoints import count_checkpoints, find_interval
+from genesis.plan.content import read_content
 from genesis.plan.cost import Interruptions, compare_spot, count_cost
 from genesis.plan.host import count_host
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.learning_rate import scale_rate
 from genesis.plan.padding import read_packings
-from genesis.plan.recipe import Recipe, SaveOptions, read_content, read_recipe
+from genesis.plan.recipe import Recipe, SaveOptions, read_recipe
 from genesis.plan.remedies import Budget, find_remedies, list_layouts
 from genesis.plan.speed import Rate, find_rate, rate_from_tokens, time_step
 from genesis.plan.state import TextbookBill, build_model, count_state
