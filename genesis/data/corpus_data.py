@@ -57,7 +57,10 @@ class CorpusData:
         self.path = path
         self.options = options
         self.vocabulary_owner = f"the corpus {path}"
-        self.validation_remedy = f"the corpus {path} has no validation set; prepare it with a validation_fraction, or set another by data.corpus"
+        self.validation_remedy = (
+            f"the corpus {path} has no validation set; prepare it with a validation_fraction, or set another by "
+            "data.corpus"
+        )
         self.data_position = 0
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
