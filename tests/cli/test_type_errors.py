@@ -1,8 +1,14 @@
 """What the parser writes about types becomes the option, its value and what to give."""
 
+from pathlib import Path
+from typing import Any, Literal
+
 import pytest
 
+from genesis.arguments import Bytes
+from genesis.cli.help import describe_type
 from genesis.cli.type_errors import explain_types
+from genesis.data.sources import SourceOptions
 
 _CLASS_TAIL = "Subclass types expect one of: - a class path (str) - a dict with class_path entry"
 
@@ -54,3 +60,25 @@ def test_a_type_is_written_in_words(line: str, plain: str) -> None:
 )
 def test_another_line_is_not_changed(line: str) -> None:
     assert explain_types(line) == line
+
+
+def test_a_reason_is_not_followed_by_the_types_of_python() -> None:
+    tail = " - Expected a <class 'collections.abc.Iterable'> - Expected a <class 'bool'>"
+    assert explain_types(f"the logger is not installed{tail}") == "the logger is not installed"
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (Path, "path"),
+        (tuple[Path, ...] | None, "list of paths or null"),
+        (tuple[SourceOptions, ...], "list of sources"),
+        (Literal["a", "b"] | Literal["c"] | None, "one of a, b, c or null"),
+        (dict[str, int] | None, "mapping of names to whole numbers or null"),
+        (list[list[int]], "list of lists of whole numbers"),
+        (int | float, "number"),
+        (Bytes, "size as 5GB"),
+    ],
+)
+def test_the_type_of_an_option_is_described_in_words(hint: Any, words: str) -> None:
+    assert describe_type(hint) == words
