@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis_callbacks.files import find_irregular_kind
 
 _NAMED_BY_USERS: Final = ("--data.mix.", "--data.max_epochs.")
@@ -76,6 +76,21 @@ def _respell(word: str) -> str:
     ours = "--" + name.removeprefix("--").replace("-", "_")
     kept = next((len(option) for option in _NAMED_BY_USERS if ours.startswith(option)), len(ours))
     return f"{ours[:kept]}{name[kept:]}{equals}{value}"
+
+
+def read_text(text: str) -> str:
+    """Returns the text of an argument, or of a line of standard input.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not UTF-8, which Python shows by characters that stand for single bytes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"the text '{printable(text[:40])}' is not UTF-8 at character {error.start + 1}: convert it to UTF-8"
+        ) from None
+    return text
 
 
 class Parser(argparse.ArgumentParser):

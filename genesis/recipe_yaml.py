@@ -1,9 +1,15 @@
-"""Reads YAML whose aliases stay few: ten lines of them can stand for billions of values ("billion laughs").
+"""Reads and writes the YAML of recipes and options.
 
-YAML's own reader shares what an alias repeats, but whoever walks or copies the content meets each repetition.
+Plain words have the types of YAML 1.2, as in other programs of today, and not those of 1.1, with which PyYAML reads
+`no` as false, `1e-4` as a text, `010` as 8, `2024_01` as 202401 and `12:30:45` as 45045. In two things they differ from
+1.2: `16_384`, thousands set apart, is a whole number, and `010` is a text, because readers differ about it.
+
+A document has few aliases: ten lines of them can stand for billions of values ("billion laughs"). YAML's own reader
+shares what an alias repeats, but whoever walks or copies the content meets each repetition.
 """
 
 import os
+import re
 from typing import Any, Final
 
 import yaml
@@ -11,10 +17,57 @@ import yaml
 from genesis.errors import UserError
 
 _MOST_REPEATED: Final = 100_000
+_TYPES: Final = {
+    "null": (r"~|null|Null|NULL|", "~nN\0"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*|[1-9][0-9]{0,2}(?:_[0-9]{3})+)|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "merge": (r"<<", "<"),
+}
+"""What a plain word is: the pattern of the whole word, and the characters with which it begins."""
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Loads YAML with the types of this module; errors have positions."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's
+
+
+class FastRecipeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same by libyaml, where it is installed: for text that is known not to be nested deeply."""
+
+    yaml_implicit_resolvers = RecipeLoader.yaml_implicit_resolvers
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 takes for something else."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's
+        first: list(patterns) for first, patterns in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text: str = loader.construct_scalar(node)
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text.replace("_", ""), base)
+
+
+for _name, (_pattern, _first) in _TYPES.items():
+    for _class in (RecipeLoader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})\\Z"), ["" if c == "\0" else c for c in _first]
+        )
+for _class in (RecipeLoader, FastRecipeLoader):
+    _class.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def load_yaml(content: str | bytes, where: str | os.PathLike[str]) -> Any:
-    """Returns the content of a YAML text, as `yaml.safe_load` does.
+    """Returns the content of a YAML text.
 
     Args:
         content: The text.
@@ -25,7 +78,7 @@ def load_yaml(content: str | bytes, where: str | os.PathLike[str]) -> Any:
         yaml.YAMLError: It is not YAML.
         RecursionError: It is nested too deeply.
     """
-    loader = yaml.SafeLoader(content)
+    loader = RecipeLoader(content)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -34,6 +87,12 @@ def load_yaml(content: str | bytes, where: str | os.PathLike[str]) -> Any:
         return loader.construct_document(root)
     finally:
         loader.dispose()
+
+
+def dump_yaml(content: Any) -> str:
+    """Returns the YAML text of plain values, in their order; every reader finds the same types in it."""
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def check_aliases(root: yaml.Node, where: str | os.PathLike[str]) -> None:

@@ -116,6 +116,7 @@ USED: dict[str, str] = {
     "_Unpickler": "pickle",
     "_actions": "argparse:_ActionsContainer",
     "_call_s3": "s3fs:S3FileSystem",
+    "_loaders_dumpers": "jsonargparse",
     "_data": "torchao.float8.float8_training_tensor:Float8TrainingTensor",
     "_flash_attn_bwd": "flash_attn.cute.interface",
     "_flash_attn_fwd": "flash_attn.cute.interface",

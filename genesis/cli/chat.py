@@ -2,12 +2,14 @@
 
 import datetime
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from genesis.arguments import read_text
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
+from genesis.errors import UserError
 from genesis.generate.ids import build_writer
 from genesis.generate.load import Loaded
 from genesis.generate.stream import GenerateOptions, generate
@@ -91,10 +93,17 @@ def _read_turns(given: Sequence[str] | None, source: TextIO, out: TextIO) -> Ite
         line = source.readline()
         if not line:
             break
-        text = line.strip()
+        text = _read_line(line)
         if text:
             if not is_terminal:
                 out.write(f"> {text}\n")
             yield text
     if is_terminal:
         out.write("\n")
+
+
+def _read_line(line: str) -> str:
+    try:
+        return read_text(line.strip())
+    except ArgumentTypeError as error:
+        raise UserError(f"standard input: {error}") from None

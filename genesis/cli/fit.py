@@ -7,8 +7,6 @@ run_dir      where checkpoints, metrics and configs of the run lie
 fork         of `fit`: a name; the run continues from --ckpt_path in a directory of that name beside run_dir
 """
 
-import argparse
-import difflib
 import os
 import re
 import signal
@@ -18,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -47,8 +44,9 @@ from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
+from genesis.cli.tokenizer_identity import keep_tokenizer_hash
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
-from genesis.cli.type_errors import explain_types, explain_unknown
+from genesis.cli.type_errors import explain_types, explain_unknown, hint_key, known_keys
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
@@ -60,6 +58,7 @@ from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
+from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 from genesis.run_length import complete_arguments
 from genesis.strategies import Replicated, Sharded
@@ -90,7 +89,6 @@ _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _REQUIRED: Final = re.compile(r"(?<=arguments are required: ).*")
 _SUBCOMMAND: Final = re.compile(r"(?:^|(?<=, ))(?:fit|validate)\.")
 """The prefix that jsonargparse writes before the name of a missing option; no user writes it."""
-_FEW_KEYS = 20
 _MAX_SEED = 2**32 - 1  # numpy's
 _TELEMETRY_LEFT = (
     r"Be aware that when using `ckpt_path`, callbacks .*: "
@@ -132,7 +130,7 @@ class GenesisParser(PlainParser, LightningArgumentParser):
         if found is not None:
             group = found.groupdict().get("group")
             key = f"{group}.{found['key']}" if group else found["key"]
-            line = explain_unknown(line, key) + _hint(key, sorted(_known_keys(self)))
+            line = explain_unknown(line, key) + hint_key(key, sorted(known_keys(self)))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
 
@@ -140,26 +138,6 @@ class GenesisParser(PlainParser, LightningArgumentParser):
 def _warn_of_deprecated(names: Sequence[str]) -> None:
     for name in names:
         rank_zero_warn(describe_deprecated(name), category=FutureWarning)
-
-
-def _hint(wanted: str, known: Sequence[str]) -> str:
-    """Returns the key nearest to `wanted`; without a near one, the options of a class if there are only a few."""
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; the options are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
-
-
-def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
-    """Returns every option of `parser` and of its subcommands, as dotted keys."""
-    keys: set[str] = set()
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            for child in action.choices.values():
-                keys |= _known_keys(child)
-        elif action.dest:
-            keys.add(action.dest)
-    return keys
 
 
 class SaveRecipe(Callback):
@@ -188,7 +166,7 @@ class SaveRecipe(Callback):
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = RunDirectory(self._run_dir).next_recipe()
         with naming(path):
-            path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
+            path.write_text(dump_yaml(self._recipe), encoding="utf-8")
         record_paths(self._run_dir, self._recipe)
 
 
@@ -348,7 +326,8 @@ class GenesisCLI(LightningCLI):
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
-        self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
+        identity = keep_tokenizer_hash(self.datamodule.training.identity, self._reference, self._find_tokenizer())
+        self.checkpoint.identity = {**identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):
             self.model.objective.directory = RunDirectory(run_dir).reference
         # Validating an earlier checkpoint must not write into the log of the run that trains.
@@ -385,16 +364,19 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.device_proofs = (*proofs, *others, *list_float8_proofs(self.model.float8))
         self.checkpoint.drift_policy = build_policy(place)
 
+    def _find_tokenizer(self) -> str | None:
+        keys = ("data.stream.tokenizer", "data.prompts.tokenizer", "data.corpus")
+        return next((path for key in keys if (path := self._get(self.config, key))), None)
+
     def _start_distillation(self) -> dict[str, str]:
         """Finds the teacher of a fit that distils, completes the recipe, and returns what identifies the teacher."""
         objective = self.model.objective
         if self.subcommand != "fit" or not isinstance(objective, Distillation):
             return {}
-        tokenizer = self._get(self.config, "data.stream.tokenizer") or self._get(self.config, "data.corpus")
         restore = self._get(self.config, "checkpoint.restore")
         continued = read_continued(self._reference, self.checkpoint.directory.parent, restore)
         recorded = {} if continued is None else continued.identity
-        identity = start_distillation(objective, self.datamodule.training, tokenizer, recorded)
+        identity = start_distillation(objective, self.datamodule.training, self._find_tokenizer(), recorded)
         options = self.config_dump["model"]["objective"]["init_args"]
         options["teacher"], options["cache"] = objective.teacher, objective.cache
         return identity

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, read_text
 from genesis.cli.chat import run_chat
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
@@ -135,7 +135,12 @@ def _build_parser() -> Parser:
         type=Path,
         help="a run (its newest checkpoint), RUN/best, RUN/STEP, or the path of an export",
     )
-    add("--prompt", action="append", help="text to continue; repeatable; without a prompt the model starts a new text")
+    add(
+        "--prompt",
+        type=read_text,
+        action="append",
+        help="text to continue; repeatable; without a prompt the model starts a new text",
+    )
     add("--prompt_ids", action="append", help="token ids to continue, as '5 17 300', instead of text; prints ids")
     add(
         "--eos_id",
@@ -144,7 +149,7 @@ def _build_parser() -> Parser:
         "those that close the assistant's turns in the chat template, none without a tokenizer",
     )
     add("--chat", action="store_true", help="talk to the model by its chat template")
-    add("--system", help="system message of the chat")
+    add("--system", type=read_text, help="system message of the chat")
     add(
         "--chat_template",
         type=Path,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
+from genesis.cli.surroundings import prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent, is_launched
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake, 130 for an interruption and 141 if
     the reader of the output is gone, as `head` is after its last line.
     """
+    if argv is None:
+        restart_in_utf8()
+    prepare_process()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(arguments)

@@ -21,6 +21,7 @@ from genesis.cli.option_values import CORPUS, RESTORE, check_corpus, check_value
 from genesis.cli.options import check_is_yaml
 from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
 from genesis.errors import UserError
+from genesis.recipe_yaml import RecipeLoader
 
 RECORD = Path(__file__).with_name("option_names.json")
 
@@ -195,7 +196,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:
     """Checks a file and returns the single values in it, as they are written."""
     check_is_yaml(path)
-    root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+    root = yaml.compose(path.read_bytes(), RecipeLoader)
     assert root is not None, "it is a mapping"
     values: dict[str, str] = {}
     for given, node in _leaves(root):

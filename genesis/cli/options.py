@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, get_loader, set_dumper, set_loader
 from jsonargparse.typing import register_type
 
 from genesis.arguments import Bytes, read_path, read_size
 from genesis.cli.help import PlainParser
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
-from genesis.recipe_yaml import check_aliases
+from genesis.recipe_yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
 
 T = TypeVar("T")
 
 FAILED_CHECK = 1
 """Exit status of a command whose check found a problem."""
-_NO_SECTIONS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp"))
+_NO_SECTIONS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
 PLAIN_WIDTH = 120
 """Columns of a table that is printed to a file or a pipe."""
 
@@ -55,13 +55,16 @@ def _load_value(text: str) -> Any:
     """Loads an option's value, or a file that an option names (`model.decoder`), as jsonargparse does."""
     if "*" in text and "&" in text:
         with contextlib.suppress(yaml.YAMLError, RecursionError):  # the loader reports them
-            root = yaml.compose(text, yaml.SafeLoader)
+            root = yaml.compose(text, RecipeLoader)
             if root is not None:
                 check_aliases(root, f"the value or file that begins with {' '.join(text[:40].split())!r}")
     return _load_yaml(text)
 
 
+# Of plain values, which jsonargparse gives to no loader that is set.
+_loaders_dumpers.yaml_default_loader = FastRecipeLoader  # type: ignore[assignment]
 set_loader("yaml", _load_value, (yaml.YAMLError,))
+set_dumper("yaml", dump_yaml)
 
 
 class OptionsParser(PlainParser):
@@ -88,7 +91,7 @@ def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) 
     if not Path(path).is_file():
         return
     try:
-        node = yaml.compose(Path(path).read_bytes(), yaml.SafeLoader)
+        node = yaml.compose(Path(path).read_bytes(), RecipeLoader)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,5 +1,7 @@
-"""Mistakes in the type of an option, in plain words: jsonargparse writes the names of Python's types."""
+"""Mistakes in the name or the type of an option, in plain words: jsonargparse writes the names of Python's types."""
 
+import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -17,6 +19,7 @@ _CLASS: Final = re.compile(
     _KEY + r"(?:- Expected a path but (?P<path>.*) either not accessible or invalid - )?"
     r"Not a valid subclass of (?P<class>\w+)(?:\. Got value: (?P<value>.*?))? Subclass types expect one of: .*"
 )
+_FEW_KEYS: Final = 20
 _NESTED: Final = re.compile(
     r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
 )
@@ -127,3 +130,23 @@ def _split(types: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
+
+
+def hint_key(wanted: str, known: Sequence[str]) -> str:
+    """Returns the key nearest to `wanted`; without a near one, the options of a class if there are only a few."""
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; the options are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
+
+
+def known_keys(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns every option of `parser` and of its subcommands, as dotted keys."""
+    keys: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for child in action.choices.values():
+                keys |= known_keys(child)
+        elif action.dest:
+            keys.add(action.dest)
+    return keys

@@ -40,7 +40,7 @@ from genesis.data.shards import (
     stored_dtype,
 )
 from genesis.errors import UserError
-from genesis.tokenizer.open import hash_tokenizer, list_file_names, open_tokenizer
+from genesis.tokenizer.open import find_format, has_tokenizer, list_file_names, open_tokenizer
 
 MAX_OPEN_MAPS: Final = 1_000
 _STAT_THREADS: Final = 16
@@ -403,22 +403,21 @@ def _hash_shard(
 
 def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None) -> None:
     here = manifest.tokenizer_hash
-    if expected is not None and expected != here:
+    if expected is not None and expected != here and not (here and has_tokenizer(path, expected)):
         made_with = f"was made with the tokenizer {here[:16]}" if here else "has ids of an unknown tokenizer"
         raise UserError(
             f"{path} {made_with}, but this run's is {expected[:16]}; prepare the corpus again with this run's tokenizer"
         )
     if not here:
         return
-    found = hash_tokenizer(path)
-    if found is None:
+    if find_format(path) is None:
         looked_for = ", ".join(list_file_names())
         raise UserError(
             f"{path} lacks its tokenizer {here[:16]} (searched for {looked_for}); restore its files, or prepare again"
         )
-    if found != here:
+    if not has_tokenizer(path, here):
         raise UserError(
-            f"{path} has the tokenizer {found[:16]}, but was made with {here[:16]}; restore the original tokenizer, or "
+            f"{path} has another tokenizer than {here[:16]}, with which it was made; restore its files, or "
             "prepare the corpus again"
         )
 

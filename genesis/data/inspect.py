@@ -16,7 +16,7 @@ from genesis.data.pairs import find_source_fault
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
 from genesis.errors import UserError
 from genesis.progress import stage
-from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
 
@@ -162,7 +162,7 @@ def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer |
     if not manifest.tokenizer_hash:
         return None
     tokenizer = open_tokenizer(corpus)
-    if tokenizer.hash != manifest.tokenizer_hash:
+    if not has_hash(tokenizer, manifest.tokenizer_hash):
         raise UserError(
             f"{corpus} has the tokenizer {tokenizer.hash[:16]}, but was made with "
             f"{manifest.tokenizer_hash[:16]}; restore the original tokenizer, or prepare the corpus again"

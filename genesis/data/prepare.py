@@ -54,7 +54,7 @@ from genesis.data.tokenize_worker import (
 from genesis.errors import UserError
 from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.files import write_files
-from genesis.tokenizer.open import hash_tokenizer, open_tokenizer
+from genesis.tokenizer.open import has_hash, has_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file
 from genesis_callbacks.locks import lock_file
@@ -386,10 +386,10 @@ def _begin(
     if path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
-        _compare_plans(old, plan, options.corpus)
+        _compare_plans(old, plan, options.corpus, tokenizer)
     elif (options.corpus / MANIFEST_NAME).exists():
         raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
-    if hash_tokenizer(options.corpus) != tokenizer.hash:
+    if not has_tokenizer(options.corpus, tokenizer.hash):
         write_files(tokenizer.files, options.corpus)
     if chat is not None:
         template = options.corpus / CHAT_TEMPLATE_NAME
@@ -422,13 +422,13 @@ def _describe_plan(
     }
 
 
-def _compare_plans(old: dict[str, Any], new: dict[str, Any], corpus: Path) -> None:
-    if old.get("tokenizer") != new["tokenizer"]:
+def _compare_plans(old: dict[str, Any], new: dict[str, Any], corpus: Path, tokenizer: Tokenizer) -> None:
+    if not has_hash(tokenizer, old.get("tokenizer", "")):
         raise UserError(
             f"{corpus} was started with tokenizer {old.get('tokenizer', '?')[:16]}, but this one is "
             f"{new['tokenizer'][:16]}; give the same tokenizer or another name, or start again with --restart"
         )
-    difference = _first_difference(old, new, "")
+    difference = _first_difference(old | {"tokenizer": new["tokenizer"]}, new, "")
     if difference is not None:
         raise UserError(
             f"{corpus} was started with different options: {difference}; use the same, give another name, or start "

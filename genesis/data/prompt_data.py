@@ -35,7 +35,7 @@ from genesis.data.training_data import (
 )
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
-from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
 
@@ -116,7 +116,7 @@ class PromptData:
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer."""
         tokenizer = open_tokenizer(self.prompt_options.tokenizer)
-        if self._tokenizer_hash is not None and tokenizer.hash != self._tokenizer_hash:
+        if self._tokenizer_hash is not None and not has_hash(tokenizer, self._tokenizer_hash):
             raise UserError(
                 f"data.prompts.tokenizer is {tokenizer.hash[:16]}, data.tokenizer_hash is "
                 f"{self._tokenizer_hash[:16]}; use the same"

@@ -32,7 +32,7 @@ from genesis.data.training_data import (
 )
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
-from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
 _logger = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ class StreamData:
                 "the stream has no tokenizer; give data.stream.tokenizer, or a data.corpus with a tokenizer"
             )
         wanted = self._tokenizer_hash if self.corpus is None else self.corpus.manifest.tokenizer_hash
-        if wanted is not None and tokenizer.hash != wanted:
+        if wanted is not None and not has_hash(tokenizer, wanted):
             other = "data.tokenizer_hash" if self.corpus is None else f"the tokenizer of {self.corpus_path}"
             raise UserError(
                 f"the stream's tokenizer is {tokenizer.hash[:16]}, {other} is {wanted[:16] or 'unknown'}; use the same"

@@ -41,7 +41,7 @@ from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_deco
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
-from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _OTHER_BYTES = 64 << 20
@@ -166,7 +166,7 @@ def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer |
     wanted = source.manifest.identity.get("tokenizer_hash")
     if options.may_be_unproved and options.tokenizer is not None:
         given = open_tokenizer(options.tokenizer)
-        return given, "run" if given.hash == wanted else "unproved"
+        return given, "run" if wanted and has_hash(given, wanted) else "unproved"
     tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
     if tokenizer is None:
         return None, "none"

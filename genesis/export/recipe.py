@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import dump_decoder_config
+from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 
 _SEQ_LEN: Final = 2048
@@ -43,7 +42,7 @@ def write_recipe(
     corpus = _NONE if tokenizer_hash is None else _OWN.format(out=place)
     head = _HEAD.format(recipe=RunDirectory(place).imported_recipe, corpus=corpus)
     recipe = build_recipe(place, place / checkpoint, config, tokenizer_hash)
-    text = head + yaml.safe_dump(recipe, sort_keys=False)
+    text = head + dump_yaml(recipe)
     RunDirectory(directory).imported_recipe.write_text(text, encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
-from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
+from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_manifest, read_tensors
 
@@ -291,7 +291,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
         return None
     if path is None and manifest.base is not None:
         base_dir = RunDirectory.of(find_base(checkpoint, manifest.base)[0]).path
-        path = base_dir if hash_tokenizer(base_dir) == wanted else None
+        path = base_dir if wanted and has_tokenizer(base_dir, wanted) else None
     if path is None:
         found = (read_path(manifest.recipe, *keys) for keys in TOKENIZER_PATHS)
         named = next(filter(None, found), None)
@@ -301,7 +301,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     if not path.exists():
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which does not exist; give --tokenizer")
     tokenizer = open_tokenizer(path)
-    if wanted and tokenizer.hash != wanted:  # a corpus of ids has no tokenizer
+    if wanted and not has_hash(tokenizer, wanted):  # a corpus of ids has no tokenizer
         raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
     return tokenizer
 

@@ -18,7 +18,7 @@ from genesis.generate.load import load_decoder, load_tokenizer, require_tokenize
 from genesis.huggingface.directory import check_files
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
-from genesis.tokenizer.open import find_format, has_same_ids, open_tokenizer
+from genesis.tokenizer.open import find_format, has_hash, has_same_ids, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
 
@@ -171,7 +171,7 @@ def load_teacher(
     Raises:
         UserError: The teacher is damaged, reads shorter sequences, or has fewer ids than the tokenizer.
     """
-    if tokenizer is not None and open_tokenizer(tokenizer).hash != found.tokenizer_hash:
+    if tokenizer is not None and not has_hash(open_tokenizer(tokenizer), found.tokenizer_hash):
         tokenizer = None  # other files with the same ids; the teacher's own lie beside it
     decoder = load_decoder(found.path, tokenizer, dtype=None if dtype is None else getattr(torch, dtype)).decoder
     config = decoder.config

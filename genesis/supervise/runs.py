@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from genesis.errors import UserError, printable
+from genesis.recipe_yaml import FastRecipeLoader
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES, read_small
 from genesis.supervise.status import SupervisorStatus, read_status
@@ -40,7 +41,6 @@ _MAX_TIME_SECONDS: Final = 2.5e11  # the year 9892
 _FRESH_SECONDS: Final = 30.0
 """A heartbeat or a supervisor's snapshot of this age is of a process that lives, on whatever machine."""
 _MANIFEST_HEAD_BYTES: Final = 4 << 20
-_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -313,13 +313,13 @@ def parse_recipe(data: bytes) -> Any:
     Raises:
         ValueError: It is not YAML; a `yaml.YAMLError` for most faults.
     """
-    return yaml.load(data, _Loader) if _is_flat(data) else None
+    return yaml.load(data, FastRecipeLoader) if _is_flat(data) else None
 
 
 def _is_flat(data: bytes) -> bool:
     """Returns whether a recipe is nested moderately: libyaml's loader recurses without a limit, until it crashes."""
     depth = 0
-    for event in yaml.parse(data, _Loader):
+    for event in yaml.parse(data, FastRecipeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import numpy as np
 import tokenizers
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
-from genesis.tokenizer.files import hash_files
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -55,7 +55,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
-        self.hash: str = hash_files({name: content for name, content in files.items() if name != GENERATION_NAME})
+        self.hash: str = identify(files)
         content = read_json(files, FAST_NAME)
         self._config = read_config(files)
         self._tokenizer = self._build(has_controls_in_text=False)
@@ -275,6 +275,37 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 def _read_piece(value: Any) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
+
+
+def identify(files: Mapping[str, bytes]) -> str:
+    """Returns the identity of a tokenizer: a hash of what its files say, not of how they are written.
+
+    Spaces, line breaks and the order of keys do not matter, nor do keys that change no id, no text and no prompt of a
+    chat, such as `model_max_length`. The library's version does not either.
+
+    Raises:
+        UserError: A file is no JSON object, or the template is not UTF-8.
+    """
+    content, config = read_json(files, FAST_NAME), read_config(files)
+    try:
+        template = _read_template(files, config)
+    except UnicodeDecodeError:
+        raise UserError(f"{TEMPLATE_NAME} is not UTF-8 text") from None
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    model = content.get("model")
+    if isinstance(model, dict) and isinstance(model.get("merges"), list):  # older versions of the library wrote texts
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        content = {**content, "model": {**model, "merges": merges}}
+    meaning = {
+        # Genesis turns off both: they are left over from a use of the tokenizer.
+        "tokenizer": {key: value for key, value in content.items() if key not in ("truncation", "padding")},
+        "named": {key: config.get(key) for key in _NAMED},
+        "added": config.get("added_tokens_decoder") or {},
+        "extra": [*extra.values()] if isinstance(extra, dict) else extra,  # their order gives them their ids
+        # As Jinja reads it.
+        "template": None if template is None else template.replace("\r\n", "\n").removesuffix("\n"),
+    }
+    return blake3(json.dumps(meaning, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def describe_ids(files: Mapping[str, bytes]) -> str:

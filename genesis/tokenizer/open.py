@@ -17,7 +17,7 @@ from genesis.errors import UserError
 from genesis.tokenizer.addition import TokenAddition, extend_huggingface, extend_sentencepiece
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
-from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer, describe_ids
+from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer, describe_ids, identify
 from genesis.tokenizer.sentencepiece import SentencePieceTokenizer, puts_space_before_text
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
@@ -39,6 +39,7 @@ class TokenizerFormat:
             tokens cannot be added to this kind.
         describe_ids: Returns what decides the ids of a text, so that files which differ otherwise have equal
             descriptions. None if every byte of the files may decide.
+        identify: Returns the identity of the tokenizer from its files without `other_names`, as `Tokenizer.hash` is.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class TokenizerFormat:
     other_names: tuple[str, ...] = ()
     extend: Callable[[Mapping[str, bytes], TokenAddition], Mapping[str, bytes]] | None = None
     describe_ids: Callable[[Mapping[str, bytes]], str] | None = None
+    identify: Callable[[Mapping[str, bytes]], str] = hash_files
 
     def find_names(self, directory: Path) -> tuple[str, ...]:
         """Returns the names of the format's files that a directory contains."""
@@ -69,6 +71,7 @@ HUGGINGFACE: Final = TokenizerFormat(
     (GENERATION_NAME,),
     extend_huggingface,
     describe_ids,
+    identify,
 )
 FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
 
@@ -152,18 +155,28 @@ def find_format(directory: Path) -> TokenizerFormat | None:
     return HUGGINGFACE if is_of_others else next(iter(found), None)
 
 
-def hash_tokenizer(directory: Path) -> str | None:
-    """Returns the hash of the tokenizer in a directory without opening it; None if the directory has no tokenizer.
+def hash_contents(tokenizer: Tokenizer) -> str:
+    """Returns a hash of the bytes of a tokenizer's files, which were its identity in earlier versions."""
+    owner = _find_owner(tokenizer.files)
+    return hash_files({name: content for name, content in tokenizer.files.items() if name not in owner.other_names})
+
+
+def has_hash(tokenizer: Tokenizer, recorded: str) -> bool:
+    """Whether a recorded hash is that of a tokenizer: its identity, or what was its identity in earlier versions."""
+    return recorded in (tokenizer.hash, hash_contents(tokenizer))
+
+
+def has_tokenizer(directory: Path, recorded: str) -> bool:
+    """Whether a directory has the tokenizer of a recorded hash, as `has_hash` decides; does not open the tokenizer.
 
     Raises:
         UserError: The tokenizer's files cannot be read.
     """
     found = find_format(directory)
     if found is None:
-        return None
-    return hash_files(
-        read_files(directory, [name for name in found.find_names(directory) if name not in found.other_names])
-    )
+        return False
+    files = read_files(directory, [name for name in found.find_names(directory) if name not in found.other_names])
+    return recorded == hash_files(files) or recorded == found.identify(files)
 
 
 def list_file_names() -> list[str]:

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def hash(self) -> str:
-        """Returns the identity of the tokenizer: `genesis.tokenizer.files.hash_files` of `files`."""
+        """Returns the identity of the tokenizer, as its `TokenizerFormat.identify` gives it."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,68 @@
+"""What every command needs of its surroundings, and what it takes instead: text in UTF-8, a home, a user's name.
+
+Containers run programs as users without a name or a home, and job scripts run with LANG=C. Libraries raise errors about
+either in places that have nothing to do with the command.
+"""
+
+import codecs
+import contextlib
+import io
+import os
+import pwd
+import sys
+import tempfile
+from pathlib import Path
+
+_UTF8_NAME = "PYTHONUTF8"
+_STREAMS_NAME = "PYTHONIOENCODING"
+_USER_NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
+"""The variables that `getpass.getuser` reads, in its order."""
+
+
+def restart_in_utf8() -> None:
+    """Starts this program again if Python takes names of files and arguments in another encoding than UTF-8.
+
+    Python decides that when it starts. What is printed keeps the encoding of the terminal.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or os.environ.get(_UTF8_NAME) == "1":
+        return
+    os.environ[_UTF8_NAME] = "1"
+    if sys.stdout is not None:
+        os.environ.setdefault(_STREAMS_NAME, sys.stdout.encoding)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def prepare_process() -> None:
+    """Makes the streams take any text, and gives the process a home directory and a name of its user.
+
+    A character that the encoding of standard output lacks is printed by its number.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        encoding = codecs.lookup(sys.stdin.encoding).name
+        # `genesis.arguments.read_text` refuses what the encoding does not have.
+        sys.stdin.reconfigure(encoding="utf-8" if encoding == "ascii" else encoding, errors="surrogateescape")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if not any(os.environ.get(name) for name in _USER_NAMES) and _find_account() is None:
+        os.environ["USER"] = f"user-{os.getuid()}"
+    if "HOME" not in os.environ and _find_account() is None:
+        with contextlib.suppress(
+            OSError
+        ):  # no place for temporary files either, which the command reports if it matters
+            os.environ["HOME"] = str(_make_home())
+
+
+def _find_account() -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwuid(os.getuid())
+    except KeyError:
+        return None
+
+
+def _make_home() -> Path:
+    home = Path(tempfile.gettempdir()) / f"genesis-home-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    # Programs trust what lies in a home directory.
+    is_ours = not home.is_symlink() and home.stat().st_uid == os.getuid()
+    return home if is_ours else Path(tempfile.mkdtemp(prefix="genesis-home-"))
