@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import torch
 
 from genesis.device import is_available, read_capability
+from genesis.errors import UserError
 from genesis.precision import AUTO, CUDA_ACCELERATORS
 
 CompileBlocks = Literal["auto"] | bool
@@ -16,6 +17,17 @@ _CUDA: Final = torch.device("cuda")
 _OPTION: Final = "compile_blocks"
 _TRITON_CAPABILITY: Final = (7, 0)
 _MAX_FORMS: Final = 64
+
+
+def check_compilation(given: Any) -> None:
+    """Refuses a value of a strategy's `compile_blocks` that is no choice.
+
+    Raises:
+        UserError: It is neither auto, true nor false.
+    """
+    if given != AUTO and not isinstance(given, bool):
+        shown = "null" if given is None else given
+        raise UserError(f"trainer.strategy.init_args.compile_blocks is {shown}: give auto, true or false")
 
 
 def choose_compilation(accelerator: str) -> bool:

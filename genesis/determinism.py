@@ -7,11 +7,26 @@ same weights as one that was never killed. On the CPU all kernels of a step repe
 from collections.abc import Mapping
 from typing import Any, Final
 
+from genesis.errors import UserError
+
 AUTO: Final = "auto"
 UNREPEATABLE: Final = (
     "trainer.deterministic is false: on an accelerator, kernels may then add in any order, so that a resumed run does "
     "not equal, bit for bit, one that was never killed"
 )
+
+
+def check_deterministic(given: Any) -> None:
+    """Refuses a value of `trainer.deterministic` that is no choice.
+
+    Raises:
+        UserError: It is neither auto, true nor false.
+    """
+    if given not in (AUTO, None, True, False):
+        reason = ", with which torch takes kernels that do not repeat, with a warning" if given == "warn" else ""
+        raise UserError(
+            f"trainer.deterministic is {given!r}{reason}: give auto or true for runs that resume bit for bit, or false"
+        )
 
 
 def choose_deterministic(recorded: Mapping[str, Any] | None) -> bool:

@@ -3,11 +3,13 @@
 import argparse
 import contextlib
 import signal
+import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
 from genesis.cli.plan import split_overrides
 from genesis.cli.quiet import errors_of_lightning
+from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.doctor.capacity import measure_capacity
 from genesis.doctor.checks import list_plain, print_checks
 from genesis.doctor.facts import PlannedSaves
@@ -48,7 +51,7 @@ def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
         options: Options that replace those of the arguments.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # what is deprecated has been reported
         cli = _UnstartedCLI("fit", ["fit", *arguments, *to_arguments(options)])
     return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, cli.config_dump, cli.start)
 
@@ -56,6 +59,8 @@ def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
 def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> RecipeReport:
     arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
     check_fit(arguments)  # at once and in one line, before anything is built
+    for name in _find_deprecated(options.config, extra):
+        print(f"genesis: warning: {describe_deprecated(name)}", file=sys.stderr)
     progress = Console(stderr=True, highlight=False)
     parent = options.dir or Path()
     with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:
@@ -73,6 +78,11 @@ def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Recipe
         "checks": list_plain(found.checks),
     }
     return RecipeReport(found.checks, plain, saves, partial(_print_examination, found))
+
+
+def _find_deprecated(paths: Sequence[Path], extra: Sequence[str]) -> list[str]:
+    in_files = [rename_in_yaml(path.read_text(encoding="utf-8"))[1] for path in paths if path.is_file()]
+    return [*chain.from_iterable(in_files), *rename_in_arguments(extra)[1]]
 
 
 def _plan_saves(paths: Sequence[Path], extra: Sequence[str], found: Examination) -> PlannedSaves | None:

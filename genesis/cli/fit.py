@@ -30,7 +30,6 @@ from genesis.cli.continued import keep_choices, read_continued
 from genesis.cli.distillation import start_distillation
 from genesis.cli.fit_checks import (
     SECTIONS,
-    check_float8,
     check_length,
     check_trainer,
     explain_devices,
@@ -53,7 +52,7 @@ from genesis.deprecated_options import describe_deprecated, rename_in_arguments,
 from genesis.errors import QuietExit, UserError, check_is_named, naming
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
-from genesis.model.float8 import list_float8_proofs
+from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO

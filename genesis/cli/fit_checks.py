@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.float8 import Float8Options, choose_layers
+from genesis.model.decoder import DecoderConfig
 from genesis.run_directory import RunDirectory
 from genesis.train.csv_log import CSVLog
 
@@ -53,17 +51,6 @@ def check_length(config: Namespace) -> None:
             "no option sets the length of the run: give data.num_epochs, data.num_tokens or trainer.max_steps, such as "
             "--data.num_epochs 3"
         )
-
-
-def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
-    """Refuses patterns of layers that match none, before the run has a directory.
-
-    Raises:
-        UserError: A pattern matches no layer, or no layer remains.
-    """
-    if options is not None:
-        with torch.device("meta"):
-            choose_layers(Decoder(config), options)
 
 
 def explain_devices(devices: Any, error: TypeError) -> UserError:

@@ -214,9 +214,11 @@ def _no_interrupt_lost() -> Iterator[None]:
 
 _USERS_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
+    *(errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    *(errno.EIO, errno.ESTALE, errno.ETXTBSY, errno.EBUSY),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
-"""Errors of the operating system that the user can fix: a full disk, a missing or forbidden path."""
+"""Errors of the operating system that the user can fix: a full or damaged disk, a limit, a missing path."""
 
 
 def _find_page(arguments: list[str]) -> str | None:

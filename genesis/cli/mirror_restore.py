@@ -5,8 +5,10 @@ from pathlib import Path
 
 from genesis.arguments import Parser
 from genesis.cli.mirror import read_rate
+from genesis.data.remote import strip_local
 from genesis.data.store import is_url
 from genesis.errors import UserError, printable
+from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror import OWNER_NAME
 from genesis.supervise.mirror_open import open_place
 from genesis.supervise.mirror_restore import restore_run
@@ -32,6 +34,13 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"{without_password(arguments.run)} is a mirror, not the directory of a run: give the mirror first, then "
             "the run, as in genesis mirror restore MIRROR RUN"
+        )
+    given = Path(strip_local(arguments.url))
+    # A run has its checkpoints where a mirror has them: they would be copied into the mirror.
+    if not is_url(arguments.url) and RunDirectory(given).checkpoints.is_dir() and not (given / OWNER_NAME).is_file():
+        raise UserError(
+            f"{given} is no mirror, because it has no {OWNER_NAME}: give the mirror first, then the run, as in genesis "
+            "mirror restore MIRROR RUN"
         )
     place, run = open_place(arguments.url), Path(arguments.run)
     outcome = restore_run(place, run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report)

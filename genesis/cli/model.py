@@ -11,6 +11,7 @@ from rich.table import Table
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.cli.quiet import warned_in_one_line
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
 from genesis.model.describe import (
@@ -22,6 +23,8 @@ from genesis.model.describe import (
     describe_training,
 )
 from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
+from genesis.plan.choices import check_choices
+from genesis.plan.recipe import read_content
 
 BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 
@@ -45,6 +48,8 @@ def describe_main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     description = describe(read_decoder_config(arguments.config))
     adapter = read_recipe_adapter(arguments.config)
+    with warned_in_one_line():
+        check_choices(read_content([arguments.config]), description.config, str(arguments.config))
     try:
         family, obstacle = find_family(description.config).model_type, None
     except UserError as error:

@@ -15,6 +15,7 @@ from genesis.arguments import Parser, read_size
 from genesis.cli.option_names import check
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
+from genesis.cli.quiet import warned_in_one_line
 from genesis.errors import UserError
 from genesis.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.plan.recipe import MOST_RANKS, Recipe, apply_overrides, read_content, read_recipe
@@ -46,6 +47,11 @@ Example: genesis plan --config configs/genesis-1b.yaml --gpus 1,2 --memory 24GB"
 
 def main(argv: list[str]) -> int:
     """Runs `genesis plan` and returns its exit status: 1 if the recipe's own strategy does not fit."""
+    with warned_in_one_line():
+        return _plan(argv)
+
+
+def _plan(argv: Sequence[str]) -> int:
     own, overrides = split_overrides(argv)
     overrides += find_replaced(dict(overrides)).items()
     arguments = _build_parser().parse_args(own)

@@ -27,9 +27,7 @@ _USELESS_WARNINGS: Final = (
 def quiet_lightning() -> Iterator[None]:
     """Drops Lightning's messages that no user can act on, and prints each warning in one line, within the block."""
     messages = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    before = warnings.formatwarning
-    with warnings.catch_warnings(), _at_level(logging.WARNING, "lightning.fabric"):
-        warnings.formatwarning = _warn_in_one_line
+    with warned_in_one_line(), _at_level(logging.WARNING, "lightning.fabric"):
         for message in _USELESS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         messages.addFilter(_is_news)
@@ -37,6 +35,17 @@ def quiet_lightning() -> Iterator[None]:
             yield
         finally:
             messages.removeFilter(_is_news)
+
+
+@contextmanager
+def warned_in_one_line() -> Iterator[None]:
+    """Prints each warning in one line within the block."""
+    before = warnings.formatwarning
+    with warnings.catch_warnings():
+        warnings.formatwarning = _warn_in_one_line
+        try:
+            yield
+        finally:
             warnings.formatwarning = before
 
 

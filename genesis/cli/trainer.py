@@ -7,9 +7,9 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 from genesis.checkpoint_reference import Reference
-from genesis.compilation import choose_compilation, read_compilation
+from genesis.compilation import check_compilation, choose_compilation, read_compilation
 from genesis.determinism import AUTO as AUTO_DETERMINISTIC
-from genesis.determinism import choose_deterministic
+from genesis.determinism import check_deterministic, choose_deterministic
 from genesis.device import CPU, find_kind, leave_memory_unfilled
 from genesis.errors import UserError
 from genesis.precision import AUTO, choose_precision, unify_precision
@@ -88,12 +88,7 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
     Raises:
         UserError: A value is unknown, or the device cannot train so.
     """
-    given = trainer["deterministic"]
-    if given not in (AUTO_DETERMINISTIC, None, True, False):
-        reason = ", with which torch takes kernels that do not repeat, with a warning" if given == "warn" else ""
-        raise UserError(
-            f"trainer.deterministic is {given!r}{reason}: give auto or true for runs that resume bit for bit, or false"
-        )
+    check_deterministic(trainer["deterministic"])
     recipe = None if restored is None else read_recipe(restored)
     if trainer["deterministic"] in (AUTO_DETERMINISTIC, None):
         trainer["deterministic"] = choose_deterministic(recipe)
@@ -109,6 +104,8 @@ def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
             "trainer.precision is '16-mixed', which a CPU does not have: give --trainer.precision bf16-mixed or 32-true"
         )
     options = getattr(trainer.get("strategy"), "init_args", None)
+    if options and "compile_blocks" in options:
+        check_compilation(options["compile_blocks"])
     if options and options.get("compile_blocks") == AUTO:
         options["compile_blocks"] = (
             choose_compilation(trainer["accelerator"]) if recipe is None else read_compilation(recipe)

@@ -8,18 +8,20 @@ from typing import Final
 
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
 _ONE: Final = re.compile(
-    _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: (?P<value>.*)"
+    _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: ?(?P<value>.*)"
 )
 _SEVERAL: Final = re.compile(
     _KEY + r"(?:- Expected a path but .* either not accessible or invalid - )?"
     r"Does not validate against any of the Union subtypes Subtypes: \[(?P<types>.*)\] Errors: .*"
-    r"Given value type: <class '(?P<given>[^']+)'> Given value: (?P<value>.*)"
+    r"Given value type: <class '(?P<given>[^']+)'> Given value: ?(?P<value>.*)"
 )
 _CLASS: Final = re.compile(
     _KEY + r"(?:- Expected a path but (?P<path>.*) either not accessible or invalid - )?"
     r"Not a valid subclass of (?P<class>\w+)(?:\. Got value: (?P<value>.*?))? Subclass types expect one of: .*"
 )
 _FEW_KEYS: Final = 20
+_WITHOUT_CLASS: Final = re.compile(r"NestedArg\(key='(?P<key>[^']+)', val=.*\)")
+"""An option of a class, where no class is given."""
 _NESTED: Final = re.compile(
     r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
 )
@@ -85,6 +87,10 @@ def _explain_one(found: re.Match[str]) -> str:
 
 
 def _explain_several(found: re.Match[str]) -> str:
+    without_class = _WITHOUT_CLASS.fullmatch(found["value"])
+    if without_class is not None:
+        option = f"{found['key']}.{without_class['key']}"
+        return f"{option} is an option of a class, and {found['key']} has none: give --{found['key']} CLASS before it"
     value = repr(found["value"]) if found["given"] == "str" else found["value"]
     return _explain(found["key"], value, _split(found["types"]))
 

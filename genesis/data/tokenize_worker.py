@@ -32,7 +32,7 @@ from genesis.data.row_notes import (
 )
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
-from genesis.errors import UserError
+from genesis.errors import UserError, find_remedy
 from genesis.processes import serve_pipe
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
@@ -337,6 +337,6 @@ def _serve(connection: "Connection[object, object]") -> None:
 def explain_write_error(error: OSError, corpus: Path) -> str:
     """Returns the message about a full or failing disk, with the file if the error has one."""
     return (
-        f"cannot write to {error.filename or corpus} ({error.strerror or error}); free space or fix the disk, "
-        "and run the same command again: finished shards are kept"
+        f"cannot write to {error.filename or corpus} ({error.strerror or error}); "
+        f"{find_remedy(error) or 'fix the disk'}, and run the same command again: finished shards are kept"
     )

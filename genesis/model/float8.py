@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from genesis.device import has_float8, is_host
 from genesis.errors import UserError
 from genesis.model.adapter import check_patterns, choose_by_name, find_linears, find_stacks, list_names
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import Part
 from genesis_callbacks.checkpoint import DeviceProof
 
@@ -136,6 +136,17 @@ def find_float8_layers(decoder: nn.Module) -> dict[str, Any]:
     """Returns the converted layers of a decoder, by name."""
     # By a module that is only imported if a layer was converted.
     return {name: module for name, module in decoder.named_modules() if hasattr(module, "linear_mm_config")}
+
+
+def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
+    """Refuses patterns of layers that match none, without building the model.
+
+    Raises:
+        UserError: A pattern matches no layer, or no layer remains.
+    """
+    if options is not None:
+        with torch.device("meta"):
+            choose_layers(Decoder(config), options)
 
 
 def check_device(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
+from genesis.model.float8 import Float8Options
 from genesis.model.norm import NormConfig
 from genesis.recipe_yaml import load_yaml
 
@@ -88,6 +89,16 @@ def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
         return None
     config: AdapterConfig = _build(AdapterConfig, content, f"{where}: model.adapter")
     return config
+
+
+def read_float8_options(recipe: Any, where: str) -> Float8Options | None:
+    """Returns the float8 layers that a recipe asks for; None if it has none. Otherwise as `read_adapter_config`."""
+    model = recipe.get("model") if isinstance(recipe, Mapping) else None
+    content = model.get("float8") if isinstance(model, Mapping) else None
+    if content is None:
+        return None
+    options: Float8Options = _build(Float8Options, content, f"{where}: model.float8")
+    return options
 
 
 def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:

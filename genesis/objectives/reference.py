@@ -17,7 +17,7 @@ from blake3 import blake3
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.errors import UserError, find_remedy
 from genesis_callbacks.files import replace_file
 
 _VERSION: Final = 1
@@ -81,8 +81,8 @@ def write_log_probs(path: Path, identity: ReferenceIdentity, table: Float32[Tens
         replace_file(path, blake3(data, key=identity.key).digest() + data)
     except OSError as error:
         raise UserError(
-            f"cannot write the reference's log-probabilities to {path} ({error.strerror}); free space or fix the disk, "
-            "and start again"
+            f"cannot write the reference's log-probabilities to {path} ({error.strerror}); "
+            f"{find_remedy(error) or 'fix the disk'}, and start again"
         ) from None
 
 

@@ -1,6 +1,7 @@
 """Reads what a plan needs of a recipe of `genesis fit`: files, then options of the command line, without Lightning."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any, Final
 
 import yaml
 
-from genesis.deprecated_options import rename_option
+from genesis.deprecated_options import describe_deprecated, is_removed, rename_in_yaml, rename_option
 from genesis.errors import UserError
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
 from genesis.offload_share import read_cpu_offload, read_directory, read_share
+from genesis.plan.choices import check_choices
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.precision import FULL, MIXED
 from genesis.recipe_yaml import load_yaml
@@ -112,6 +114,10 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, s
     """
     merged = copy.deepcopy(dict(content))
     for name, text in overrides:
+        if rename_option(name) != name or is_removed(name):
+            warnings.warn(describe_deprecated(name), FutureWarning, stacklevel=2)
+        if is_removed(name):
+            continue
         value = _parse_value(name, text)
         path = rename_option(name).split(".")
         last, target = path[-1], merged
@@ -140,7 +146,8 @@ def _find_beside(name: str, recipe: Path) -> Path:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"), path)
+        text, old = rename_in_yaml(path.read_text(encoding="utf-8"))
+        content = load_yaml(text, path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None
@@ -148,6 +155,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
+    for name in old:
+        warnings.warn(describe_deprecated(name), FutureWarning, stacklevel=2)
     return content
 
 
@@ -199,6 +208,7 @@ def read_recipe(
         raise UserError(
             f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"
         )
+    check_choices(content, decoder, where)
     adapter = read_adapter_config(content, where)
     is_cpu = read.get("trainer.accelerator", "auto") == _CPU
     precision = _read_precision(read, assumptions, is_cpu=is_cpu)

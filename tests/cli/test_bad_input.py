@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.tiny import build_recipe, write_recipe
@@ -104,6 +105,12 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
         ("--model.objective", "dop", ("model.objective is 'dop': give the options of Objective or null",)),
         ("--checkpoint.every_n_steps", "often", ("every_n_steps is 'often': give a whole number or null",)),
         ("--trainer.strategy", "shraded", ("shraded",)),
+        (
+            "--trainer.strategy.init_args.compile_blocks",
+            "auto",
+            ("compile_blocks is an option of a class, and trainer.strategy has none: give --trainer.strategy CLASS",),
+        ),
+        ("--model.float8", "", ("model.float8 is '': give the options of Float8Options or null",)),
         ("--trainer.accumulate_grad_batches", "2", ("accumulate_grad_batches is 2", "data.global_batch_size")),
         ("--checkpoint.every_n_steps", "0", ("every_n_steps", "0")),
         ("--config", "nowhere.yaml", ("nowhere.yaml", "no such file")),
@@ -203,6 +210,44 @@ def test_a_file_that_is_no_yaml_is_refused_with_its_name_and_the_place(
     path = tmp_path / "recipe.yaml"
     path.write_bytes(data)
     check_is_one_line(genesis(*command, "--config", str(path)), str(path) + parts[0], *parts[1:])
+
+
+REPLICATED = "{class_path: genesis.strategies.Replicated, init_args: {compile_blocks: VALUE}}"
+CHOICES = {
+    "trainer.deterministic bogus": "trainer.deterministic is 'bogus': give auto or true",
+    "trainer.deterministic warn": "trainer.deterministic is 'warn', with which torch takes kernels that do not repeat",
+    "model.float8 true": "model.float8 is ",
+    "model.float8 {include: [nothing]}": "model.float8.include has 'nothing', which matches no linear layer",
+    f"trainer.strategy {REPLICATED.replace('VALUE', 'maybe')}": "compile_blocks",
+    f"trainer.strategy {REPLICATED.replace('VALUE', 'null')}": "compile_blocks is null: give auto, true or false",
+}
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "model describe", "doctor"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_command_that_reads_a_recipe_refuses_what_fit_refuses(
+    choice: str, command: str, genesis: Genesis, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    option, _, value = choice.partition(" ")
+    (tmp_path / "choice.yaml").write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    change = yaml.safe_load((tmp_path / "choice.yaml").read_text(encoding="utf-8"))
+    group, _, key = option.partition(".")
+    change[group][key] = yaml.safe_load(value)
+    (tmp_path / "choice.yaml").write_text(yaml.safe_dump(change), encoding="utf-8")
+    outcome = genesis(*command.split(), "--config", "choice.yaml")
+    assert outcome.status == 2, outcome.err
+    assert CHOICES[choice] in outcome.err.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("default:model.gradient_norm:FutureWarning")
+@pytest.mark.parametrize("command", ["plan", "model describe"])
+def test_a_removed_option_is_reported_in_one_line(command: str, genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text(encoding="utf-8").replace("model:\n", "model:\n  gradient_norm: device\n", 1)
+    (tmp_path / "old.yaml").write_text(text, encoding="utf-8")
+    outcome = genesis(*command.split(), "--config", str(tmp_path / "old.yaml"))
+    assert outcome.err.count("\n") == 1
+    assert "genesis: warning: model.gradient_norm is ignored: " in outcome.err
 
 
 ALIASES = "model:\n  decoder:\n    dim:\n    - &a0 [1]\n" + "".join(

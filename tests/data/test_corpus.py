@@ -215,7 +215,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path) -> No
     (corpus / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(UserError) as error:
         open_corpus(corpus)
-    assert f"has the tokenizer {blake3(b'another').hexdigest()[:16]}" in one_line(error)
+    assert "has another tokenizer than " in one_line(error)
     (corpus / "tokenizer.model").unlink()
     with pytest.raises(UserError, match="lacks its tokenizer"):
         open_corpus(corpus)

@@ -150,6 +150,11 @@ def test_a_restore_from_the_run_into_its_mirror_is_refused_with_the_right_order(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"{place} is a mirror, not the directory of a run" in err
+    # The mirror's disk is not mounted, so that its path is an empty directory or does not exist.
+    for number, more in enumerate(([], ["--or_none"], ["--all"])):
+        assert main(["mirror", "restore", str(run.path), str(tmp_path / f"missing-{number}"), *more]) == 2
+        assert f"{run.path} is no mirror, because it has no mirror.json" in capsys.readouterr().err
+        assert not (tmp_path / f"missing-{number}").exists()
     assert "genesis mirror restore MIRROR RUN" in err
     assert main(["mirror", "restore", str(place), str(run.path)]) == 0
 

@@ -17,10 +17,16 @@ __all__ = [
 ]
 
 _FREE_SPACE = "free space on its disk"
+_RAISE_QUOTA = "free space, or raise your quota on its disk"
+_RAISE_SIZE = "raise the limit of a file's size (`ulimit -f unlimited`)"
+_RAISE_FILES = "raise the limit of open files (`ulimit -n 4096`)"
 _MAY_NOT_WRITE = "make its directory writable, or choose another one"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
-    errno.EDQUOT: _FREE_SPACE,
+    errno.EDQUOT: _RAISE_QUOTA,
+    errno.EFBIG: _RAISE_SIZE,
+    errno.EMFILE: _RAISE_FILES,
+    errno.ENFILE: _RAISE_FILES,
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
@@ -60,7 +66,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def find_remedy(error: BaseException) -> str | None:
-    """Returns what the user can do about a full disk or a missing permission; None for other errors."""
+    """Returns what the user can do about a full disk, a limit or a missing permission; None for other errors."""
     return _REMEDIES.get(error.errno) if isinstance(error, OSError) and error.errno is not None else None
 
 

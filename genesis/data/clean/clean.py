@@ -36,7 +36,7 @@ from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_ke
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
 from genesis.data.sources import InputFile, find_files, list_sources
 from genesis.data.sources.files import READING, check_reading
-from genesis.errors import UserError
+from genesis.errors import UserError, find_remedy
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.locks import lock_file
 
@@ -107,8 +107,8 @@ def clean_corpus(
             return read_report(options.out)
     except OSError as error:
         raise UserError(
-            f"cannot write to {error.filename or options.out} ({error.strerror or error}); free space or fix the disk, "
-            "and run the same command again: finished tasks are kept"
+            f"cannot write to {error.filename or options.out} ({error.strerror or error}); "
+            f"{find_remedy(error) or 'fix the disk'}, and run the same command again: finished tasks are kept"
         ) from None
 
 

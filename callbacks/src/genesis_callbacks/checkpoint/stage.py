@@ -12,15 +12,18 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import naming
 from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
 from .plan import TensorShard
 
+_COPIES = Path("the memory for the copies of a save")  # as errors name it: a limit of the size of files applies to it
 _ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, as typed views require
 
 
@@ -81,9 +84,10 @@ class SharedBuffer:
             # does not apply. One descriptor for all tensors: torch's shared tensors take one each.
             descriptor = os.memfd_create("genesis-staging", os.MFD_CLOEXEC)
         try:
-            if is_new:
-                os.ftruncate(descriptor, self.num_bytes)
-            self._map = mmap.mmap(descriptor, self.num_bytes)
+            with naming(_COPIES):
+                if is_new:
+                    os.ftruncate(descriptor, self.num_bytes)
+                self._map = mmap.mmap(descriptor, self.num_bytes)
         except OSError:
             os.close(descriptor)
             raise
