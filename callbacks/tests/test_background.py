@@ -35,6 +35,8 @@ from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_shards
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.events import EventLog
 from genesis_callbacks.testing import run_ranks
 
 
@@ -290,7 +292,8 @@ def kill_writer_before_every_operation(root: Path) -> list[str]:
     while True:
         directory = root / f"kill-{len(endings) + 1}"
         directory.mkdir(parents=True)
-        target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1))
+        run = root / f"run-{len(endings) + 1}"
+        target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1), events=EventLog(run, 0))
         live = torch.full((300,), 1.0)
         parts = local_shards("model.a", live, "parameter")
         save_blocking(target, lambda parts=parts: Snapshot(1, {}, parts, {}))
@@ -305,6 +308,14 @@ def kill_writer_before_every_operation(root: Path) -> list[str]:
         latest = find_latest(directory)
         assert verify(latest, "deep").step == (2 if outcome.kind == "committed" else 1), outcome
         assert bool((read_tensors(latest)["model.a"] == verify(latest).step).all())
+        # A commit has one event, and a line says that the writer is another one, whoever had to see to it.
+        saved = [event.step for event in read_events(run) if event.kind == "saved"]
+        assert saved == ([1, 2] if outcome.kind == "committed" else [1]), outcome
+        if outcome.kind == "committed" and was_killed:
+            assert (
+                outcome.warning
+                == "step-00000002 is committed, but its writer died before it answered; another one is started"
+            )
         if outcome.kind == "failed":
             assert {path.name for path in directory.iterdir()} == {".trash", "step-00000001"}, outcome
         shutil.rmtree(directory)

@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
                 entry.update(status="not run", reason=f"the {options.minutes:g} minutes were over")
                 continue
             console.print(f"{part.name}: {part.question} ({left_seconds:.0f} s left)", highlight=False)
-            record["parts"][number] = entry = _run(part, options.device, min(part.limit_seconds, left_seconds))
+            over = f"the {options.minutes:g} minutes were over" if left_seconds < part.limit_seconds else None
+            record["parts"][number] = entry = _run(part, options.device, min(part.limit_seconds, left_seconds), over)
             console.print(
                 f"  {entry['status']} after {entry['seconds']:.0f} s {entry['reason'] or ''}", highlight=False
             )
@@ -159,11 +160,11 @@ def _read_commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def _run(part: SessionPart, kind: str, limit_seconds: float) -> dict[str, Any]:
-    """Runs a part and returns its entry in the record."""
+def _run(part: SessionPart, kind: str, limit_seconds: float, over: str | None) -> dict[str, Any]:
+    """Runs a part and returns its entry in the record; `over` says why its limit is not the part's own."""
     missing = _find_missing(part)
     if missing is not None:
-        return _describe(part, Ending(0, 0.0, ()), limit_seconds, {}, missing)
+        return _describe(part, Ending(0, 0.0, ()), limit_seconds, {}, missing, over)
     with tempfile.TemporaryDirectory() as directory, _scratch(part) as scratch:
         out = Path(directory) / f"{part.name}.json"
         words = [word.replace(OUT, str(out)).replace(SCRATCH, scratch) for word in part.words]
@@ -178,7 +179,7 @@ def _run(part: SessionPart, kind: str, limit_seconds: float) -> dict[str, Any]:
         figures = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         if PYTEST in part.words:
             figures = read_tests(log.read_text(encoding="utf-8", errors="replace"))
-    return _describe(part, ending, limit_seconds, figures, None)
+    return _describe(part, ending, limit_seconds, figures, None, over)
 
 
 @contextmanager
@@ -231,11 +232,18 @@ def _is_installed(module: str) -> bool:
 
 
 def _describe(
-    part: SessionPart, ending: Ending, limit_seconds: float, figures: Mapping[str, Any], missing: str | None
+    part: SessionPart,
+    ending: Ending,
+    limit_seconds: float,
+    figures: Mapping[str, Any],
+    missing: str | None,
+    over: str | None,
 ) -> dict[str, Any]:
     reason = missing
     if missing is not None:
         status = "skipped"
+    elif ending.status is None and over is not None:
+        status, reason = "not run to its end", over
     elif ending.status is None:
         status, reason = "failed", f"did not end within {limit_seconds:.0f} s"
     elif ending.status == _NO_TESTS_STATUS and PYTEST in part.words:

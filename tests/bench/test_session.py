@@ -96,6 +96,16 @@ def test_parts_after_the_time_are_named(
     assert entries[1]["reason"] == "the 1 minutes were over"
 
 
+def test_a_part_that_the_total_time_cuts_has_not_failed(
+    tmp_path: Path, plan: list[SessionPart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_LEAST_SECONDS", 0.1)
+    plan += [part("long", 60.0, 60.0)]
+    status, entries = run(tmp_path / "record.json", "--minutes", "0.02")
+    assert status == 0
+    assert (entries[0]["status"], entries[0]["reason"]) == ("not run to its end", "the 0.02 minutes were over")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

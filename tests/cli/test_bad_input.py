@@ -216,7 +216,7 @@ REPLICATED = "{class_path: genesis.strategies.Replicated, init_args: {compile_bl
 CHOICES = {
     "trainer.deterministic bogus": "trainer.deterministic is 'bogus': give auto or true",
     "trainer.deterministic warn": "trainer.deterministic is 'warn', with which torch takes kernels that do not repeat",
-    "model.float8 true": "model.float8 is ",
+    "model.float8 true": "model.float8",
     "model.float8 {include: [nothing]}": "model.float8.include has 'nothing', which matches no linear layer",
     f"trainer.strategy {REPLICATED.replace('VALUE', 'maybe')}": "compile_blocks",
     f"trainer.strategy {REPLICATED.replace('VALUE', 'null')}": "compile_blocks is null: give auto, true or false",

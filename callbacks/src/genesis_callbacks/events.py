@@ -181,10 +181,14 @@ class EventLog:
     Args:
         run_dir: The run's directory.
         writer: The rank that writes, "supervisor", or None for a command beside the training.
+
+    Attributes:
+        run_dir: The run's directory.
     """
 
     def __init__(self, run_dir: Path, writer: EventWriter) -> None:
         run = RunDirectory(run_dir)
+        self.run_dir = run_dir
         self._path = run.event_file(writer)
         self._checkpoints = run.checkpoints
         self._rank = writer if isinstance(writer, int) else None

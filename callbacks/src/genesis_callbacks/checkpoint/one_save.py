@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from genesis_callbacks.errors import UserError
+from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.events import Event, EventLog
 from genesis_callbacks.files import sync_directory
 from genesis_callbacks.run_directory import COMMITTED_NAME, checkpoint_name
 
@@ -14,7 +17,7 @@ from .commit import discard
 from .errors import CheckpointError, SaveFailedError
 from .file_parts import PartsInFiles
 from .job import Outcome, failed_outcome, leave_failure
-from .manifest import read_committed_hash
+from .manifest import read_committed_hash, read_manifest
 
 _NOTE_WAIT_SECONDS = 5.0
 _BEGIN_POLL_SECONDS = 0.002
@@ -45,6 +48,7 @@ class OneSave:
         staging: The staging directory, which rank 0 creates.
         rank: This rank.
         leaves_notes: Whether rank 0 learns of a failure from the staging directory, or from a collective.
+        events: The log that gets the event of a commit; None for no event.
 
     Attributes:
         staged: Set when the live tensors are not needed any more.
@@ -57,7 +61,10 @@ class OneSave:
         in_files: The parts that this save holds in files, until it is over.
     """
 
-    def __init__(self, number: int, step: int, staging: Path, rank: int, *, leaves_notes: bool) -> None:
+    def __init__(
+        self, number: int, step: int, staging: Path, rank: int, *, leaves_notes: bool, events: EventLog | None = None
+    ) -> None:
+        self._events, self._begin_seconds = events, time.monotonic()
         self.number, self.step, self.staging, self.rank = number, step, staging, rank
         self.staged = threading.Event()
         self.finished = threading.Event()
@@ -113,8 +120,21 @@ class OneSave:
             # The writer died after the commit and before its answer. The checkpoint is this save's, because this rank
             # created the staging directory that became the checkpoint.
             sync_directory(self._final.parent)
-            return Outcome("committed", manifest_hash=read_committed_hash(self._final))
+            return Outcome("committed", manifest_hash=read_committed_hash(self._final), warning=self._complete())
         return outcome
+
+    def _complete(self) -> str:
+        """Writes the event of a commit whose writer has died, unless the writer wrote it; returns the warning."""
+        problem = None
+        if self._events is not None:
+            known: list[Event] = []
+            with contextlib.suppress(UserError):  # a file of events that cannot be read
+                known = read_events(self._events.run_dir)
+            if not any(event.kind == "saved" and event.monotonic_seconds >= self._begin_seconds for event in known):
+                counters = read_manifest(self._final).counters
+                problem = self._events.append("saved", step=self.step, clocks=counters, checkpoint=self._final)
+        died = f"{self._final.name} is committed, but its writer died before it answered; another one is started"
+        return died if problem is None else f"{died}; {problem}"
 
     @property
     def _final(self) -> Path:

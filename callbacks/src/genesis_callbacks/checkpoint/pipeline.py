@@ -210,7 +210,9 @@ class SavePipeline:
         # Rank 0's random token is in the plan: all ranks know a name that no earlier run can have left behind.
         staging = self._target.directory / f"{checkpoint_name(step)}.staging-{plan.token}_{self._number}"
         is_together = self._worker is None and alone_within_seconds is None
-        save = self._save = OneSave(self._number, step, staging, self._ranks.rank, leaves_notes=not is_together)
+        save = self._save = OneSave(
+            *(self._number, step, staging, self._ranks.rank), leaves_notes=not is_together, events=self._target.events
+        )
         limit_seconds = alone_within_seconds or self._time_limit_seconds
         try:
             stage = self._prepare(save, plan, taken, progress, limit_seconds)
