@@ -37,6 +37,7 @@ from genesis.cli.fit_checks import (
     list_loggers,
     place_run,
     report_export,
+    report_other_choices,
 )
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
@@ -356,6 +357,8 @@ class GenesisCLI(LightningCLI):
         place, given = find_place(trainer, self.model.decoder_config), self.model.attention
         restored = None if self._reference is None else read_recipe(self._reference)
         self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
+        if self.subcommand == "validate" and restored is not None:
+            report_other_choices(self.config_dump, restored)
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )

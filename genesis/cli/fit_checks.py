@@ -1,7 +1,8 @@
 """Checks and notes for a recipe of `genesis fit` beside those of the parser and of Lightning's Trainer."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +63,24 @@ def explain_devices(devices: Any, error: TypeError) -> UserError:
     if "devices" not in str(error):
         raise error
     return UserError(f"trainer.devices is {devices!r}: {error}")
+
+
+def report_other_choices(recipe: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+    """Logs with which float8 and attention a checkpoint is validated, where it was trained with others.
+
+    Args:
+        recipe: The recipe of the validation, resolved.
+        restored: The recipe in the checkpoint.
+    """
+    model, trained = recipe["model"], restored.get("model")
+    if not isinstance(trained, Mapping):
+        return
+    for key in ("float8", "attention"):
+        if key in trained and trained[key] != model[key]:
+            rank_zero_info(
+                f"validates with model.{key} {json.dumps(model[key])}; the checkpoint was trained with "
+                f"{json.dumps(trained[key])}: give --model.{key} to validate with that"
+            )
 
 
 def report_export(config: DecoderConfig) -> None:
