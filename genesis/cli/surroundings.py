@@ -1,4 +1,4 @@
-"""What every command needs of its surroundings, and what it takes instead: text in UTF-8, a home, a user's name.
+"""The surroundings that every command needs, and what it takes instead: text in UTF-8, a home, a user's name.
 
 Containers run programs as users without a name or a home, and job scripts run with LANG=C. Libraries raise errors about
 either in places that have nothing to do with the command.

@@ -12,6 +12,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from genesis.checkpoint_reference import Reference, read_reference
+from genesis.cli import fit_checks
+from genesis.cli.fit_checks import report_other_choices
 from genesis.cli.supervise_recipe import read_recipe as read_facts_of
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
 from genesis.determinism import UNREPEATABLE
@@ -21,6 +23,21 @@ from tests.golden.files import GOLDEN
 
 SAVED_WITHOUT = GOLDEN / "run-schema-2/step-00000005"
 """Of a recipe whose precision is null."""
+
+
+def test_a_validation_says_which_choices_of_the_training_it_does_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(fit_checks, "rank_zero_info", lines.append)
+    trained = {"model": {"float8": {"include": ["*"], "exclude": []}, "attention": "flash"}}
+    report_other_choices(trained, trained)
+    report_other_choices(trained, {"model": {}})  # of a version without these options
+    assert lines == []
+    report_other_choices({"model": {"float8": None, "attention": "mask"}}, trained)
+    assert [line.partition(";")[0] for line in lines] == [
+        "validates with model.float8 null",
+        'validates with model.attention "mask"',
+    ]
+    assert '{"include": ["*"], "exclude": []}: give --model.float8 to validate with that' in lines[0]
 
 
 @pytest.fixture
