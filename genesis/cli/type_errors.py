@@ -27,7 +27,7 @@ _NESTED: Final = re.compile(
 )
 """A cause in a line that explains more than the types do."""
 _TAIL: Final = re.compile(r"(?<=[^:\s])(?: - Expected an? <class '[^']+'>)+$")
-"""What jsonargparse writes about the other types of an option, behind the reason why the first is refused."""
+"""The text of jsonargparse about the other types of an option, behind the reason why the first is refused."""
 _WORDS: Final = {
     "NoneType": ("null", "null"),
     "int": ("a whole number", "whole numbers"),
