@@ -12,6 +12,7 @@ from genesis.model.recipe import build_decoder_config, read_adapter_config, read
 from genesis.offload_share import read_cpu_offload, read_directory, read_share
 from genesis.plan.choices import check_choices
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
+from genesis.plan.reader import Reader
 from genesis.precision import FULL, MIXED
 from genesis.recomputation import check_checkpointing, check_groups
 from genesis.run_length import count_steps_of_tokens
@@ -101,7 +102,7 @@ def read_recipe(
     """
     if "model" not in content and "dim" in content:
         content = {"model": {"decoder": content}}
-    read = _Reader(content, where)
+    read = Reader(content, where)
     assumptions: list[str] = []
     decoder_content = read.get("model.decoder")
     decoder = build_decoder_config(decoder_content, where=f"{where}: model.decoder")
@@ -186,14 +187,14 @@ def read_recipe(
     )
 
 
-def _count_epochs(read: "_Reader") -> int | None:
+def _count_epochs(read: "Reader") -> int | None:
     """Returns the epochs of a run, if its length is in epochs."""
     if read.optional_count("trainer.max_steps") is not None:
         return None
     return read.optional_count("data.num_epochs") or read.optional_count("trainer.max_epochs")
 
 
-def _count_steps(read: "_Reader", seq_len: int, global_batch_size: int) -> int | None:
+def _count_steps(read: "Reader", seq_len: int, global_batch_size: int) -> int | None:
     """Returns the steps of a run, unless its length is in epochs."""
     if _count_epochs(read) is not None:
         return None
@@ -204,39 +205,7 @@ def _count_steps(read: "_Reader", seq_len: int, global_batch_size: int) -> int |
     return max_steps or read.optional_count("schedule.total_updates")
 
 
-class _Reader:
-    """Reads single values of a recipe by their dotted names."""
-
-    def __init__(self, content: Mapping[str, Any], where: str) -> None:
-        self._content, self._where = content, where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value: Any = self._content
-        for key in name.split("."):
-            if not isinstance(value, Mapping):
-                return default
-            value = value.get(key)
-        return default if value is None else value
-
-    def count(self, name: str, default: int, least: int = 1) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or value < least:
-            raise UserError(f"{self._where}: {name} is {value!r}: it must be a whole number of at least {least}")
-        return value
-
-    def optional_count(self, name: str) -> int | None:
-        value = self.get(name)
-        return None if value is None or value == -1 else self.count(name, 1)
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise UserError(f"{self._where}: {name} is {value!r}: it must be a number") from None
-
-
-def _read_betas(read: _Reader) -> tuple[float, float]:
+def _read_betas(read: Reader) -> tuple[float, float]:
     betas = read.get("model.optimizer.betas", [0.9, 0.95])
     try:
         first, second = (float(beta) for beta in betas)
@@ -245,7 +214,7 @@ def _read_betas(read: _Reader) -> tuple[float, float]:
     return first, second
 
 
-def _read_optimizer(read: _Reader) -> str:
+def _read_optimizer(read: Reader) -> str:
     name = read.get("model.optimizer.name", "adamw")
     if name not in ("adamw", "muon"):
         raise UserError(f"model.optimizer.name is {name!r}: it must be adamw or muon")
@@ -257,7 +226,7 @@ def _class_name(value: Any) -> str | None:
     return path.rpartition(".")[2] if isinstance(path, str) else None
 
 
-def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+def _read_precision(read: Reader, assumptions: list[str], *, is_cpu: bool) -> str:
     if read.get("model.float8") is not None:
         assumptions.append(
             "model.float8 is not counted: memory and speed are those of the precision; float8 keeps less and is faster"
@@ -273,7 +242,7 @@ def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> s
     return str(spelled)
 
 
-def _read_attention(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+def _read_attention(read: Reader, assumptions: list[str], *, is_cpu: bool) -> str:
     given = read.get("model.attention", AUTO)
     if given == AUTO:
         if is_cpu:
@@ -285,7 +254,7 @@ def _read_attention(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> s
     return str(given)
 
 
-def _read_devices(read: _Reader, assumptions: list[str]) -> int:
+def _read_devices(read: Reader, assumptions: list[str]) -> int:
     devices = read.get("trainer.devices", "auto")
     nodes = read.count("trainer.num_nodes", 1)
     named = devices if isinstance(devices, list) else [part.strip() for part in str(devices).split(",")]
@@ -307,7 +276,7 @@ def _read_devices(read: _Reader, assumptions: list[str]) -> int:
     return nodes
 
 
-def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+def _read_common(read: Reader, options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     """Returns the fields of a layout that every strategy has."""
     checkpointing = options.get("activation_checkpointing", "none")
     check_checkpointing(checkpointing)
@@ -327,7 +296,7 @@ def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> d
     }
 
 
-def _read_layout(read: _Reader, num_ranks: int) -> Layout:
+def _read_layout(read: Reader, num_ranks: int) -> Layout:
     given = _class_name(read.get("trainer.strategy")) or "auto"
     name = _STRATEGY_NAMES.get(given)
     if name is None:
@@ -374,14 +343,14 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
     )
 
 
-def _count_answer_rows(read: _Reader, answers_per_step: int, num_ranks: int) -> int:
+def _count_answer_rows(read: Reader, answers_per_step: int, num_ranks: int) -> int:
     """Returns the answers that a rank writes at the same time."""
     num_rows = read.count("data.prompts.num_rows", 64)
     return min(num_rows, -(-answers_per_step * read.count("data.prompts.steps_per_rollout", 4) // num_ranks))
 
 
 def _read_teacher(
-    read: _Reader, objective: str, file: Path | None, assumptions: list[str]
+    read: Reader, objective: str, file: Path | None, assumptions: list[str]
 ) -> tuple[DecoderConfig | None, int]:
     """Returns a teacher that runs, if its shape is known, and the bytes of an element of its weights."""
     if objective != "Distillation":

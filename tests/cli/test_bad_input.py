@@ -296,7 +296,7 @@ def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe
     other = shutil.copytree(tiny_corpus, recipe.parent / "other")
     (other / "tokenizer.model").write_bytes(b"another tokenizer")
     outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
-    check_is_one_line(outcome, "has the tokenizer", "restore the original tokenizer")
+    check_is_one_line(outcome, "has another tokenizer", "restore its files")
 
 
 def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:

@@ -269,7 +269,7 @@ def test_an_interruption_has_the_shells_status_and_one_line(
     assert capsys.readouterr().err == f"{line}\n"
 
 
-@pytest.mark.parametrize("error", [AssertionError("ours"), OSError(errno.EIO, "Input/output error"), RuntimeError()])
+@pytest.mark.parametrize("error", [AssertionError("ours"), OSError(errno.EBADF, "Bad file descriptor"), RuntimeError()])
 def test_our_own_mistakes_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(type(error)):
         fails_with(error, monkeypatch)
