@@ -240,14 +240,12 @@ def test_every_command_that_reads_a_recipe_refuses_what_fit_refuses(
     assert CHOICES[choice] in outcome.err.splitlines()[-1]
 
 
-@pytest.mark.filterwarnings("default:model.gradient_norm:FutureWarning")
 @pytest.mark.parametrize("command", ["plan", "model describe"])
-def test_a_removed_option_is_reported_in_one_line(command: str, genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
+def test_a_removed_option_is_reported(command: str, genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
     text = recipe.read_text(encoding="utf-8").replace("model:\n", "model:\n  gradient_norm: device\n", 1)
     (tmp_path / "old.yaml").write_text(text, encoding="utf-8")
-    outcome = genesis(*command.split(), "--config", str(tmp_path / "old.yaml"))
-    assert outcome.err.count("\n") == 1
-    assert "genesis: warning: model.gradient_norm is ignored: " in outcome.err
+    with pytest.warns(FutureWarning, match="model.gradient_norm is ignored: "):
+        assert genesis(*command.split(), "--config", str(tmp_path / "old.yaml")).status in (0, 1)
 
 
 ALIASES = "model:\n  decoder:\n    dim:\n    - &a0 [1]\n" + "".join(
@@ -354,12 +352,6 @@ def test_what_a_checkpoint_cannot_give_is_refused(genesis: Genesis, recipe: Path
         (("data", "verify", "nowhere"), ("nowhere is not a prepared corpus",)),
         (("data", "prepare", "--nmae", "x"), ("did you mean name?",)),
         (("tokenizer", "train", "--vocab_sizes", "10"), ("did you mean vocab_size?",)),
-        (("tokenizer", "train", "--config", "genesis-10m"), ("--config is a recipe of `genesis fit`",)),
-        (("data", "prepare", "--config", "genesis-10m"), ("--config is a recipe of `genesis fit`",)),
-        (("tokenizer", "train", "--sample-bytes", "5XB"), ("sample_bytes: '5XB' is no size: write it as 5GB",)),
-        (("generate", ".", "--max-new-tokns", "1"), ("did you mean --max_new_tokens?",)),
-        (("fit",), ("`genesis fit` needs a recipe", "--config genesis-10m")),
-        (("fit", "--ckpt-path", "latest", "--trainer.max-steps", "3"), ("`genesis fit` needs a recipe",)),
         (("demo", "--stesp", "50"), ("did you mean --steps?",)),
         (("completion", "basic"), ("basic", "bash")),
     ],
