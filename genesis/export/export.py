@@ -243,6 +243,8 @@ def _write_configs(
     generation: dict[str, Any] = {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0}
     if tokenizer is not None and GENERATION_CONFIG_NAME in tokenizer.files:  # an imported tokenizer has the file
         generation = read_json(staging / GENERATION_CONFIG_NAME)
+        if isinstance(generation.get("eos_token_id"), list) and stops <= set(generation["eos_token_id"]):
+            return
     first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
     ordered = [*first, *sorted(stops.difference(first))]
     if len(ordered) > 1:  # transformers stops at each of them
