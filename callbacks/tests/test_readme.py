@@ -59,16 +59,27 @@ def test_the_example_is_ten_lines_or_so():
     assert len(lines) <= 10
 
 
-@pytest.mark.slow
+FIRST_ROW = ("AsyncProcessCheckpoint", "ResumableLoader", "46 of 46")
+
+
 @pytest.mark.process
-def test_the_experiment_at_its_top_gives_the_figures_that_stand_there(tmp_path):
-    (tmp_path / "experiment.py").write_text(BLOCKS[0], encoding="utf-8")
+@pytest.mark.parametrize(
+    "num_rows",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+)
+def test_the_experiment_at_its_top_gives_the_figures_that_stand_there(tmp_path, num_rows):
+    rows = re.findall(r"^\|.*`(\w+)` \|.*`(\w+)` \| (\d+ of \d+) \|", README, re.MULTILINE)
+    assert (len(rows), rows[0]) == (4, FIRST_ROW)
+    script = BLOCKS[0]
+    if num_rows == 1:
+        for both in ('("AsyncProcessCheckpoint", "ModelCheckpoint")', '("ResumableLoader", "DataLoader")'):
+            assert both in script
+            script = script.replace(both, both.split(",")[0] + ",)")
+    (tmp_path / "experiment.py").write_text(script, encoding="utf-8")
     run = subprocess.run([sys.executable, "experiment.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     printed = re.findall(r"(\w+) and (\w+): (\d+ of \d+) tensors are equal", run.stdout)
-    rows = re.findall(r"^\|.*`(\w+)` \|.*`(\w+)` \| (\d+ of \d+) \|", README, re.MULTILINE)
-    assert len(rows) == 4
-    assert printed == rows
-    assert len(list(tmp_path.glob("*/killed"))) == 4
+    assert sorted(printed) == sorted(rows[:num_rows])
+    assert len(list(tmp_path.glob("*/killed"))) == num_rows
 
 
 OPTIONS = [AsyncProcessCheckpoint, CheckpointVerification, ResumableLoader, TokenCounters, SkipAwareLR]
