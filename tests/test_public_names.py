@@ -23,6 +23,7 @@ PUBLIC_MODULES = (
     "genesis_callbacks.locks",
     "genesis_callbacks.phases",
     "genesis_callbacks.run_directory",
+    "genesis_callbacks.schedule",
     "genesis_callbacks.step_parts",
     "genesis_callbacks.symptoms",
     "genesis_callbacks.testing",

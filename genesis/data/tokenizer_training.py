@@ -1,6 +1,6 @@
 """Trains a tokenizer in a process of its own.
 
-SentencePiece holds the interpreter while it trains, for minutes: its process could neither show progress nor answer
+The library holds the interpreter while it trains, for minutes: its process could neither show progress nor answer
 Ctrl-C.
 """
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from genesis_callbacks.errors import UserError
 
+__all__ = ["Schedule", "Shape", "lr_factor"]
+
 Shape = Literal["cosine", "wsd", "linear", "constant"]
 
 
