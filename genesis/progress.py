@@ -161,6 +161,7 @@ class _Sender:
         print(_MARK + json.dumps({"name": stage.name, "note": stage.note, **numbers}), flush=True)
 
     def end(self, stage: Stage) -> None:
+        self.tick(stage)
         print(_MARK + json.dumps(None), flush=True)
 
 

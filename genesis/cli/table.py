@@ -91,7 +91,7 @@ class Command:
 
 def show_stages() -> AbstractContextManager[None]:
     """Returns a context that shows how far a command's work is; see `genesis.cli.progress.shown`."""
-    context: AbstractContextManager[None] = _find("genesis.cli.progress:shown")()
+    context: AbstractContextManager[None] = importlib.import_module("genesis.cli.progress").shown()
     return context
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -107,8 +108,9 @@ def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedP
     command = [sys.executable, "-P", "-m", module, request]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        stage("starting the proof") as start,
+        ExitStack() as start,
     ):
+        start.enter_context(stage("starting the proof"))
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=prove_environment(), stdin=subprocess.DEVNULL
         )
@@ -117,7 +119,7 @@ def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedP
             assert process.stdout is not None
             with process.stdout, SentStages() as sent:
                 for line in process.stdout:
-                    start.name = "proof"
+                    start.close()  # the process now sends stages of its own
                     if not sent.take(line):
                         lines.append(line)
             process.wait()

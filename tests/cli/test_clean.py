@@ -82,8 +82,8 @@ def test_the_report_tells_what_each_filter_kept(recipe: Path, genesis: Genesis) 
     assert rows["02-exact_duplicates"][:4] == ["9", "1", "8", f"{num_characters:,}"]
     assert rows["web"][:3] == ["10", "8", f"{num_characters:,}"]
     again = genesis("data", "clean", "--config", str(recipe))
-    first, *rest = again.out.splitlines()
-    assert first.startswith("nothing to do: ")
+    rest = [line for line in again.out.splitlines() if not line.startswith("nothing to do: ")]
+    assert len(rest) == len(again.out.splitlines()) - 1
     assert [line for line in outcome.out.splitlines() if not line.startswith("phase ")] == rest
 
 

@@ -124,9 +124,9 @@ def test_a_mistake_is_refused_without_importing_torch_or_lightning(
     [
         (["--schedule.shape", "wds"], "schedule.shape is wds: give one of cosine, wsd, linear, constant, own"),
         (["--model.optimizer.name=adamv"], "model.optimizer.name is adamv: give one of adamw, muon"),
-        (["--data.packing", "bestfit"], "data.packing is bestfit: give one of chunk, best_fit, pad"),
+        (["--data.packing", "bestfit"], "data.packing is 'bestfit': give one of chunk, best_fit, pad or null"),
         (["--data.seq_len", "2k"], "data.seq_len is 2k: give a whole number"),
-        (["--trainer.max_steps", "null"], "trainer.max_steps is null: give a whole number"),
+        (["--data.seq_len", "null"], "data.seq_len is null: give a whole number"),
         (["--checkpoint.save_at_end", "maybe"], "checkpoint.save_at_end is maybe: give true or false"),
         (["--telemetry.hang_seconds", "soon"], "telemetry.hang_seconds is 'soon': give a number or null"),
     ],
