@@ -32,6 +32,11 @@ from genesis.data.sources.binary import find_binary
 from genesis.errors import UserError
 
 
+def _gzip(data: bytes) -> bytes:
+    """Returns compressed data without a time, so that the names of tests are the same in each process."""
+    return gzip.compress(data, mtime=0)
+
+
 def read(path, target_bytes=1 << 20, **options):
     source = SourceOptions("web", (str(path),), **options)
     spans = plan_spans(source, find_files(source), target_bytes)
@@ -194,7 +199,7 @@ def make_arrow(path):
 
 TABLE = pa.table({"text": ["x"]})
 FILES = [
-    (lambda _: gzip.compress(b"text", mtime=0), r"compressed with gzip; name it \.gz"),
+    (lambda _: _gzip(b"text"), r"compressed with gzip; name it \.gz"),
     (lambda _: zstandard.compress(b"text"), r"compressed with Zstandard; name it \.zst"),
     (lambda _: lzma.compress(b"text"), "compressed with xz; decompress it"),
     (lambda _: bz2.compress(b"text"), "compressed with bzip2; decompress it"),
@@ -254,11 +259,11 @@ def test_a_file_is_no_text_from_each_of_its_parts(tmp_path):
     ("name", "data", "message"),
     [
         ("a.txt.gz", zstandard.compress(b"text"), r"is named \.gz, and is compressed with Zstandard; name it \.zst"),
-        ("a.jsonl.zst", gzip.compress(b"text", mtime=0), r"is named \.zst, and is compressed with gzip; name it \.gz"),
+        ("a.jsonl.zst", _gzip(b"text"), r"is named \.zst, and is compressed with gzip; name it \.gz"),
         ("a.jsonl.gz", b'{"text": "x"}', r"is named \.gz, and is not compressed; remove the ending"),
-        ("a.parquet", gzip.compress(b"text", mtime=0), r"is not a complete parquet file .*; it is compressed with gzip"),
+        ("a.parquet", _gzip(b"text"), r"is not a complete parquet file .*; it is compressed with gzip"),
         ("a.parquet", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"is not a complete parquet file .*; it is a PNG image"),
-        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "a parquet file cannot be read while it is compressed as a whole"),
+        ("a.parquet.gz", _gzip(b"PAR1"), "a parquet file cannot be read while it is compressed as a whole"),
     ],
 )
 def test_a_file_that_its_name_describes_wrongly_is_named(tmp_path, name, data, message):
