@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -188,8 +189,11 @@ def test_a_long_log_is_thinned_and_the_page_says_so(run: Path) -> None:
 def test_pictures_are_written_beside_the_page(run: Path) -> None:
     report("mine", "--png", "pictures")
     names = {path.name for path in Path("pictures").iterdir()}
-    assert {"overview.png", "loss.png", "gradient-norm.png", "step-time-0.png", "timeline-0.png"} <= names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in Path("pictures").iterdir())
+    assert {"overview.png", "overview.svg", "loss.png", "gradient-norm.png", "step-time-0.png", "timeline-0.png"} <= names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in Path("pictures").glob("*.png"))
+    overview = Path("pictures/overview.svg").read_text()
+    assert xml.etree.ElementTree.fromstring(overview).tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in overview
 
 
 def test_a_misspelt_run_is_refused_with_the_nearest(run: Path) -> None:
