@@ -363,9 +363,9 @@ def test_the_environment_says_where_and_how_much(monkeypatch, tmp_path):
     monkeypatch.delenv("GENESIS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert CacheOptions.from_environment().directory == tmp_path / "genesis"
-    for value in ("0", "-1", "10 GB"):
+    for value in ("0", "-1", "many"):
         monkeypatch.setenv("GENESIS_CACHE_BYTES", value)
-        with pytest.raises(UserError, match=f"GENESIS_CACHE_BYTES is '{value}'; give a whole number of bytes"):
+        with pytest.raises(UserError, match=f"GENESIS_CACHE_BYTES is '{value}'; give a size above 0, such as 50GB"):
             CacheOptions.from_environment()
 
 

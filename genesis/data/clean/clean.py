@@ -87,9 +87,9 @@ def clean_corpus(
         UserError: The input, the disk or a changed plan prevents the work. Finished tasks are kept.
     """
     _check_executor(options)
-    files = _find_all_files(options, note)
     if options.tokenizer is not None:
-        open_tokenizer(options.tokenizer)
+        open_tokenizer(options.tokenizer)  # a wrong one is refused before the sources are listed
+    files = _find_all_files(options, note)
     try:
         with _locked(options):
             wait_for_workers(options.work / _WORKERS_NAME)
