@@ -79,7 +79,8 @@ def execute(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> Noteb
     notebook = read(name)
     manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{directory}/kernel")
     resources = {"metadata": {"path": directory}}
-    NotebookClient(notebook, km=manager, timeout=DEADLINE_SECONDS, resources=resources).execute()
+    client = NotebookClient(notebook, km=manager, timeout=DEADLINE_SECONDS, resources=resources, coalesce_streams=True)
+    client.execute()
     del manager
     # It leaves sockets open; they go here, where nobody minds.
     gc.collect()

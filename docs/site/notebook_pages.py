@@ -1,9 +1,13 @@
 """Pages of the notebooks, as they are committed: their text, their code, and the outputs of their last run."""
 
 import base64
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def write_notebook_pages(notebooks: Path, out: Path) -> list[str]:
@@ -26,14 +30,16 @@ def _render(cell: dict[str, Any], number: int, stem: str, out: Path) -> list[str
         # A title stands alone, so that the note can follow it.
         return source.split("\n\n", 1) if number == 0 else [source]
     parts = [_fence(source, "python")] if source else []
-    for place, output in enumerate(cell.get("outputs", ())):
-        data = output.get("data", {})
-        if "image/png" in data:
-            picture = out / f"{stem}-{number}-{place}.png"
-            picture.write_bytes(base64.b64decode("".join(data["image/png"])))
-            parts.append(f"![Output of the cell above]({picture.name})")
+    outputs = enumerate(cell.get("outputs", ()))
+    for is_picture, group in itertools.groupby(outputs, lambda pair: "image/png" in pair[1].get("data", {})):
+        if is_picture:
+            for place, output in group:
+                picture = out / f"{stem}-{number}-{place}.png"
+                picture.write_bytes(base64.b64decode("".join(output["data"]["image/png"])))
+                parts.append(f"![Output of the cell above]({picture.name})")
         else:
-            parts.append(_fence("".join(output.get("text") or data.get("text/plain", "")).rstrip(), "text"))
+            texts = ["".join(one.get("text") or one.get("data", {}).get("text/plain", "")) for _, one in group]
+            parts.append(_fence(_COLOURS.sub("", "".join(texts)).rstrip(), "text"))
     return parts
 
 
