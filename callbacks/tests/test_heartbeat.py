@@ -34,6 +34,16 @@ def test_a_heartbeat_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in RunDirectory(tmp_path).heartbeats.iterdir()) == ["rank-0.json", "rank-1.json"]
 
 
+def test_a_heartbeat_of_an_earlier_release_counted_tokens(tmp_path: Path) -> None:
+    write_heartbeat(tmp_path, RECORD)
+    path = RunDirectory(tmp_path).heartbeat_file(1)
+    content = json.loads(path.read_text())
+    del content["unit"]
+    content["tokens_per_second"] = content.pop("units_per_second")
+    path.write_text(json.dumps(content))
+    assert read_heartbeats(tmp_path) == {1: RECORD}
+
+
 def test_a_loss_that_is_not_a_number_is_written(tmp_path: Path) -> None:
     write_heartbeat(tmp_path, replace(RECORD, loss=math.nan))
     loss = read_heartbeats(tmp_path)[1].loss

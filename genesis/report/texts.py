@@ -26,7 +26,7 @@ def write_texts(run: Path, prompts: Sequence[str]) -> list[Sample]:
     options = GenerateOptions(max_new_tokens=_NUM_TOKENS, sampling=SamplingOptions(_TEMPERATURE), seed=0)
     writers, texts = [build_writer(tokenizer) for _ in prompts], list(prompts)
     ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    for token in generate(loaded.decoder, ids, options, frozenset(tokenizer.stop_ids)):
+    for token in generate(loaded.decoder, ids, options, loaded.stop_ids):
         if token.id < tokenizer.vocab_size:  # a model may have more ids, without a text
             texts[token.prompt] += writers[token.prompt].feed(token.id)
         if token.is_last:

@@ -200,7 +200,11 @@ class FitSession:
         # or `latest` after a kill could find a checkpoint of the abandoned future.
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         if last_step < 0 and self._options.on_existing == "refuse" and not self._is_dry:
-            refusal = self.ranks.broadcast(describe_existing(self._directory) if self.ranks.is_first else None)
+            refusal, *_ = self.ranks.attempt_and_gather(
+                "looking for checkpoints",
+                lambda: describe_existing(self._directory) if self.ranks.is_first else None,
+                error_type=CheckpointError,
+            )
             if refusal is not None:
                 self._history.target = before  # this fit is not one of the run
                 raise ExistingCheckpointsError(refusal)

@@ -133,6 +133,8 @@ def _read(path: Path) -> HeartbeatRecord | None:
 
 
 def _decode(content: dict[str, Any]) -> HeartbeatRecord:
+    if "unit" not in content:  # of an earlier release, which counted tokens alone
+        content = {"unit": "tokens", "units_per_second": content["tokens_per_second"], **content}
     loss, speed = content["loss"], content["units_per_second"]
     return HeartbeatRecord(
         rank=read_count(content["rank"]),

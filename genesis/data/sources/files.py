@@ -20,7 +20,7 @@ READING: Final = 2
 """The rules by which files are read: 1 are those of earlier versions, by which a stream that was begun goes on.
 
 Since 2, a byte order mark at the beginning of a text is left out, line breaks of a separator match those of Windows,
-and documents of white space are dropped.
+documents of white space are dropped, and an object of JSON with a key twice and a file that is no text are refused.
 """
 _DIRECTORY_SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".arrow")
 """Suffixes of the files that are taken from a directory if the source gives no suffixes."""

@@ -74,7 +74,8 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0, fields: Sequ
     kind = kind_of(span.file.path, source)
     try:
         if kind not in TABLES:
-            refuse_binary(span.file)
+            if span.reading > 1:
+                refuse_binary(span.file)
             yield from record_entries(source, span, start)
         else:
             yield from row_entries(source, span, start, fields)

@@ -1,5 +1,6 @@
 """Reads the entries of text files, whole or cut at a separator, and of jsonl and json files."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -56,7 +57,8 @@ def _read_record(
     decoded = decode(source, line, position, _place_in_file(span, offset + len(record) - len(line)))
     shown = offset if is_located else 0
     try:
-        fields = load_json(decoded.text)
+        # By the rules 1 the last value of a key counts.
+        fields = load_json(decoded.text) if span.reading > 1 else json.loads(decoded.text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
     if source.chat is not None:

@@ -15,7 +15,6 @@ from genesis.data.stream.lanes import choose_num_lanes, deal_spans
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
-from genesis.tokenizer.open import hash_contents
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _MAX_SPAN_BYTES: Final = 4 << 20
@@ -77,7 +76,7 @@ class Stream:
             "packing": self.recipe.packing,
             "block_tokens": self.recipe.block_tokens,
             "num_lanes": self.num_lanes,
-            "tokenizer": hash_contents(self.tokenizer),
+            "tokenizer": self.tokenizer.hash,
             "max_epochs": self.max_epochs,
             "files": self.file_hashes,
         }

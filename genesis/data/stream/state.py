@@ -8,6 +8,7 @@ from genesis.data.stream.block import Block, Cursor
 from genesis.data.stream.open import Stream
 from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
+from genesis.tokenizer.open import has_hash
 
 STATE_VERSIONS: Final = range(1, READING + 1)
 """The versions that are continued: each is the rules by which its run reads files; others lead to other sequences."""
@@ -100,6 +101,8 @@ def read_states(stream: Stream, written: Mapping[str, Any]) -> LaneStates:
             "continue with the version of genesis that wrote it"
         )
     here = stream.describe()
+    if has_hash(stream.tokenizer, written["tokenizer"]):
+        here["tokenizer"] = written["tokenizer"]
     for key, remedy in _REMEDIES.items():
         if written[key] != here[key]:
             found, wanted = _differing(written[key], here[key])

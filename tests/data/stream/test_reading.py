@@ -1,5 +1,6 @@
 """Streams of text as other systems write it, and streams that were begun by the rules 1 of reading."""
 
+import json
 from hashlib import blake2b
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.usage import measure_usage
 from genesis.errors import UserError
+from genesis.tokenizer.open import hash_contents
 from tests.data.stream.streams import (
     GLOBAL_BATCH,
     count_pairs,
@@ -19,6 +21,7 @@ from tests.data.stream.streams import (
     read_windows,
     rows_of,
 )
+from tests.tokenizer.test_huggingface import smollm
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,40 @@ def test_a_stream_that_was_begun_by_the_earlier_rules_goes_on_by_them(tmp_path, 
             assert rows_of(new.window(later * GLOBAL_BATCH)) == rows_of(old.window(later * GLOBAL_BATCH))
         assert new.state((number + 6) * GLOBAL_BATCH)["version"] == 1
         assert measure_usage(new.stream, new._states)["web"].num_blank_documents == 0
+
+
+def test_by_the_earlier_rules_the_last_value_of_a_key_counts_and_replaced_bytes_stay(tmp_path, tokenizer):
+    (tmp_path / "web").mkdir()
+    texts = make_texts(40, seed=1)
+    lines = (json.dumps({"text": text}).replace("{", '{"text": "first", ') for text in texts)
+    (tmp_path / "web/a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "web/b.txt").write_bytes(b"%PDF-1.7 \xff and so on")
+    source = SourceOptions("web", (str(tmp_path / "web"),), on_undecodable="replace")
+    stream = make_stream({"web": tmp_path / "web"}, tokenizer, sources=(source,), num_lanes=1, max_epochs=1)
+    rows, _ = read_to_the_end(make_windows(stream.read_by(1)))
+    assert count_pairs(rows) == expected_pairs(stream.tokenizer, [*texts, "%PDF-1.7 \ufffd and so on"])
+    with pytest.raises(UserError, match=r"the key 'text' is twice|is a PDF document"):
+        read_to_the_end(make_windows(stream))
+
+
+def test_a_state_names_a_tokenizer_by_what_it_does_or_by_its_bytes(tmp_path):
+    directory = smollm(tmp_path)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.txt").write_text("one two three " * 50)
+
+    def make_small():
+        return make_windows(make_stream({"web": tmp_path / "web"}, directory, num_lanes=1))
+
+    before = make_small()
+    state = before.state(0)
+    bytes_before = hash_contents(before.stream.tokenizer)
+    before.load_state({**state, "tokenizer": bytes_before}, 0)  # as earlier versions wrote it
+    config = directory / "tokenizer_config.json"
+    config.write_text(config.read_text() + "\n")
+    after = make_small()
+    after.load_state(state, 0)
+    with pytest.raises(UserError, match="has tokenizer"):
+        after.load_state({**state, "tokenizer": bytes_before}, 0)
 
 
 def test_a_state_of_a_later_version_is_refused(tmp_path, tokenizer):
