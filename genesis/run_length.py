@@ -7,9 +7,10 @@ rate, which is also that of adapters unless they get their own on the command li
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
-import yaml
+from genesis.errors import UserError
+from genesis.recipe_yaml import load_yaml
 
 MAX_STEPS: Final = "trainer.max_steps"
 _NO_NUMBER: Final = {"-1", "null", "None", "~", ""}
@@ -89,8 +90,8 @@ def _read_option(name: str, text: str) -> Iterator[tuple[str, str]]:
         yield found[0], text
     elif text.startswith("{"):
         try:
-            section: Any = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError):
+            section = load_yaml(text, f"--{name}")
+        except UserError:
             return  # the parser of the options refuses it
         for key, value in section.items() if isinstance(section, dict) else ():
             if f"{name}.{key}" in OPTIONS:

@@ -15,7 +15,7 @@ from genesis.data.training_data import TrainingData
 from genesis.errors import UserError
 from genesis.generate.load import find_learned_template
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import read_manifest
+from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 from genesis_callbacks.files import replace_file
 
 _OPTION: Final = "data.prompts.template"
@@ -32,13 +32,13 @@ def prepare_chat_template(config: Namespace) -> Path | None:
     Raises:
         UserError: A file of a template cannot be read.
     """
-    wanted = config.get("ckpt_path")
+    wanted, learned = config.get("ckpt_path"), None
     if wanted is None:
         return None
-    continued = None
-    with suppress(UserError):  # a checkpoint that cannot be used is refused before training, with its remedy
+    # A checkpoint that cannot be used is refused before training, with its remedy.
+    with suppress(UserError, CheckpointError, OSError):
         continued = find_continued(read_reference(wanted, run_dir=Path(config["run_dir"])))
-    learned = None if continued is None else find_learned_template(continued, read_manifest(continued))
+        learned = None if continued is None else find_learned_template(continued, read_manifest(continued))
     if learned is not None and config.get("data.prompts") is not None:
         given = config.get(_OPTION)
         line = describe_other_template(None if given is None else Path(given), learned)

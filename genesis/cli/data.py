@@ -44,15 +44,15 @@ documents is held out for validation. The command may be killed at any time: the
 result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
 
 _PLAN_DESCRIPTION = """Plans a packing: which documents go into which sequence. The shards are not changed.
-best_fit keeps documents whole where they fit, pad puts one document into each sequence; chunk, the default of training,
-needs no plan. Training finds the plan by data.packing and data.seq_len.
+best_fit keeps documents whole where they fit, pad puts one document into each sequence; chunk, the default for
+text, needs no plan. Training finds the plan by data.packing and data.seq_len, and makes that of conversations itself.
 Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
 _INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
 Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors. A sample of pairs is one pair.
 With --seq_len it reports the effect of each packing: labels is the share of positions with a label (the others are
-padding, or tokens that are only read), truncated the share
-of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
+padding, or tokens that are only read), truncated the share of labels whose document's beginning is cut off, dropped the
+number of labels that no sequence contains.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
 _VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus, and compares its size and hash with the manifest.

@@ -265,8 +265,8 @@ class GenesisCLI(LightningCLI):
         resolve_trainer(config["trainer"], reference)
         own = place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
-        continued = read_continued(reference, Path(own), config["checkpoint.restore"])
-        keep_choices(config, continued)
+        self._continued = read_continued(reference, Path(own), config["checkpoint.restore"])
+        keep_choices(config, self._continued)
         self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
         self._learned = prepare_chat_template(config)
         if reference is None:
@@ -375,9 +375,7 @@ class GenesisCLI(LightningCLI):
         objective = self.model.objective
         if self.subcommand != "fit" or not isinstance(objective, Distillation):
             return {}
-        restore = self._get(self.config, "checkpoint.restore")
-        continued = read_continued(self._reference, self.checkpoint.directory.parent, restore)
-        recorded = {} if continued is None else continued.identity
+        recorded = {} if self._continued is None else self._continued.identity
         identity = start_distillation(objective, self.datamodule.training, self._find_tokenizer(), recorded)
         options = self.config_dump["model"]["objective"]["init_args"]
         options["teacher"], options["cache"] = objective.teacher, objective.cache

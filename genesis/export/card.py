@@ -18,6 +18,7 @@ from genesis.export.tensors import Source
 from genesis.huggingface.directory import read_json
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
+from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ def write_card(
         "## Data\n" + _describe_data(last),
         "## Identity\n" + _table(("what", "value"), sorted(identity.items())),
         "## Versions at the save\n" + _table(("package", "version"), sorted(manifest.versions.items())),
-        f"## Recipe\n```yaml\n{yaml.safe_dump(hide_paths(manifest.recipe), sort_keys=False)}```",
+        f"## Recipe\n```yaml\n{dump_yaml(hide_paths(manifest.recipe))}```",
     ]
     return _write_head(layout, name, findings) + "\n\n".join(sections) + "\n"
 

@@ -12,6 +12,7 @@ from genesis.report.collect import Run
 from genesis.report.history import find_attempts
 from genesis.report.memory import read_run_recipe
 from genesis.run_directory import RunDirectory
+from genesis.supervise.goodput import format_seconds
 from genesis_callbacks.errors import printable
 from genesis_callbacks.run_directory import MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.symptoms import summarize_series
@@ -45,7 +46,7 @@ def plan_tiles(run: Run) -> list[Tile]:
         _loss(run, "Held-out loss", "validation/loss"),
         _loss(run, "Training loss", "train/loss"),
         Tile("Tokens per second", "" if speed is None else f"{speed:,.0f}", "" if mfu is None else f"MFU {mfu:.1%}"),
-        Tile("Training time", format_duration(seconds)),
+        Tile("Training time", format_seconds(seconds) if seconds >= 1 else ""),
         Tile("Parameters", _count_parameters(run), run.summary.recipe),
         Tile("Device", *_find_device(run)),
         count_interruptions(run),
@@ -61,21 +62,6 @@ def _loss(run: Run, label: str, key: str) -> Tile:
     if key.startswith("validation") and best.value < series.last.value:
         note += f"; best {best.value:.4f} at {best.step:,.0f}"
     return Tile(label, f"{series.last.value:.4f}", note)
-
-
-def format_duration(seconds: float) -> str:
-    """Returns a duration of two units at most; empty for none.
-
-    Example:
-        >>> [format_duration(seconds) for seconds in (0, 42.4, 305, 7260, 100_000)]
-        ['', '42 s', '5 min 5 s', '2 h 1 min', '27 h 46 min']
-    """
-    whole = round(seconds)
-    if whole < 1:
-        return ""
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _count_parameters(run: Run) -> str:

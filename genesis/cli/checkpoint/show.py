@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
@@ -25,6 +24,7 @@ from genesis.cli.checkpoint.shared import (
 )
 from genesis.data.usage import DataUsage, read_data_usage
 from genesis.errors import printable
+from genesis.recipe_yaml import dump_yaml
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
@@ -99,7 +99,7 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, usage: Map
     identity = {name: str(value) for name, value in manifest.identity.items()}
     console.print(build_table(None, ("", ""), {**identity, **versions}.items()))
     console.rule("recipe", align="left")
-    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "not recorded"
+    recipe = dump_yaml(dict(manifest.recipe)).rstrip() if manifest.recipe else "not recorded"
     console.print(Text(recipe))
 
 
