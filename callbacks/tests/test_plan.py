@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from genesis_callbacks.checkpoint.errors import CorruptCheckpointError
-from genesis_callbacks.checkpoint.plan import PartsCache, blocks_overlap, check_tiling
+from genesis_callbacks.checkpoint.plan import PartsCache
+from genesis_callbacks.checkpoint.tiling import blocks_overlap, check_tiling
 
 SHAPE = (6, 4)
 

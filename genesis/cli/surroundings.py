@@ -43,13 +43,14 @@ def prepare_process() -> None:
         sys.stdin.reconfigure(encoding="utf-8" if encoding == "ascii" else encoding, errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            # A launcher may have put a pipe in the place of a file: the stream takes the change, but finds no position.
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     if not any(os.environ.get(name) for name in _USER_NAMES) and _find_account() is None:
         os.environ["USER"] = f"user-{os.getuid()}"
     if "HOME" not in os.environ and _find_account() is None:
-        with contextlib.suppress(
-            OSError
-        ):  # no place for temporary files either, which the command reports if it matters
+        # There may be no place for temporary files either, which the command reports if it matters.
+        with contextlib.suppress(OSError):
             os.environ["HOME"] = str(_make_home())
 
 

@@ -40,6 +40,18 @@ def test_an_output_that_is_not_utf8_shows_what_it_lacks_by_numbers(
     assert shown in done.stdout + done.stderr
 
 
+def test_a_stream_whose_file_has_become_a_pipe_is_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    with (tmp_path / "log").open("w", encoding="ascii") as stream:
+        os.dup2(writer, stream.fileno())  # as the launcher of a supervisor does whose output is a file
+        monkeypatch.setattr(sys, "stdout", stream)
+        prepare_process()
+        print(NAME, flush=True)
+    assert os.read(reader, 99) == b"\\xfcber\n"
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Makes this process one of a user without a name and a home; returns the place for temporary files."""
