@@ -59,7 +59,7 @@ class CsvFile:
 
     def iter_batches(self, batch_size: int, row_groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
         """Yields the rows, at most `batch_size` at a time."""
-        assert list(row_groups) == [0]
+        assert row_groups == [0]
         types = {column.name: column.type for column in self.schema_arrow}
         with self._open(types, _LARGEST_ROW_BYTES) as reader:
             for batch in reader:
