@@ -77,12 +77,19 @@ def resolve_recipes(arguments: Sequence[str]) -> list[str]:
 
 def _resolve(value: str) -> str:
     """Returns the file that the value of --config stands for; the value itself where it is no name of a file."""
-    if not value.strip() or value.startswith("-") or ":" in value or "\n" in value or Path(value).exists():
+    if not value.strip() or value.startswith("-") or ":" in value or "\n" in value:
         return value
+    path = Path(value)
+    if path.exists() and not path.is_dir():
+        return value
+    # A directory is not taken: the recipe tokenizers/genesis-10m writes a directory of that name.
     recipe = find_recipe(value)
-    if recipe is None:
-        raise UserError(f"--config {value}: no such file, and no recipe of Genesis{_hint(value)}")
-    return str(recipe)
+    if recipe is not None:
+        return str(recipe)
+    if (path / "config.yaml").is_file():
+        raise UserError(f"--config {value} is a directory; its recipe is {path / 'config.yaml'}")
+    problem = "a directory, not a file" if path.is_dir() else "no such file"
+    raise UserError(f"--config {value}: {problem}, and no recipe of Genesis{_hint(value)}")
 
 
 def _hint(wanted: str) -> str:

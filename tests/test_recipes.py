@@ -37,7 +37,19 @@ def test_a_file_is_taken_before_a_copy_and_a_copy_before_the_recipe_of_genesis(h
     assert resolve_recipes(["--config", "genesis-10m"]) == ["--config", "genesis-10m"]
 
 
-@pytest.mark.parametrize("value", ["{data: {seq_len: 8}}", "data: {}", "/dev/null", "--trainer.max_steps", "", "."])
+def test_a_directory_is_not_taken_for_a_recipe(here: Path) -> None:
+    """The recipe corpora/genesis-10m writes the directory corpora/genesis-10m: its command can be given again."""
+    (here / "corpora/genesis-10m").mkdir(parents=True)
+    recipe = REPOSITORY / "configs/corpora/genesis-10m.yaml"
+    assert resolve_recipes(["--config", "corpora/genesis-10m"]) == ["--config", str(recipe)]
+    with pytest.raises(UserError, match=r"^--config \.: a directory, not a file, and no recipe of Genesis"):
+        resolve_recipes(["--config", "."])
+    (here / "config.yaml").touch()
+    with pytest.raises(UserError, match=r"^--config \. is a directory; its recipe is config\.yaml$"):
+        resolve_recipes(["--config", "."])
+
+
+@pytest.mark.parametrize("value", ["{data: {seq_len: 8}}", "data: {}", "/dev/null", "--trainer.max_steps", ""])
 def test_what_is_no_name_stays_as_it_is(value: str) -> None:
     assert resolve_recipes(["--config", value]) == ["--config", value]
 

@@ -9,11 +9,12 @@ from dataclasses import MISSING, fields
 from textwrap import fill
 from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
 from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
@@ -39,7 +40,7 @@ then check only these documents; others pass.
 _MANY_REASONS = 4
 
 
-class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+class _HelpFormatter(PlainHelp, RawDescriptionHelpFormatter):
     """Keeps the line breaks of the description."""
 
 
