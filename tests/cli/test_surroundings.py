@@ -137,7 +137,7 @@ def test_a_plain_word_has_one_type_in_every_reader_and_after_it_was_written(word
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--trainer.max_steps", "12:30:45", "trainer.max_steps is 12:30:45: give a whole number"),
+        ("--trainer.max_steps", "12:30:45", "trainer.max_steps is '12:30:45': give a whole number or null"),
         ("--trainer.enable_progress_bar", "no", "trainer.enable_progress_bar is 'no': give true or false"),
         ("--data.seq_len", "1_6", "data.seq_len is 1_6: give a whole number"),
     ],
