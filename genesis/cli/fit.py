@@ -31,6 +31,7 @@ from genesis.cli.distillation import start_distillation
 from genesis.cli.fit_checks import (
     SECTIONS,
     check_length,
+    check_same_model,
     check_trainer,
     explain_devices,
     is_reward_code_allowed,
@@ -358,6 +359,7 @@ class GenesisCLI(LightningCLI):
         restored = None if self._reference is None else read_recipe(self._reference)
         self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
         if self.subcommand == "validate" and restored is not None:
+            check_same_model(self.config_dump, restored)
             report_other_choices(self.config_dump, restored)
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO

@@ -15,6 +15,8 @@ from genesis.huggingface.shape import find_family
 from genesis.model.decoder import DecoderConfig
 from genesis.run_directory import RunDirectory
 from genesis.train.csv_log import CSVLog
+from genesis.train.recipe_policy import RECIPE_POLICY, unify_recipe
+from genesis_callbacks.checkpoint.drift import compare_mappings
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""
@@ -81,6 +83,31 @@ def report_other_choices(recipe: Mapping[str, Any], restored: Mapping[str, Any])
                 f"validates with model.{key} {json.dumps(model[key])}; the checkpoint was trained with "
                 f"{json.dumps(trained[key])}: give --model.{key} to validate with that"
             )
+
+
+def check_same_model(recipe: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+    """Refuses to validate a checkpoint with another model than the trained one. Of the shape, only dropout may differ.
+
+    Args:
+        recipe: The recipe of the validation, resolved.
+        restored: The recipe in the checkpoint.
+
+    Raises:
+        UserError: A key of `model.decoder` differs: the weights would not fit, or would compute another function.
+    """
+    now, before = (unify_recipe(each).get("model") for each in (recipe, restored))
+    if not isinstance(now, Mapping) or not isinstance(before, Mapping) or "decoder" not in before:
+        return
+    found = [
+        f"{key} is {value!r} and was {was!r}"
+        for key, was, value in compare_mappings(before["decoder"], now["decoder"], "model.decoder")
+        if RECIPE_POLICY.kind_of(key) == "never"
+    ]
+    if found:
+        raise UserError(
+            f"the checkpoint was trained with another model: {', '.join(found)}; validate with the options of the "
+            "training, which are in the run's config.yaml: --config RUN/config.yaml"
+        )
 
 
 def report_export(config: DecoderConfig) -> None:

@@ -13,10 +13,11 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from genesis.checkpoint_reference import Reference, read_reference
 from genesis.cli import fit_checks
-from genesis.cli.fit_checks import report_other_choices
+from genesis.cli.fit_checks import check_same_model, report_other_choices
 from genesis.cli.supervise_recipe import read_recipe as read_facts_of
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
 from genesis.determinism import UNREPEATABLE
+from genesis.errors import UserError
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN
@@ -38,6 +39,15 @@ def test_a_validation_says_which_choices_of_the_training_it_does_not_follow(monk
         'validates with model.attention "mask"',
     ]
     assert '{"include": ["*"], "exclude": []}: give --model.float8 to validate with that' in lines[0]
+
+
+def test_a_validation_refuses_another_model_than_the_trained_one() -> None:
+    """Other layers were a traceback, and another rope_theta, which fits the weights, a loss of another function."""
+    trained = {"model": {"decoder": {"num_layers": 2, "rope_theta": 10000.0, "dropout": 0.1}}}
+    check_same_model({"model": {"decoder": {"num_layers": 2, "rope_theta": 10000.0, "dropout": 0.0}}}, trained)
+    check_same_model(trained, {"model": {}})
+    with pytest.raises(UserError, match=r"another model: model\.decoder\.rope_theta is 100\.0 and was 10000\.0; "):
+        check_same_model({"model": {"decoder": {"num_layers": 2, "rope_theta": 100.0}}}, trained)
 
 
 @pytest.fixture
