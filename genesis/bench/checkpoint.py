@@ -235,7 +235,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options.modes = options.modes or name_default_modes(options.ranks)
     for name, least in (("pairs", 1), ("every_n_steps", 2), ("ranks", 1), ("micro_batches", 1), ("threads", 1)):
         if getattr(options, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least {least}")
+            raise UserError(f"--{name} is {getattr(options, name)}: it must be at least {least}")
     if options.adapter_rank is not None and options.adapter_rank < 1:
         raise UserError(f"--adapter_rank is {options.adapter_rank}: it must be at least 1")
     _check_device(options)

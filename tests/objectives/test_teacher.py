@@ -53,6 +53,9 @@ def test_a_teacher_with_another_id_or_without_its_files_is_refused(tmp_path: Pat
         vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
         (files / "tokenizer.json").write_text(json.dumps(content))
     else:
+        content = json.loads((files / "tokenizer.json").read_text())
+        content["added_tokens"] = content.get("added_tokens", [])[:-1]
+        (files / "tokenizer.json").write_text(json.dumps(content))
         (run / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="give a teacher with the student's tokenizer") as refused:
         find_teacher(run).check_tokenizer(open_tokenizer(files).hash, "the corpus", files)

@@ -106,7 +106,7 @@ def test_a_rank_whose_launcher_was_gone_before_it_came_up_says_so_and_ends() -> 
     gone.wait()
     environment = {**os.environ, LAUNCHER_NAME: str(gone.pid), NONCE_NAME: "n", "LOCAL_RANK": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "genesis", "fit", "--config", "none.yaml"],
+        [sys.executable, "-m", "genesis", "fit", "--config", "genesis-10m"],
         env=environment,
         capture_output=True,
         text=True,

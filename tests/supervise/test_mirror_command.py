@@ -122,7 +122,7 @@ def digest(run: Path) -> dict[str, int]:
     ("arguments", "message"),
     [
         (["run"], "give the run's directory before the mirror"),
-        (["run", "mirror", "--bandwidth", "fast"], "is not a rate"),
+        (["run", "mirror", "--bandwidth", "fast"], "is no size: write it as 5GB"),
         (["run", "mirror", "--keep_last", "0"], "keep_last is 0"),
         (["mirror", "--verify"], "holds no mirrored checkpoint"),
         (["run", "nosuch://place"], "nosuch://place cannot be read"),
@@ -200,4 +200,4 @@ def test_a_supervised_recipe_that_does_not_exist_is_one_line(tmp_path: Path, cap
     assert main(["supervise", "--", "fit", "--config", str(tmp_path / "nowhere.yaml")]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "no such recipe" in err
+    assert "no such file, and no recipe of Genesis" in err
