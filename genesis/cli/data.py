@@ -122,10 +122,17 @@ def prepare_main(argv: list[str]) -> int:
     elif num_held_out and num_held_out < FEW_HELD_OUT:
         console.print(
             f"Only {num_held_out} of the documents {'is' if num_held_out == 1 else 'are'} held out for validation: "
-            "the loss of so few is little evidence. Give a larger validation_fraction, such as 0.05.",
+            f"the loss of so few is little evidence. {_advise_held_out(manifest, options.validation_fraction)}.",
             highlight=False,
         )
     return 0
+
+
+def _advise_held_out(manifest: CorpusManifest, fraction: float) -> str:
+    """Returns what to do if few documents are held out: a larger share that is enough, or more documents."""
+    num_documents = sum(source.num_documents for source in (*manifest.train, *manifest.validation))
+    enough = [share for share in (0.05, 0.1, 0.2) if share > fraction and share * num_documents >= FEW_HELD_OUT]
+    return f"Give a larger validation_fraction, such as {enough[0]:g}" if enough else "Give more documents"
 
 
 def _print_packing(console: Console, options: PrepareOptions) -> None:

@@ -26,10 +26,14 @@ def check_trainer(trainer: Namespace) -> None:
     """Refuses options of the Trainer with which a run would fail late, or train wrongly.
 
     Raises:
-        UserError: The limit of the gradient's norm is no limit, or the interval of the log is negative.
+        UserError: The length is 0, the limit of the gradient's norm is no limit, or the interval of the log is
+            negative.
     """
     if trainer.get("max_steps") is None:
         trainer["max_steps"] = -1  # as the recipe of the run has it
+    for name in ("max_steps", "max_epochs"):
+        if trainer.get(name) == 0:
+            raise UserError(f"trainer.{name} is 0, a run that trains nothing: give at least 1, or -1 for no limit")
     limit, every = trainer.get("gradient_clip_val"), trainer.get("log_every_n_steps")
     if limit is not None and not limit >= 0:  # nan is not
         raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")

@@ -150,7 +150,7 @@ def _describe_skipped(rows: SkippedRows) -> str:
 
 def _describe_rows(reason: str, places: Sequence[str]) -> str:
     """Returns the reason at the first place, and the other places."""
-    first, *others = places
+    first, *others = dict.fromkeys(places)  # several objects of an array may be in one line
     file = first.rpartition(", ")[0]
     more = f" (also {', '.join(place.removeprefix(f'{file}, ') for place in others)})" if others else ""
     return f"{_sentence(first, reason)}{more}"

@@ -142,5 +142,5 @@ def describe_held_out(sources: Sequence[TokenSource], seq_len: int) -> Iterator[
     line = f"held out for validation: {num_documents:,} {what if num_documents > 1 else what[:-1]}"
     line += f", {num_cut:,} of them longer than data.seq_len and cut" if num_cut else ""
     if num_documents < FEW_HELD_OUT:
-        line += "; the loss of so few is little evidence: prepare them with a larger validation_fraction, such as 0.05"
+        line += "; the loss of so few is little evidence: prepare more of them"
     yield line

@@ -66,6 +66,28 @@ def test_prepare_prints_which_files_it_reads_and_what_it_drops(tmp_path: Path, f
     assert source.num_tokens == sum(len(tokenizer.encode(text)) + 2 for text in TEXTS)
 
 
+@pytest.mark.parametrize(
+    ("fraction", "advice"),
+    [(0.1, "Give a larger validation_fraction, such as 0.2."), (0.2, "Give more documents.")],
+)
+def test_the_advice_for_few_held_out_documents_is_not_the_share_that_was_given(
+    tmp_path: Path, folder: Path, genesis: Genesis, fraction: float, advice: str
+) -> None:
+    make_tokenizer(tmp_path)
+    if fraction == 0.2:
+        (folder / "array.json").unlink()  # too few are left for any share
+    config = write(
+        *(tmp_path, folder),
+        name="corpus",
+        out=str(tmp_path),
+        tokenizer=str(tmp_path),
+        validation_fraction=fraction,
+        num_workers=1,
+    )
+    outcome = genesis("data", "prepare", "--config", config)
+    assert advice in " ".join(outcome.out.split())
+
+
 def test_training_a_tokenizer_and_cleaning_print_it_too(tmp_path: Path, folder: Path, genesis: Genesis) -> None:
     outcome = genesis(
         "tokenizer", "train", "--config", write(tmp_path, folder, out=str(tmp_path / "t"), vocab_size=310)

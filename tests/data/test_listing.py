@@ -7,6 +7,7 @@ import os
 import pytest
 import zstandard
 
+from genesis.data.row_notes import RefusedRow, explain_refused
 from genesis.data.sources import SourceOptions, find_files, list_source, plan_spans, read_documents, read_entries
 from genesis.errors import UserError
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
@@ -275,3 +276,8 @@ def test_a_remote_table_gives_what_the_local_one_gives(tmp_path, monkeypatch):
         for name, text in (("a.csv.gz", CSV), ("b.JSON", json.dumps(ROWS))):
             store.files["/" + name] = pack(name, text.encode())
             assert read(f"{store.url}/{name}") == TEXTS
+
+
+def test_a_line_with_several_bad_objects_is_named_once():
+    rows = [RefusedRow("a.json, line 1", "is a JSON str", may_skip=True)] * 2
+    assert explain_refused("web", rows, "skip them") == "a.json, line 1 is a JSON str; or skip them"

@@ -263,6 +263,8 @@ def test_a_file_is_no_text_from_each_of_its_parts(tmp_path):
         ("a.jsonl.gz", b'{"text": "x"}', r"is named \.gz, and is not compressed; remove the ending"),
         ("a.parquet", _gzip(b"text"), r"is not a complete parquet file .*; it is compressed with gzip"),
         ("a.parquet", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"is not a complete parquet file .*; it is a PNG image"),
+        ("a.parquet", b"PAR1\x15\x04\x15" + bytes(60), r"complete parquet file [^;]*; correct it, or fetch it again$"),
+        ("a.arrow", b"ARROW1\0\0" + bytes(60), r"complete arrow file [^;]*; correct it, or fetch it again$"),
         ("a.parquet.gz", _gzip(b"PAR1"), "a parquet file cannot be read while it is compressed as a whole"),
     ],
 )

@@ -47,7 +47,8 @@ def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -
         what = find_binary(read_head(file)) if kind in ("parquet", "arrow") else None
         raise UserError(
             f"{file.path} is {'no' if kind in ('csv', 'tsv') else 'not a complete'} {kind} file ({one_line(error)}); "
-            + (f"it is {what}" if what else "correct it, or fetch it again")
+            # A name of its own kind is no remedy: the file begins as it should, and is cut off.
+            + (f"it is {what}" if what and f"format: {kind}" not in what else "correct it, or fetch it again")
         ) from None
     start, num_bytes = 0, 0
     for index, size in enumerate(sizes):
