@@ -5,14 +5,12 @@ sends one real SIGKILL in the middle, and resumes. It validates the last checkpo
 the last checkpoint, plots the loss, writes a report, and lists the paths of the results.
 """
 
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Final
 
 import yaml
-from rich.markup import escape
 
 from genesis.demo.commands import Commands, Kill, StepFailedError, move_aside, step_of
 from genesis.demo.plot import plot_loss, read_curve
@@ -95,9 +93,6 @@ class Demo:
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")
         print_(f"  genesis serve {self.run_dir}   a page with its checkpoints, side by side")
-        longer = f"--trainer.max_steps {2 * self.num_steps} --checkpoint.allow_changed '[trainer.max_steps]'"
-        options = shlex.join(self.recipe_options)
-        print_(f"  genesis fit {options} --ckpt_path latest {escape(longer)}   continue for longer")
         print_("  genesis recipes   larger models, and recipes for your own text")
 
 

@@ -93,7 +93,7 @@ def test_a_stranger_is_not_told_what_lies_where_on_the_machine(own_run):
 
 
 def test_ctrl_c_ends_a_stream_with_the_reason_and_the_process_with_the_shells_status(run):
-    with start(run, "--public", "--max_concurrent", "1") as server:
+    with start(run, "--public", "--max_concurrent", "1", told="genesis: interrupted") as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         asked = {**ASKED, "max_tokens": 250, "stream": True, "n": 1, "seed": 1}
         headers = {"Content-Type": "application/json", "Host": "x.hf.space", "Origin": "https://huggingface.co"}

@@ -74,10 +74,10 @@ def test_the_windows_the_state_and_what_follows_it_are_those_of_the_version_befo
 
 
 def write_as_now(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state with what streams have counted since: documents of white space, by the second rules of reading."""
+    """Returns a state with what streams have counted since: documents of white space."""
     if "stream" in state:
         state["stream"]["version"] = 2
-        lanes = [usage for lane in state["stream"]["lanes"] for usage in lane.values()]
+        lanes = [usage for lane in state["stream"]["lanes"].values() for usage in lane.values()]
         for usage in (*lanes, *state["usage_of_lanes"].values()):
             usage["num_blank_documents"] = 0
     return state
