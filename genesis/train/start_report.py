@@ -20,6 +20,7 @@ from genesis_callbacks.schedule import lr_factor
 _CLOSE_SHARE: Final = 0.1
 """By how much a length in tokens may differ from the run's before it is worth a line: documents have no first label."""
 _MANY_SOURCES: Final = 6
+_WARMUP_SHARE: Final = 0.05
 
 
 class StartReport(pl.Callback):
@@ -93,10 +94,12 @@ def describe_schedule(callback: SkipAwareLR, data: TrainingData, max_steps: int)
         return []
     last = lr_factor(end - 1, schedule)
     about = "about " if clock == "tokens" else ""
+    # A warm-up that was meant for a longer run would not fit into the shorter schedule.
+    warmup = f" and --schedule.warmup_share {_WARMUP_SHARE}" if 2 * schedule.warmup > end else ""
     return [
         f"the schedule does not end with the run: it has {schedule.total:,} {clock}, the run {about}{end:,}; its last "
         f"learning rate is {last:.0%} of the peak; to end both together, give --schedule.total_{clock} "
-        f"{'null' if clock == 'updates' else end}"
+        f"{'null' if clock == 'updates' else end}{warmup}"
     ]
 
 

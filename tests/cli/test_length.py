@@ -123,7 +123,7 @@ def test_a_length_on_the_command_line_is_that_of_the_run_and_of_its_rate(
         (
             EARLIER,
             ("--trainer.max_steps", "5"),
-            "the schedule does not end with the run: it has 1,000 updates, the run 5;",
+            "to end both together, give --schedule.total_updates null and --schedule.warmup_share 0.05",
         ),
         (EARLIER, ("--data.max_epochs", "{chat: 2}"), "data.max_epochs ends the data after"),
         (EARLIER, ("--data.num_epochs", "2"), "a warm-up of 50 and a decay of 0 do not fit into a run of"),
