@@ -86,7 +86,7 @@ def describe(parser: ArgumentParser) -> dict[str, Any]:
     return {
         "options": options,
         "groups": sorted(groups),
-        "types": {name: " | ".join(kinds[name]) for name in options if kinds.get(name)},
+        "types": {name: " | ".join(sorted(kinds[name])) for name in options if kinds.get(name)},
     }
 
 
