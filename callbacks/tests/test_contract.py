@@ -233,7 +233,10 @@ class Stateful(Callback):
 
 def fit_with_unknown_state(root):
     trainer = build_trainer(root, 3, AsyncProcessCheckpoint(run_dir=root), Stateful(), Advance())
-    with pytest.raises(CheckpointError, match=r"state\.0\.trainer\.callbacks\.Stateful\.handle: a builtins\.object"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot save state\.0\.trainer\.callbacks\.Stateful\.handle \(of type builtins\.object\)",
+    ):
         trainer.fit(TwoNets(), PositionData())
     return trainer.global_step
 
