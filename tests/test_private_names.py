@@ -18,7 +18,7 @@ from .private_names import ONLY_IN, ONLY_WITH_NCCL, TESTED, TEXTS, USED, find_us
 
 REPOSITORY = Path(__file__).parent.parent
 OWN = (genesis.__name__, genesis_callbacks.__name__)
-OVERRIDDEN = {"_configure_launcher", "_setup_model", "_parse_ckpt_path", "_loglikelihood_tokens"}
+OVERRIDDEN = {"_configure_launcher", "_get_type_str", "_setup_model", "_parse_ckpt_path", "_loglikelihood_tokens"}
 """Names that no line reads: methods of ours that replace those of a base."""
 HIDDEN = {"_parameters", "_buffers"}
 """Names of torch that `_state_dicts.py` also has for itself, so that the search does not find them."""

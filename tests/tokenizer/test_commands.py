@@ -61,7 +61,7 @@ def test_an_existing_tokenizer_is_not_replaced_unasked(name, config, tmp_path, c
 def test_an_interrupted_training_of_a_tokenizer_ends_at_once_and_leaves_nothing(tmp_path):
     """SentencePiece does not return to Python while it trains."""
     chooser = random.Random(0)
-    words = ("".join(chooser.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(200_000))
+    words = ("".join(chooser.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(1_500_000))
     (tmp_path / "text.txt").write_text(" ".join(words))
     source = json.dumps([{"name": "text", "paths": [str(tmp_path / "text.txt")]}])
     arguments = ("tokenizer", "train", "--sources", source, "--out", tmp_path / "new", "--vocab_size", "30000")

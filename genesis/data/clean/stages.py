@@ -50,7 +50,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
     def __init__(self, label: str, account: Account) -> None:
         self.name = label
         super().__init__()
-        self._account = account
+        self.account = account
         self._examples: list[Example] = []
         self._num_by_reason: Counter[str] = Counter()
 
@@ -66,7 +66,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
         """Counts a dropped document; keeps the first of each reason as examples, without the metadata keys `known`."""
         self.stat_update(f"dropped.{reason}")
         self._num_by_reason[reason] += 1
-        if self._num_by_reason[reason] <= self._account.num_examples:
+        if self._num_by_reason[reason] <= self.account.num_examples:
             notes = {key: value for key, value in document.metadata.items() if key not in (*known, CONVERSATION)}
             text = document.text[:EXAMPLE_CHARACTERS]
             self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
@@ -74,7 +74,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
     def write_examples(self, rank: int) -> None:
         """Writes the examples of the task `rank`."""
         data = json.dumps([asdict(example) for example in self._examples], ensure_ascii=False).encode()
-        write_durably(self._account.folder / self.name / f"{rank:05d}.json", data)
+        write_durably(self.account.folder / self.name / f"{rank:05d}.json", data)
 
     def _count(self, moment: str, document: Document) -> None:
         self.stat_update(f"documents_{moment}")
@@ -126,7 +126,7 @@ class FilterStage(Stage):
     def _take_new_text(self, document: Document) -> tuple[bool, str]:
         if not document.text:
             return False, "nothing_left"
-        num_tokens = self._account.counter.count(document.text)
+        num_tokens = self.account.counter.count(document.text)
         if num_tokens is not None:
             document.metadata[NUM_TOKENS] = num_tokens
         return True, ""
