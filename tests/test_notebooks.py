@@ -81,7 +81,7 @@ def execute(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> Noteb
     resources = {"metadata": {"path": directory}}
     client = NotebookClient(notebook, km=manager, timeout=DEADLINE_SECONDS, resources=resources, coalesce_streams=True)
     client.execute()
-    del manager
+    del manager, client
     # It leaves sockets open; they go here, where nobody minds.
     gc.collect()
     return notebook
