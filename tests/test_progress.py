@@ -1,4 +1,4 @@
-"""Stages: what a command's work tells a display, in this process and from another one."""
+"""Stages of a command's work reach a display, in this process and from another one."""
 
 import contextlib
 import subprocess
@@ -21,7 +21,7 @@ print("the result")
 
 
 class Recorder:
-    """Keeps what it is told."""
+    """Keeps the calls that it gets."""
 
     tick_seconds = 0.001
 

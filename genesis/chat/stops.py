@@ -27,7 +27,7 @@ class _Probe(NamedTuple):
 _SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
 _USER: Final[Message] = {"role": "user", "content": "What is bright?"}
 _ANSWER: Final[Message] = {"role": "assistant", "content": f"The {_WORD}"}
-_TOOL: Final[dict[str, Any]] = {
+PROBE_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
         "name": "look_up",
@@ -35,6 +35,7 @@ _TOOL: Final[dict[str, Any]] = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
+"""The definition of a tool with which templates are tried."""
 _ANSWERED: Final = (
     _Probe([_USER, _ANSWER]),
     _Probe([_SYSTEM, _USER, _ANSWER]),
@@ -44,7 +45,7 @@ _ANSWERED: Final = (
 
 def _call(arguments: object) -> _Probe:
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
-    return _Probe([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}], [_TOOL])
+    return _Probe([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}], [PROBE_TOOL])
 
 
 _CALLED: Final = (_call({"word": _WORD}), _call(json.dumps({"word": _WORD})))

@@ -8,17 +8,10 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
+from genesis.chat.stops import PROBE_TOOL
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message
 from genesis.errors import UserError
 
-_TOOL: Final[dict[str, Any]] = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks up a word.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-    },
-}
 _CALL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {"name": "look_up", "arguments": {"word": "\u00e9t\u00e9"}},
@@ -42,9 +35,9 @@ _PROBES: Final = (
     _Probe([_USER, _ANSWER]),
     _Probe([_SYSTEM, _USER, _REASONED]),
     _Probe([_USER, {"role": "assistant", "content": "<think>\nA word.\n</think>\n\nA place."}]),
-    _Probe([_USER, _CALLING], [_TOOL]),
-    _Probe([_SYSTEM, _USER, _CALLING, _RESULT, _RESULT, _REASONED], [_TOOL]),
-    _Probe([_SYSTEM, _USER], [_TOOL], {}, has_prompt=True),
+    _Probe([_USER, _CALLING], [PROBE_TOOL]),
+    _Probe([_SYSTEM, _USER, _CALLING, _RESULT, _RESULT, _REASONED], [PROBE_TOOL]),
+    _Probe([_SYSTEM, _USER], [PROBE_TOOL], {}, has_prompt=True),
     _Probe([_USER], None, {"enable_thinking": False}, has_prompt=True),
 )
 

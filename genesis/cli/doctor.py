@@ -27,7 +27,6 @@ _DESCRIPTION: Final = """Examines what a training needs, in three ways:
 Options after -- change the recipe, as options of `genesis fit` do.
 Example: genesis doctor --config configs/genesis-10m.yaml -- --trainer.accelerator cpu
 Exit status: 0 nothing failed, 1 a check failed, 2 invalid arguments or input."""
-_OF_DEVICES: Final = ("--device", "--out", "--parts", "--size", "--patience")
 _FAILED: Final = 1
 
 

@@ -23,7 +23,7 @@ import yaml
 from genesis.demo.commands import Commands, Kill, StepFailedError, move_aside
 from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.demo.plot import read_curve
-from genesis.errors import RunEndedError
+from genesis.errors import RunEndedError, UserError
 from genesis.export.proof import prove_environment
 from genesis.recipes import find_recipe
 from genesis.run_directory import RunDirectory
@@ -47,7 +47,7 @@ class FinetuneDemo:
         self.run_dir = self.result / "run"
         recipe = find_recipe(_RECIPE)
         assert recipe is not None, "it comes with Genesis"
-        self.num_steps: int = yaml.safe_load(recipe.read_text(encoding="utf-8"))["trainer"]["max_steps"]
+        self.num_steps = _read_num_steps(recipe)
         self.fit_options = (
             *("--config", _RECIPE, "--run_dir", str(self.run_dir), "--data.corpus", str(directory / "corpus")),
             *("--model.adapter.base", str(self.base)),
@@ -117,6 +117,18 @@ class FinetuneDemo:
         print_(f"  genesis generate {self.run_dir} --chat   talk to it")
         print_(f"  genesis serve {self.run_dir}   a page, and /v1/chat/completions")
         print_("  docs/tutorials/your-own-assistant.md   the same with your own conversations")
+
+
+def _read_num_steps(recipe: Path) -> int:
+    """Returns the steps of a recipe, between which the demo kills the training.
+
+    Raises:
+        UserError: The recipe gives its length in another way.
+    """
+    number = (yaml.safe_load(recipe.read_text(encoding="utf-8")).get("trainer") or {}).get("max_steps")
+    if type(number) is not int or number < 1:
+        raise UserError(f"{recipe}: trainer.max_steps is {number}: give the number of steps, amid which the demo kills")
+    return number
 
 
 def write_conversations(archive: Path, out: Path, number: int) -> None:

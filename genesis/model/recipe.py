@@ -83,18 +83,22 @@ def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
     Raises:
         UserError: A field is unknown or has an invalid value.
     """
-    model = recipe.get("model") if isinstance(recipe, Mapping) else None
-    content = model.get("adapter") if isinstance(model, Mapping) else None
+    content = _find_part(recipe, "adapter")
     if content is None:
         return None
     config: AdapterConfig = _build(AdapterConfig, content, f"{where}: model.adapter")
     return config
 
 
+def _find_part(recipe: Any, name: str) -> Any:
+    """Returns a part of a recipe's model; None if it has none."""
+    model = recipe.get("model") if isinstance(recipe, Mapping) else None
+    return model.get(name) if isinstance(model, Mapping) else None
+
+
 def read_float8_options(recipe: Any, where: str) -> Float8Options | None:
     """Returns the float8 layers that a recipe asks for; None if it has none. Otherwise as `read_adapter_config`."""
-    model = recipe.get("model") if isinstance(recipe, Mapping) else None
-    content = model.get("float8") if isinstance(model, Mapping) else None
+    content = _find_part(recipe, "float8")
     if content is None:
         return None
     options: Float8Options = _build(Float8Options, content, f"{where}: model.float8")

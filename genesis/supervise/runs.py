@@ -40,7 +40,6 @@ _MAX_LABEL: Final = 60
 _MAX_TIME_SECONDS: Final = 2.5e11  # the year 9892
 _FRESH_SECONDS: Final = 30.0
 """A heartbeat or a supervisor's snapshot of this age is of a process that lives, on whatever machine."""
-_MANIFEST_HEAD_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +48,31 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return options.corpus
 
 
-def fit(
-    genesis: Genesis,
-    caplog: pytest.LogCaptureFixture,
-    corpus: Path,
-    directory: Path,
-    changes: dict[str, Any],
-    *options: str,
-) -> tuple[str, list[dict[str, str]]]:
-    """Returns what a fit prints, and its log."""
-    recipe = build_chat_recipe(corpus, directory / "run", "best_fit", BATCH)
-    del recipe["data"]["packing"]
-    recipe["checkpoint"] |= {"every_n_steps": 10_000}
-    del recipe["trainer"]["val_check_interval"]
-    caplog.clear()
-    done = genesis("fit", "--config", str(write_recipe(directory / "fit.yaml", recipe, changes)), *options)
-    printed = done.err + caplog.text
-    if done.status:
-        return printed, []
-    with (directory / "run/metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["optim/lr_factor"]]
-    return printed, rows
+Fit = Callable[..., tuple[str, list[dict[str, str]]]]
+"""Takes changes of the recipe, options, and `name` of the directory; returns what is printed, and the log."""
+
+
+@pytest.fixture
+def fit(genesis: Genesis, caplog: pytest.LogCaptureFixture, corpus: Path, tmp_path: Path) -> Fit:
+    """Returns a function that trains by a recipe on the corpus."""
+
+    def run(changes: dict[str, Any], *options: str, name: str = ".") -> tuple[str, list[dict[str, str]]]:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        recipe = build_chat_recipe(corpus, directory / "run", "best_fit", BATCH)
+        del recipe["data"]["packing"]
+        recipe["checkpoint"] |= {"every_n_steps": 10_000}
+        del recipe["trainer"]["val_check_interval"]
+        caplog.clear()
+        done = genesis("fit", "--config", str(write_recipe(directory / "fit.yaml", recipe, changes)), *options)
+        printed = done.err + caplog.text
+        if done.status:
+            return printed, []
+        with (directory / "run/metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["optim/lr_factor"]]
+        return printed, rows
+
+    return run
 
 
 def count_sequences(corpus: Path) -> int:
@@ -93,17 +98,11 @@ def count_sequences(corpus: Path) -> int:
     ],
 )
 def test_a_length_on_the_command_line_is_that_of_the_run_and_of_its_rate(
-    genesis: Genesis,
-    caplog: pytest.LogCaptureFixture,
-    corpus: Path,
-    tmp_path: Path,
-    recipe: dict[str, Any],
-    options: tuple[str, ...],
-    num_epochs: int,
+    fit: Fit, corpus: Path, recipe: dict[str, Any], options: tuple[str, ...], num_epochs: int
 ) -> None:
     """Reported as unslothai/unsloth#594, NVIDIA-NeMo/Automodel#3767 (of two lengths the wrong one wins in silence),
     vllm-project/speculators#1104 and ecmwf/anemoi-training#67 (the rate ends with another length)."""
-    printed, rows = fit(genesis, caplog, corpus, tmp_path, recipe, *options)
+    printed, rows = fit(recipe, *options)
     assert rows, printed
     num_sequences = count_sequences(corpus)
     num_steps = num_epochs * num_sequences // BATCH
@@ -140,64 +139,45 @@ def test_a_length_on_the_command_line_is_that_of_the_run_and_of_its_rate(
     ],
 )
 def test_what_the_command_line_cannot_mean_is_one_line(
-    genesis: Genesis,
-    caplog: pytest.LogCaptureFixture,
-    corpus: Path,
-    tmp_path: Path,
-    recipe: dict[str, Any],
-    options: tuple[str, ...],
-    line: str,
+    fit: Fit, recipe: dict[str, Any], options: tuple[str, ...], line: str
 ) -> None:
     """A warm-up that is longer than the run is reported as Morizeyao/GPT2-Chinese#60."""
-    printed, _ = fit(genesis, caplog, corpus, tmp_path, recipe, *options)
+    printed, _ = fit(recipe, *options)
     assert line in printed
 
 
-def test_tokens_are_a_length_of_steps_with_padding(
-    genesis: Genesis, caplog: pytest.LogCaptureFixture, corpus: Path, tmp_path: Path
-) -> None:
-    printed, rows = fit(
-        genesis, caplog, corpus, tmp_path, EARLIER, "--data.num_tokens", str(4 * BATCH * SEQ_LEN - 1), *SHARE
-    )
+def test_tokens_are_a_length_of_steps_with_padding(fit: Fit) -> None:
+    printed, rows = fit(EARLIER, "--data.num_tokens", str(4 * BATCH * SEQ_LEN - 1), *SHARE)
     assert int(rows[-1]["step"]) == 4, printed
 
 
-def test_conversations_are_whole_by_default_and_a_fit_prints_what_is_cut(
-    genesis: Genesis, caplog: pytest.LogCaptureFixture, corpus: Path, tmp_path: Path
-) -> None:
+def test_conversations_are_whole_by_default_and_a_fit_prints_what_is_cut(fit: Fit, tmp_path: Path) -> None:
     """Reported as hiyouga/LlamaFactory#3957, huggingface/trl#5075 and allenai/open-instruct#1876."""
-    printed, _ = fit(genesis, caplog, corpus, tmp_path, IMPORTED, "--trainer.max_steps", "1")
+    printed, _ = fit(IMPORTED, "--trainer.max_steps", "1")
     assert "cut, 0 dropped, 0 without a learned token" in printed
     assert "by best_fit in sequences of 96 tokens: 0 cut" in printed
     assert "packing: best_fit" in (tmp_path / "run/config.yaml").read_text()
-    (tmp_path / "chunk").mkdir()
-    printed, _ = fit(genesis, caplog, corpus, tmp_path / "chunk", IMPORTED, "--data.packing", "chunk")
+    printed, _ = fit(IMPORTED, "--data.packing", "chunk", name="chunk")
     assert "by chunk in sequences of 96 tokens: 0 cut" not in printed
     assert "data.packing best_fit keeps them whole" in printed
     assert "held out for validation" in printed
 
 
-def test_a_run_that_was_cut_evenly_continues_so_without_the_option(
-    genesis: Genesis, caplog: pytest.LogCaptureFixture, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_was_cut_evenly_continues_so_without_the_option(fit: Fit, tmp_path: Path) -> None:
     steps = ("--trainer.max_steps", "2")
-    printed, rows = fit(genesis, caplog, corpus, tmp_path, IMPORTED, "--data.packing", "chunk", *steps)
+    printed, rows = fit(IMPORTED, "--data.packing", "chunk", *steps)
     assert rows, printed
     longer = ("--ckpt_path", "latest", "--trainer.max_steps", "3", "--checkpoint.allow_changed", "[trainer.max_steps]")
-    printed, rows = fit(genesis, caplog, corpus, tmp_path, IMPORTED, *longer)
+    printed, rows = fit(IMPORTED, *longer)
     assert int(rows[-1]["step"]) == 3, printed
     assert "packing: chunk" in (tmp_path / "run/config.resume-1.yaml").read_text()
 
 
 def test_the_progress_line_has_the_loss_of_its_own_step_and_names_learned_tokens(
-    genesis: Genesis,
-    caplog: pytest.LogCaptureFixture,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_LOG_LINE_SECONDS", 0.0)
-    printed, rows = fit(genesis, caplog, corpus, tmp_path, IMPORTED, "--trainer.max_steps", "4")
+    printed, rows = fit(IMPORTED, "--trainer.max_steps", "4")
     shown = dict(re.findall(r"^step (\d+)/4 .* learned tokens .*loss (\d+\.\d+)$", printed, re.MULTILINE))
     assert shown == {row["step"]: f"{float(row['train/loss']):.4f}" for row in rows}
 
