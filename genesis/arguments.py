@@ -93,6 +93,19 @@ def read_text(text: str) -> str:
     return text
 
 
+_NUMBER: Final = re.compile(r"argument (?P<option>.+): invalid (?P<type>int|float) value: (?P<value>'.*')")
+_CHOICE: Final = re.compile(r"argument (?P<option>.+): invalid choice: (?P<value>'.*') \(choose from (?P<choices>.*)\)")
+
+
+def _explain_number(found: re.Match[str]) -> str:
+    kind = "a whole number" if found["type"] == "int" else "a number"
+    return f"{found['option']} is {found['value']}: give {kind}"
+
+
+def _explain_choice(found: re.Match[str]) -> str:
+    return f"{found['option']} is {found['value']}: give one of {found['choices'].replace(chr(39), '')}"
+
+
 class Parser(argparse.ArgumentParser):
     """Raises a UserError where argparse would print and exit; an unknown option comes with the nearest one.
 
@@ -109,6 +122,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: Always.
         """
+        message = _CHOICE.sub(_explain_choice, _NUMBER.sub(_explain_number, message))
         unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
         near = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1) if unknown else []
         raise UserError(f"{self.prog}: {message}{f'; did you mean {near[0]}?' if near else ''} (see --help)")

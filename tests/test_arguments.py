@@ -77,3 +77,20 @@ def test_a_size_is_a_number_with_or_without_a_unit(text: str, num_bytes: int) ->
 def test_what_is_no_size_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="is no size: write it as 5GB, 512MiB or a number of bytes"):
         read_size(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "x"], "--steps is 'x': give a whole number"),
+        (["--rate", "x"], "--rate is 'x': give a number"),
+        (["--kind", "x"], "--kind is 'x': give one of a, b"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_what_to_give(words: list[str], message: str) -> None:
+    parser = Parser(prog="tool")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--kind", choices=["a", "b"])
+    with pytest.raises(UserError, match=message):
+        parser.parse_args(words)

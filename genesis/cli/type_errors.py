@@ -28,6 +28,11 @@ _NESTED: Final = re.compile(
 """A cause in a line that explains more than the types do."""
 _TAIL: Final = re.compile(r"(?<=[^:\s])(?: - Expected an? <class '[^']+'>)+$")
 """The text of jsonargparse about the other types of an option, behind the reason why the first is refused."""
+_ITEM: Final = re.compile(
+    r"Parser key \"(?P<outer>[^\"]+)\": Problem with given class_path '[^']+': "
+    r"(?:Parser key \"(?P<key>[^\"]+)\": |(?=Option '))"
+)
+"""An option within an entry of a list, such as a source's."""
 _WORDS: Final = {
     "NoneType": ("null", "null"),
     "int": ("a whole number", "whole numbers"),
@@ -70,7 +75,7 @@ def explain_types(line: str) -> str:
         >>> explain_types('Parser key "data.seq_len": Expected a <class \\'int\\'>. Got value: many')
         'data.seq_len is many: give a whole number'
     """
-    line = _TAIL.sub("", line)
+    line = _ITEM.sub(_name_item, _TAIL.sub("", line))
     if _NESTED.search(line):
         return line
     return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
@@ -80,6 +85,10 @@ def explain_value(name: str, value: str, types: Sequence[str]) -> str:
     """Returns what `explain_types` returns for an option's value that none of its types takes."""
     kinds = list(types)
     return _explain(name, value or repr(""), kinds) if len(kinds) == 1 else _explain(name, repr(value), kinds)
+
+
+def _name_item(found: re.Match[str]) -> str:
+    return f"{found['outer']}: " if found["key"] is None else f'Parser key "{found["outer"]}.{found["key"]}": '
 
 
 def _explain_one(found: re.Match[str]) -> str:

@@ -113,7 +113,7 @@ def test_a_part_that_the_total_time_cuts_has_not_failed(
         (["--device", "cpu", "--minutes", "0"], "--minutes is 0.0"),
         (["--device", "cpu", "--minutes", "nan"], "--minutes is nan"),
         (["--device", "cpu", "--out", "/no/such/a.json"], "no such directory: /no/such"),
-        (["--size", "huge"], "invalid choice: 'huge'"),
+        (["--size", "huge"], "--size is 'huge': give one of "),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], message: str) -> None:

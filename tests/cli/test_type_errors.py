@@ -44,6 +44,15 @@ _CLASS_TAIL = "Subclass types expect one of: - a class path (str) - a dict with 
             f'Parser key "a": Not a valid subclass of Big {_CLASS_TAIL}',
             "a: give the options of Big, each on a line of its own as 'name: value'",
         ),
+        (
+            'Parser key "sources": Problem with given class_path \'a.B\': Parser key "paths": '
+            "Expected a <class 'tuple'>. Got value: text",
+            "sources.paths is text: give a list",
+        ),
+        (
+            "Parser key \"sources\": Problem with given class_path 'a.B': Option 'pahts' is not accepted",
+            "sources: Option 'pahts' is not accepted",
+        ),
     ],
 )
 def test_a_type_is_written_in_words(line: str, plain: str) -> None:
