@@ -97,7 +97,9 @@ class ForkedCommand:
         for descriptor in (given, out, err, pipe):
             os.close(descriptor)
         self._reports = os.fdopen(reports, "r", encoding="ascii")
-        self.pid = int(self._reports.readline())
+        line = self._reports.readline()
+        assert line, "the forkserver has ended"
+        self.pid = int(line)
 
     def __del__(self) -> None:
         # As for `subprocess.Popen`: nobody need ask for the end of a command, but a command that runs on is a mistake.

@@ -81,6 +81,20 @@ def test_flex_is_proved_by_the_kernel_that_runs(monkeypatch: pytest.MonkeyPatch)
         proof.prove(CPU)
 
 
+def test_the_proof_has_blocks_of_keys_whose_partial_queries_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads a list in another order is right where the list counts up from the block itself."""
+    found = []
+    build = flex.build_blocks
+    monkeypatch.setattr(flex, "build_blocks", lambda first_seen: found.append(build(first_seen)) or found[-1])
+    monkeypatch.setattr(torchs, "_validate_device", lambda *inputs: None)
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "compile_kernel", lambda: flex.attend_blocks)
+    device_proofs.attention_proof("flex").prove(CPU)
+    lists, numbers = found[0].partial_queries[0, 0], found[0].num_partial_queries[0, 0]
+    own = [row[:number].tolist() for row, number in zip(lists, numbers, strict=True)]
+    assert any(row != list(range(block, block + len(row))) for block, row in enumerate(own) if row)
+
+
 def test_where_the_proof_fails_masks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FLASH, "_distrusted", set())
     config = AttentionConfig(num_heads=2, num_kv_heads=2)

@@ -78,6 +78,8 @@ def test_blocks_are_those_that_torch_finds_by_evaluating_every_pair_of_tokens(
         assert other_number is not None
         assert other_indices is not None
         assert number.dtype == indices.dtype == torch.int32
+        assert number.is_contiguous(), name
+        assert indices.is_contiguous(), f"{name}: the kernel reads a list as neighbours in memory"
         assert torch.equal(to_pairs(number, indices), to_pairs(other_number, other_indices)), name
 
 

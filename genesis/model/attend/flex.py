@@ -7,6 +7,7 @@ first and its last token. No pair of tokens is evaluated, and nothing waits for 
 
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -142,10 +143,15 @@ def build_blocks(first_seen: Int32[Tensor, "B S"]) -> KeyBlocks:
     full = torch.zeros_like(seen)
     full[:, : last_seen.shape[1]] = (index * BLOCK_TOKENS >= last_seen) & is_before[: last_seen.shape[1]]
     partial, full = (seen & ~full).unsqueeze(1), full.unsqueeze(1)
-    return KeyBlocks(first_seen, *_list(partial), *_list(full), *_list(partial.mT), *_list(full.mT))
+    lists = (_list(pairs.contiguous()) for pairs in (partial, full, partial.mT, full.mT))
+    return KeyBlocks(first_seen, *chain.from_iterable(lists))
 
 
 def _list(pairs: Bool[Tensor, "B 1 N M"]) -> tuple[Int32[Tensor, "B 1 N"], Int32[Tensor, "B 1 N M"]]:
-    """Returns for each N the number of its M, and their indices in front of those of the others."""
+    """Returns for each N the number of its M, and their indices in front of those of the others.
+
+    Args:
+        pairs: Contiguous, as the lists are then: the kernel reads a list as neighbours in memory, whatever its strides.
+    """
     order = pairs.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
