@@ -114,7 +114,7 @@ $(LOWEST)/installed: pyproject.toml callbacks/pyproject.toml
 # Everything that a borrowed GPU should answer, most important first; the record is written after every part. It installs
 # nothing and needs no network: .venv if there is one, or else the packages of PYTHON.
 DEVICE ?= cuda
-MINUTES ?= 10
+MINUTES ?= 15
 SESSION_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 SESSION_PATH := $(CURDIR):$(CURDIR)/callbacks/src$(if $(filter simulated,$(DEVICE)),:$(CURDIR)/callbacks/tests/simulated/backend)
 gpu-session:

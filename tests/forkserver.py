@@ -169,7 +169,9 @@ def main() -> None:
     """Imports what is slow to import, and serves."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
-        with contextlib.suppress(ModuleNotFoundError):  # of a package that is not installed: a command that needs it says so
+        with contextlib.suppress(
+            ModuleNotFoundError
+        ):  # of a package that is not installed: a command that needs it says so
             importlib.import_module(module)
     if display := sys.modules.get("genesis.cli.progress"):
         display.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench session", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda", help="kind of device (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time for all parts (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="time for all parts (default %(default)s)")
     parser.add_argument(
         "--size", choices=("tiny", "full"), help="shapes; default: full on a device whose memory torch knows, else tiny"
     )

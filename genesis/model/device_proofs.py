@@ -64,8 +64,8 @@ def prove_kernel(name: str, shape: ProvedShape, device: torch.device) -> None:
     drawn = _draw(numbers, num_tokens, shape.head_dim)
     query, key, value, upstream = (part.to(device, shape.dtype).requires_grad_() for part in drawn)
     x = query.detach().flatten(2)
-    # A token, most of the sequence, seven tokens, the rest. The second document sees some blocks of keys whole, and ends
-    # within a block behind them: queries that see a block of keys in part are not neighbours.
+    # A token, most of the sequence, seven tokens, the rest. The second document sees some blocks of keys whole, and
+    # ends within a block behind them: queries that see a block of keys in part are not neighbours.
     last = num_tokens - num_tokens // 8
     ends = torch.tensor([1, last, last + 7])
     document_ids = torch.bucketize(torch.arange(num_tokens), ends, right=True).to(device, torch.int32)[None]

@@ -5,6 +5,7 @@ torch.compile cannot look into; two operators, for the forward and the backward,
 blocks.
 """
 
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -97,12 +98,23 @@ def _options(query: Tensor, offsets: Tensor, max_tokens: int, window: int | None
     }
 
 
+@cache
+def _silence_compiler() -> None:
+    """Hides warnings of the package's compiler about the package's own code, when it compiles a kernel."""
+    warnings.filterwarnings("ignore", module=r"cutlass\.")
+
+
+def _load_kernels() -> Any:
+    _silence_compiler()
+    return import_module(_MODULE)
+
+
 @torch.library.custom_op("genesis::fa4", mutates_args=())
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, max_tokens: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the result [T, H, E], and the logarithms of the sums of the softmax [H, T]."""
-    kernels: Any = import_module(_MODULE)
+    kernels = _load_kernels()
     options = _options(query, offsets, max_tokens, window)
     out, sums, *_ = kernels._flash_attn_fwd(query, key, value, return_lse=True, **options)
     return out, sums
@@ -126,7 +138,7 @@ def _run_backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
-    kernels: Any = import_module(_MODULE)
+    kernels = _load_kernels()
     is_repeatable = torch.are_deterministic_algorithms_enabled()
     options = _options(query, offsets, max_tokens, window)
     found = kernels._flash_attn_bwd(query, key, value, out, grad, sums, deterministic=is_repeatable, **options)
