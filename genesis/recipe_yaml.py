@@ -29,6 +29,9 @@ _TYPES: Final = {
     "merge": (r"<<", "<"),
 }
 """What a plain word is: the pattern of the whole word, and the characters with which it begins."""
+_CLASS_PATH: Final = "class_path"
+_TAKES_BARE_PATH: Final = re.compile(r"trainer\.[^.]+|model\.objective")
+"""The options that also take the path of a class as a text."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -122,3 +125,38 @@ def _count_values(node: yaml.Node, num_values: dict[int, int]) -> int:
         total += sum(_count_values(each, num_values) for each in node.value)
     num_values[id(node)] = total
     return total
+
+
+def find_imports(text: str) -> list[str]:
+    """Returns the import paths that a recipe names, as far as they can be seen without its options' types.
+
+    Args:
+        text: YAML, or JSON; a text that is neither names none, and no command takes it for a recipe.
+    """
+    try:
+        root = yaml.compose(text, RecipeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return []
+    return [] if root is None else list_imports(root)
+
+
+def list_imports(root: yaml.Node) -> list[str]:
+    """Returns what `find_imports` returns for the nodes of a document."""
+    found: list[str] = []
+    waiting, seen = [("", root)], set[int]()
+    while waiting:
+        name, node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode):
+            if name.rpartition(".")[2] == _CLASS_PATH or _TAKES_BARE_PATH.fullmatch(name):
+                found.append(node.value)
+        elif id(node) not in seen:  # an anchor may contain itself
+            seen.add(id(node))
+            if isinstance(node, yaml.SequenceNode):
+                waiting += [(name, each) for each in reversed(node.value)]
+            else:
+                waiting += [
+                    (f"{name}.{key.value}".removeprefix(".").removesuffix("+"), value)
+                    for key, value in reversed(node.value)
+                    if isinstance(key, yaml.ScalarNode)
+                ]
+    return found

@@ -16,12 +16,15 @@ from genesis.cli.surroundings import prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
 from genesis.parent import end_with_parent, is_launched
+from genesis.recipe_imports import allowing, split_allowed
 from genesis.recipes import resolve_recipes
 
 MISUSE = 2
 _RANKS = ("fit", "validate")
 """The commands that a launcher such as torchrun may start as one of many ranks."""
 
+_STARTER = "supervise"
+"""The command whose arguments service files repeat; the fit that it starts takes --allow_imports."""
 _INTERRUPTED = 130
 """The status that a shell reports for a program ended by SIGINT."""
 _CLOSED_PIPE = 141
@@ -104,16 +107,18 @@ def _run(arguments: list[str]) -> int:
         return 0 if set(arguments) & {*HELP, "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
-        rest = _unify(arguments)[len(arguments) - len(rest) :]
+        words, allowed = _unify(arguments, takes_imports=command.name != _STARTER)
+        rest = words[len(arguments) - len(rest) :]
         if command.name in _RANKS:
             end_with_parent()
             _silence_c10d()
-        with _ended_at_once_by_sigint(arguments):
-            command.check_arguments(rest)
-            function = command.load(rest)
-            display = show_stages()
-        with _no_interrupt_lost(), display:
-            return function(rest)
+        with allowing(allowed):
+            with _ended_at_once_by_sigint(arguments):
+                command.check_arguments(rest)
+                function = command.load(rest)
+                display = show_stages()
+            with _no_interrupt_lost(), display:
+                return function(rest)
     except (UserError, RunEndedError) as error:
         show = printable if error.is_one_line else printable_lines
         return _complain(show(str(error)), error.exit_status)
@@ -151,18 +156,28 @@ def _end_unread() -> int:
     return _CLOSED_PIPE
 
 
-def _unify(arguments: list[str]) -> list[str]:
+def _unify(arguments: list[str], *, takes_imports: bool) -> tuple[list[str], frozenset[str]]:
     """Returns the arguments with options in one spelling, and with files in the place of the names of recipes.
 
+    Args:
+        arguments: The arguments, beginning with the command.
+        takes_imports: Whether --allow_imports is taken out of them.
+
+    Returns:
+        The arguments, and the code that they allow recipes to name.
+
     Raises:
-        UserError: --config names neither a file nor a recipe, and no help is asked for.
+        UserError: --config names neither a file nor a recipe, and no help is asked for. Or --allow_imports is wrong.
     """
     unified = respell(arguments)
     if not HELP & set(arguments):
         unified = resolve_recipes(unified)
+    allowed = frozenset[str]()
+    if takes_imports:
+        unified, allowed = split_allowed(unified)
     if sys.argv[1:] == arguments:
         sys.argv[1:] = unified  # Lightning reads them, and repeats them when it starts further ranks
-    return unified
+    return unified, allowed
 
 
 def _silence_c10d() -> None:

@@ -21,7 +21,8 @@ from genesis.cli.option_values import CORPUS, RESTORE, check_corpus, check_value
 from genesis.cli.options import check_is_yaml
 from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
 from genesis.errors import UserError
-from genesis.recipe_yaml import RecipeLoader
+from genesis.recipe_imports import check_imports
+from genesis.recipe_yaml import RecipeLoader, list_imports
 
 RECORD = Path(__file__).with_name("option_names.json")
 
@@ -198,6 +199,7 @@ def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:
     check_is_yaml(path)
     root = yaml.compose(path.read_bytes(), RecipeLoader)
     assert root is not None, "it is a mapping"
+    check_imports(list_imports(root), str(path))
     values: dict[str, str] = {}
     for given, node in _leaves(root):
         name = rename_option(given)

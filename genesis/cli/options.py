@@ -16,6 +16,7 @@ from jsonargparse.typing import register_type
 
 from genesis.arguments import Bytes, read_path, read_size
 from genesis.cli.help import PlainParser
+from genesis.cli.import_gate import guard_imports
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 from genesis.recipe_yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
@@ -30,6 +31,7 @@ PLAIN_WIDTH = 120
 
 
 # For every parser of jsonargparse, that of `genesis fit` included.
+guard_imports()
 register_type(
     Path,
     str,

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from genesis.arguments import respell
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.fit import fit_main
 from genesis.cli.trainer import read_recipe as read_recipe_of
@@ -18,6 +19,7 @@ from genesis.determinism import AUTO, note_unrepeatable
 from genesis.device import count_devices, find_kind
 from genesis.errors import UserError
 from genesis.objectives import DPO
+from genesis.recipe_imports import allowing, split_allowed
 from genesis.supervise.plan import RecipeFacts, write_facts
 
 
@@ -25,8 +27,9 @@ def main(arguments: list[str]) -> int:
     """Writes the facts of a recipe to the file that the first argument names; the others are those of `genesis fit`."""
     out, *fit = arguments
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        fit_main([*fit[1:], "--print_config"])
+    words, allowed = split_allowed(respell(fit[1:]))
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), allowing(allowed):
+        fit_main([*words, "--print_config"])
     if not printed.getvalue():  # the parser has printed what is wrong with the arguments
         return 2
     resolved = yaml.safe_load(printed.getvalue())

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from genesis.recipe_imports import find_refusal
+
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
 _ONE: Final = re.compile(
     _KEY + r"Expected an? (?P<type>(?:<class '[^']+'>|typing\.Literal\[[^\]]*\]))\. Got value: ?(?P<value>.*)"
@@ -75,6 +77,9 @@ def explain_types(line: str) -> str:
         >>> explain_types('Parser key "data.seq_len": Expected a <class \\'int\\'>. Got value: many')
         'data.seq_len is many: give a whole number'
     """
+    refusal = find_refusal(line)
+    if refusal is not None:
+        return refusal
     line = _ITEM.sub(_name_item, _TAIL.sub("", line))
     if _NESTED.search(line):
         return line
