@@ -126,25 +126,31 @@ def check_imports(paths: Iterable[str], where: str = _THE_RECIPE) -> None:
     """
     others = list_others(paths)
     if others:
-        packages = [path.partition(".")[0] for path in others]
-        raise refuse("code of other packages", others, packages, where=where)
+        raise UserError(f"{where} names {explain_others(others)}")
 
 
-def refuse(kind: str, paths: Sequence[str], needed: Iterable[str], *, where: str = _THE_RECIPE) -> UserError:
-    """Returns the error about code that a recipe names.
+def explain_others(others: Sequence[str]) -> str:
+    """Returns the words for import paths into other packages, with what allows them."""
+    return _explain("code of other packages", others, [path.partition(".")[0] for path in others])
+
+
+def refuse(kind: str, path: str) -> UserError:
+    """Returns the error about a single import path that a recipe names.
 
     Args:
         kind: What code it is.
-        paths: The import paths.
-        needed: The names that allow them.
-        where: The file that names them, if it is known.
+        path: The path.
     """
+    return UserError(f"{_THE_RECIPE} names {_explain(kind, [path], [path])}")
+
+
+def _explain(kind: str, paths: Sequence[str], needed: Iterable[str]) -> str:
     listed = ", ".join(path[:_LONGEST] for path in paths[:_MOST_LISTED])
     more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
     names = ",".join(dict.fromkeys(needed))
-    return UserError(
-        f"{where} names {kind}: {listed}{more}; it would run with your rights: read it, then add "
-        f"`--allow-imports {names}` or set `{VARIABLE}={names}`"
+    return (
+        f"{kind}: {listed}{more}; it would run with your rights: read it, then add `--allow-imports {names}` or set "
+        f"`{VARIABLE}={names}`"
     )
 
 

@@ -31,7 +31,8 @@ _TYPES: Final = {
 """What a plain word is: the pattern of the whole word, and the characters with which it begins."""
 _CLASS_PATH: Final = "class_path"
 _TAKES_BARE_PATH: Final = re.compile(r"trainer\.[^.]+|model\.objective")
-"""The options that also take the path of a class as a text."""
+"""The options that also take the path of a class as a text, or the name of a file."""
+_FILE: Final = re.compile(r"\.(?:yaml|yml|json)\Z")
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -147,7 +148,8 @@ def list_imports(root: yaml.Node) -> list[str]:
     while waiting:
         name, node = waiting.pop()
         if isinstance(node, yaml.ScalarNode):
-            if name.rpartition(".")[2] == _CLASS_PATH or _TAKES_BARE_PATH.fullmatch(name):
+            is_bare = _TAKES_BARE_PATH.fullmatch(name) and not _FILE.search(node.value)
+            if name.rpartition(".")[2] == _CLASS_PATH or is_bare:
                 found.append(node.value)
         elif id(node) not in seen:  # an anchor may contain itself
             seen.add(id(node))

@@ -18,6 +18,7 @@ FOLDER: Final = "configs"
 
 _PACKAGE: Final = Path(__file__).parent
 _CONFIG: Final = re.compile(r"(?:--config|-c)(?:=(?P<value>.*))?", re.DOTALL)
+_ADDRESS: Final = re.compile(r"(?!file:)[A-Za-z][\w+.-]*::?//")
 _SENTENCE_END: Final = re.compile(r"(?<=\.)\s")
 _FILE: Final = re.compile(r"[\w./+-]+\.(?:yaml|jsonl|jinja|py)")
 
@@ -77,6 +78,8 @@ def resolve_recipes(arguments: Sequence[str]) -> list[str]:
 
 def _resolve(value: str) -> str:
     """Returns the file that the value of --config stands for; the value itself where it is no name of a file."""
+    if _ADDRESS.match(value):
+        raise UserError(f"--config {value[:200]} is an address: download the recipe, read it, and give the file")
     if not value.strip() or value.startswith("-") or ":" in value or "\n" in value:
         return value
     path = Path(value)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -96,6 +96,8 @@ _TELEMETRY_LEFT = (
     r"\[('genesis_callbacks\.(Throughput|StepTimer|LossWatch|GradientHealth|MemoryWatch)'(, )?)+\]\."
 )
 """Lightning's warning of state that no callback takes, if it is about telemetry alone."""
+
+set_parsing_settings(config_read_mode_fsspec_enabled=False)  # Lightning's import lets every value be an address
 
 
 class GenesisParser(PlainParser, LightningArgumentParser):

@@ -22,6 +22,8 @@ from typing import Any, Final
 from blake3 import blake3
 
 from genesis.data.store import StoreError
+from genesis.recipe_imports import explain_others, list_others
+from genesis.recipe_yaml import find_imports
 from genesis.supervise.mirror_history_files import (
     METRICS,
     SKIPS,
@@ -29,6 +31,7 @@ from genesis.supervise.mirror_history_files import (
     HeldHistory,
     find_local_path,
     find_row_end,
+    is_recipe,
     read_whole,
 )
 from genesis.supervise.mirror_manifest import CheckpointListing, DamagedCheckpointError, decode_marker
@@ -42,6 +45,7 @@ HISTORY: Final = "history"
 _NUMBER: Final = re.compile(r"\d{8}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _ATTEMPTS: Final = 3
+_APART: Final = ".unread"
 
 
 @dataclass(frozen=True)
@@ -359,6 +363,8 @@ def _has_hash(place: Place, path: str, piece: Piece, pace: Pace) -> bool:
 def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: Callable[[str], None]) -> None:
     """Copies the history of a mirror into a run; a file that the run has, and a damaged one, are left out.
 
+    A recipe that names code of other packages gets a name under which no command takes it for a recipe.
+
     Args:
         place: The mirror.
         run_dir: The run's directory.
@@ -380,13 +386,26 @@ def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: 
         if os.path.lexists(target):
             report(f"{target} exists, and is not replaced by the one in the mirror")
         elif _restore_file(place, file, target, step, pace):
-            restored.append(target)
+            restored.append(_set_apart(target, report) if is_recipe(file.name) else target)
         else:
             report(f"{place.url}/{HISTORY}: {file.name} is damaged, and is left out")
     if restored:
         num_bytes = sum(path.stat().st_size for path in restored)
         up_to = min(step, history.step)
         report(f"the history up to step {up_to} is restored: {len(restored)} files, {num_bytes:,} bytes")
+
+
+def _set_apart(recipe: Path, report: Callable[[str], None]) -> Path:
+    """Returns where a restored recipe lies, after renaming one that names code which is not allowed."""
+    data = read_whole(recipe)
+    others = [] if data is None else list_others(find_imports(data.decode(errors="replace")))
+    if data is not None and not others:
+        return recipe
+    apart = recipe.with_name(recipe.name + _APART)
+    recipe.rename(apart)
+    why = f"names {explain_others(others)}" if others else "is too large for a recipe"
+    report(f"{recipe.name} {why}; it is restored as {apart}: read it before you rename it")
+    return apart
 
 
 def _restore_file(place: Place, file: HistoryFile, target: Path, step: int, pace: Pace) -> bool:

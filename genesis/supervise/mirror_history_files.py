@@ -59,6 +59,11 @@ def find_local_path(run_dir: Path, name: str) -> Path | None:
     return None
 
 
+def is_recipe(name: str) -> bool:
+    """Returns whether a file of a copy is a recipe of the run."""
+    return _RECIPE.fullmatch(name) is not None
+
+
 def list_local(run_dir: Path) -> list[str]:
     """Returns the names that the files of a run's history have in a copy, what matters most first.
 

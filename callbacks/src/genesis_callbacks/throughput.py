@@ -28,7 +28,7 @@ from .device_peaks import choose_peak_type, compute_mfu, read_peak_flops
 from .errors import UserError
 from .host_group import HostGroup
 from .step_parts import Part, PartListener
-from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ranks_per_batch, import_function
+from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ranks_per_batch
 
 __all__ = ["Throughput"]
 
@@ -48,10 +48,10 @@ class Throughput(pl.Callback, PartListener):
     The state has what was measured since the last log line.
 
     Args:
-        count_fn: Tokens of one rank's batch; a function or its dotted path. By default as the Trainer's
+        count_fn: Tokens of one rank's batch. By default as the Trainer's
             `TokenCounters` count, or as these would by default.
         unit: What is counted, as it is to be named in the log; by default that of the `TokenCounters`, or "tokens".
-        flops_fn: Floating-point operations of one rank's batch; a function or its dotted path.
+        flops_fn: Floating-point operations of one rank's batch.
         flops_per_token: Floating-point operations for each token of a batch, in the place of `flops_fn`.
         peak_flops: Peak of one device in floating-point operations per second.
     """
@@ -59,9 +59,9 @@ class Throughput(pl.Callback, PartListener):
     def __init__(
         self,
         *,
-        count_fn: Callable[[Any], int] | str | None = None,
+        count_fn: Callable[[Any], int] | None = None,
         unit: str | None = None,
-        flops_fn: Callable[[Any], float] | str | None = None,
+        flops_fn: Callable[[Any], float] | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Throughput(pl.Callback, PartListener):
         self._unit, self._given_unit = unit or DEFAULT_UNIT, unit
         self._given_count = None if count_fn is None else choose_count(count_fn, self._unit)
         self._count = choose_count(count_fn, self._unit)
-        self._given_flops = import_function(flops_fn, "flops_fn") if isinstance(flops_fn, str) else flops_fn
+        self._given_flops = flops_fn
         self._flops_per_token, self._given_peak = flops_per_token, peak_flops
         self._group = HostGroup()
         self._peak: float | None = None

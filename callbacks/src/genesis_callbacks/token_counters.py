@@ -17,7 +17,6 @@ scaler, whose scale alone shows an overflow.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -84,7 +83,7 @@ def count_tokens(batch: Any, unit: str = DEFAULT_UNIT) -> int:
             return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
     raise UserError(
         f"the {unit} of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
-        "function from a batch to an int (or its dotted path)"
+        "function from a batch to an int"
     )
 
 
@@ -106,7 +105,7 @@ class TokenCounters(pl.Callback):
     at its end, with the number of skipped windows by reason.
 
     Args:
-        count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
+        count_fn: Tokens of one rank's batch. By default `count_tokens`.
         unit: What `count_fn` counts, as it is to be named wherever it is logged, saved or printed: "images".
         max_consecutive_skips: Ends the run when this many windows in a row were skipped; None never does. Windows that
             a module skips for `skipped_data` neither count nor end such a row.
@@ -124,7 +123,7 @@ class TokenCounters(pl.Callback):
     def __init__(
         self,
         *,
-        count_fn: Callable[[Any], int] | str | None = None,
+        count_fn: Callable[[Any], int] | None = None,
         unit: str = DEFAULT_UNIT,
         max_consecutive_skips: int | None = 100,
     ) -> None:
@@ -418,21 +417,11 @@ class TokenCounters(pl.Callback):
         self._scaler = None
 
 
-def choose_count(count_fn: Callable[[Any], int] | str | None, unit: str) -> Callable[[Any], int]:
-    """Returns what counts a batch: the given function, or that of a dotted path, or by default `count_tokens`."""
-    if isinstance(count_fn, str):
-        return import_function(count_fn)
+def choose_count(count_fn: Callable[[Any], int] | None, unit: str) -> Callable[[Any], int]:
+    """Returns what counts a batch: the given function, or by default `count_tokens`."""
+    if count_fn is not None and not callable(count_fn):
+        raise UserError(f"count_fn is {count_fn!r}: give a function from a batch to an int")
     return count_fn or partial(count_tokens, unit=unit)
-
-
-def import_function(path: str, option: str = "count_fn") -> Callable[[Any], Any]:
-    """Returns the function of a dotted path."""
-    module, _, name = path.rpartition(".")
-    try:
-        function: Callable[[Any], Any] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{option} {path!r} cannot be imported: {error}; write package.module.function") from error
-    return function
 
 
 def count_ranks_per_batch(trainer: pl.Trainer) -> int:
