@@ -1,6 +1,10 @@
 """Loads the fixtures where tests run."""
 
+import os
+
 import pytest
+
+os.environ["GENESIS_ALLOW_IMPORTS"] = "tests"  # recipes of tests name their classes
 
 pytest_plugins = ["tiers", "default_signals", "short_ids", "second_run"]
 

@@ -49,6 +49,7 @@ def help_text(group: str | None = None) -> str:
     lines += [
         "",
         "`genesis COMMAND --help` lists the options of a command; `genesis --version` prints the version.",
+        "`--allow-imports NAME[,NAME]` allows recipes to name code of other packages than every run uses.",
         "Exit status: 0 success, 1 a check or a run failed, 2 invalid arguments or input, 130 interrupted.",
     ]
     return "\n".join(lines)

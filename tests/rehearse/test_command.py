@@ -143,7 +143,9 @@ def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
         },
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    status, output, found = rehearse(tmp_path, recipe, "--kills", "1", PYTHONPATH=path)
+    status, output, found = rehearse(
+        tmp_path, recipe, "--kills", "1", PYTHONPATH=path, GENESIS_ALLOW_IMPORTS="system_noise"
+    )
     assert status == 1, output
     assert found["verdict"] == "different"
     differing = found["rounds"][0]["checkpoints"]["tensors"]

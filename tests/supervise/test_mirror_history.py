@@ -96,6 +96,27 @@ def test_a_run_on_an_empty_machine_has_its_history_up_to_the_mirrored_checkpoint
     assert not list(run.path.rglob("*.restoring"))
 
 
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_a_recipe_that_names_code_of_others_comes_back_under_another_name(
+    is_allowed: bool, run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train(1, 2)
+    (run.path / "config.yaml").write_text("trainer: {callbacks: [{class_path: planted.Part}]}\n")
+    (run.path / "config.resume-1.yaml").write_text("trainer: {callbacks: [{class_path: lightning.pytorch.Callback}]}\n")
+    sync(run, tmp_path / "mirror")
+    monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "planted" if is_allowed else "")
+    lines = restore(tmp_path / "mirror", tmp_path / "b")
+    apart = tmp_path / "b" / "config.yaml.unread"
+    name = "config.yaml" if is_allowed else apart.name
+    assert sorted(path.name for path in apart.parent.glob("*.y*")) == ["config.resume-1.yaml", name]
+    named = [line for line in lines if "planted" in line]
+    assert len(named) == (0 if is_allowed else 1)
+    if not is_allowed:
+        assert "config.yaml names code of other packages: planted.Part; " in named[0]
+        assert "`--allow-imports planted`" in named[0]
+        assert named[0].endswith(f"it is restored as {apart}: read it before you rename it")
+
+
 def test_the_history_follows_the_checkpoints_and_only_what_is_new_is_written(run: LoggedRun, tmp_path: Path) -> None:
     place = tmp_path / "mirror"
     run.train(1, 1000)
