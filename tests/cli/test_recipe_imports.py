@@ -157,8 +157,13 @@ def test_every_command_refuses_or_only_reads(genesis: Genesis, planted: Path, ti
 
 @pytest.mark.parametrize("allowed", [[], ["--allow-imports", "planted"]])
 def test_a_supervisor_resolves_no_other_recipe_than_a_fit(
-    allowed: list[str], planted: Path, tiny_corpus: Path, capsys: pytest.CaptureFixture[str]
+    allowed: list[str],
+    planted: Path,
+    tiny_corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["genesis"])
     changes = {**CODE[0][0], "counters.count_fn": "planted.count"}
     write_recipe(Path("recipe.yaml"), build_recipe(tiny_corpus, Path("run")), changes)
     status = supervise_recipe.main(["out.json", "fit", "--config", "recipe.yaml", *allowed])
