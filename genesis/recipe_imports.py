@@ -75,7 +75,9 @@ def split_allowed(words: Sequence[str]) -> tuple[list[str], frozenset[str]]:
     kept += words[end:]
     for word in kept:
         option, equals, value = word.partition("=")
-        names.update(_OWN_WORD.findall(value if equals and option.startswith("--") else word))
+        given = value if equals and option.startswith("--") else word
+        if not os.path.lexists(given):  # the name of a recipe or a directory is another's choice
+            names.update(_OWN_WORD.findall(given))
     return kept, frozenset(names)
 
 

@@ -21,6 +21,7 @@ from genesis.cli.supervise_observers import (
 )
 from genesis.errors import UserError
 from genesis.processes import check_can_find
+from genesis.recipe_imports import OPTION
 from genesis.recipe_yaml import load_yaml
 from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
@@ -49,6 +50,8 @@ _OWN_OPTIONS = {
 def main(argv: list[str]) -> int:
     """Runs `genesis supervise` and returns its exit status."""
     own, fit = _split(argv)
+    if any(word.startswith(OPTION) for word in own):
+        raise UserError(f"{OPTION} is an option of the training: give it after --: {_USAGE}")
     parser = _build_parser()
     arguments = parser.parse_args(own)
     check_can_find("genesis supervise")

@@ -226,6 +226,15 @@ def test_a_recipe_cannot_allow_itself(genesis: Genesis, planted: Path, tiny_corp
     outcome = genesis("fit", "--config", "recipe.yaml")
     assert outcome.status == 2
     assert "unknown key allow_imports" in outcome.err
+    # A stranger chooses the name of the file, too.
+    write_recipe(Path("planted.Part"), build_recipe(tiny_corpus, Path("run")), CODE[0][0])
+    check_refused(genesis("fit", "--config", "planted.Part"), planted, "planted.Part", "planted")
+
+
+def test_a_supervisor_gives_the_permission_to_its_training(genesis: Genesis) -> None:
+    outcome = genesis("supervise", "--allow-imports", "mine", "--", "fit", "--config", "demo")
+    assert outcome.status == 2
+    assert "--allow_imports is an option of the training: give it after --" in outcome.err
 
 
 def test_the_list_of_a_recipe_has_each_place_that_names_code() -> None:
