@@ -132,8 +132,10 @@ def check_imports(paths: Iterable[str], where: str = _THE_RECIPE) -> None:
 
 
 def explain_others(others: Sequence[str]) -> str:
-    """Returns the words for import paths into other packages, with what allows them."""
-    return _explain("code of other packages", others, [path.partition(".")[0] for path in others])
+    """Returns the words for import paths into other packages, with what allows them; of many, for the first ones."""
+    shown = others[:_MOST_LISTED]
+    more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
+    return _explain(f"code of other packages: {', '.join(shown)}{more}", [path.partition(".")[0] for path in shown])
 
 
 def refuse(kind: str, path: str) -> UserError:
@@ -143,15 +145,13 @@ def refuse(kind: str, path: str) -> UserError:
         kind: What code it is.
         path: The path.
     """
-    return UserError(f"{_THE_RECIPE} names {_explain(kind, [path], [path])}")
+    return UserError(f"{_THE_RECIPE} names {_explain(f'{kind}: {path}', [path])}")
 
 
-def _explain(kind: str, paths: Sequence[str], needed: Iterable[str]) -> str:
-    listed = ", ".join(path[:_LONGEST] for path in paths[:_MOST_LISTED])
-    more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
+def _explain(what: str, needed: Iterable[str]) -> str:
     names = ",".join(dict.fromkeys(needed))
     return (
-        f"{kind}: {listed}{more}; it would run with your rights: read it, then add `--allow-imports {names}` or set "
+        f"{what}; it would run with your rights: read it, then add `--allow-imports {names}` or set "
         f"`{VARIABLE}={names}`"
     )
 

@@ -136,6 +136,13 @@ def test_a_value_names_regular_files_alone(address: str, genesis: Genesis, plant
     assert f"trainer.callbacks is '{address}': give" in outcome.err
 
 
+def test_of_many_paths_the_first_are_listed_with_what_allows_these(genesis: Genesis, planted: Path) -> None:
+    paths = [f"package_{number}.Part" for number in range(12)]
+    Path("recipe.yaml").write_text(f"trainer: {{callbacks: [{', '.join(paths)}]}}")
+    allows = ",".join(f"package_{number}" for number in range(10))
+    check_refused(genesis("fit", "--config", "recipe.yaml"), planted, "package_9.Part and 2 more; ", allows)
+
+
 def test_an_address_is_no_recipe(genesis: Genesis) -> None:
     outcome = genesis("fit", "--config", "https://127.0.0.1:9/recipe.yaml")
     assert (outcome.status, outcome.err.count("\n")) == (2, 1)
