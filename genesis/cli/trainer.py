@@ -48,7 +48,7 @@ class GenesisTrainer(Trainer):
 
     # Lightning's own docstrings are the help of both commands otherwise, and name forms of ckpt_path that are refused.
     def fit(self, *args: Any, ckpt_path: str | Path | None = None, **kwargs: Any) -> None:
-        """Trains a model from a recipe, or resumes it (--ckpt_path latest).
+        """Trains a model from a recipe, or resumes it (--ckpt_path latest). Code of others needs --allow-imports NAME.
 
         Args:
             args: As of Lightning's Trainer.
