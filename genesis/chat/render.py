@@ -7,6 +7,7 @@ transformers. If its start is, as where an answer begins with white space, the p
 asked with the prompt's own ids.
 """
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from genesis.chat.conversation import Conversation, normalize_messages, normalize_tools
 from genesis.chat.marks import ASKED, WEIGHT, refuse_likely_marks
 from genesis.chat.options import ChatOptions, Labels
+from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
-from genesis.chat.turns import check_nothing_dropped, find_left_out, find_turns
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -101,19 +102,18 @@ class ChatRenderer:
             raise ConversationError("the conversation has no turn of the assistant to learn; remove it")
         if labels == "all":
             _check_weights(normal, weights)
-        spans: list[Span] = []
-        if labels == "all" and all(weights):
-            text = self.template.render(normal, definitions, merged)
-        else:
-            is_by_turn = labels == "last" or not all(weights)
-            text, spans = find_turns(self.template, self.tokenizer, normal, definitions, merged, is_by_turn=is_by_turn)
-        check_nothing_dropped(self.template, text, normal, definitions, merged)
-        left_out = find_left_out(self.template, text, normal, definitions, merged)
+        has_spans, is_by_turn = labels != "all" or not all(weights), labels == "last" or not all(weights)
+        text, spans, left_out = self.template.lay_out(
+            normal, definitions, merged, has_spans=has_spans, is_by_turn=is_by_turn
+        )
         refuse_likely_marks(normal, left_out, self.template.name)
         ids, offsets = self._encode(text, spans)
         if not ids:
             raise ConversationError(f"the chat template {self.template.name} writes no text for the conversation")
         of_turns = [weight for weight, is_turn in zip(weights, is_assistant, strict=True) if is_turn]
+        if not self.template.has_generation_tags:
+            numbers = [number for number, is_turn in enumerate(is_assistant, 1) if is_turn]
+            spans = self._close(text, spans, numbers, ids, offsets)
         # If turns do not have one span each, no turn has weight 0.
         by_span = of_turns if len(of_turns) == len(spans) else [1] * len(spans)
         trained = _mark(np.array(offsets, np.int64), labels, spans, by_span)
@@ -147,6 +147,31 @@ class ChatRenderer:
                 "tokenizer does not encode them apart; remove that white space"
             )
         return joined, found
+
+    def _close(
+        self,
+        text: str,
+        spans: Sequence[Span],
+        numbers: Sequence[int],
+        ids: Sequence[int],
+        offsets: Sequence[tuple[int, int]],
+    ) -> list[Span]:
+        """Returns each turn up to its last control symbol, so that a model that learns the turn stops there."""
+        closing = [place for token, place in zip(ids, offsets, strict=True) if can_end_turn(self.tokenizer, token)]
+        starts = [first for first, _ in closing]
+        closed = []
+        for (start, end), number in zip(spans, numbers, strict=False):
+            num_before = bisect.bisect_left(starts, end)
+            has_symbol = num_before > 0 and starts[num_before - 1] >= start
+            last = min(closing[num_before - 1][1], end) if has_symbol else start
+            if not has_symbol or text[last:end].strip():
+                raise ConversationError(
+                    f"the chat template {self.template.name} never closes turn {number}: no control symbol of the "
+                    f"tokenizer stands at its end ({text[last:end][-40:]!r}), so that a model would not learn to stop; "
+                    "give a template that ends turns with one"
+                )
+            closed.append(Span(start, last))
+        return closed
 
     def render_conversation(self, conversation: Conversation, labels: Labels = "assistant") -> RenderedChat:
         """Returns the result of `render` for a conversation that was read from a record."""

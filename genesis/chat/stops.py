@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, Final, NamedTuple
 
-from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message
+from genesis.chat.template import ChatTemplate, ConversationError, Message
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -130,12 +130,10 @@ def _write_close(template: ChatTemplate, probe: _Probe, variables: Mapping[str, 
     """Returns what a template writes after the last word of a probe; None if it refuses the probe or has no such word.
 
     Raises:
-        UserError: The template computes without end.
+        EndlessTemplateError: The template exceeds a limit.
     """
     try:
         text = template.render(probe.messages, probe.tools, variables)
-    except EndlessTemplateError as error:
-        raise UserError(str(error)) from None
     except ConversationError:
         return None
     place = text.rfind(_WORD)

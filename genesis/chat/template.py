@@ -1,41 +1,24 @@
-"""A chat template: Jinja in the sandbox and with the functions of transformers, but with a given date.
-
-A template may mark the assistant's text by the tags `{% generation %}` ... `{% endgeneration %}`. To
-find the marked text, each block is rendered between two marks that no message contains.
-"""
+"""A chat template. It is compiled and rendered in a worker process with limits (`genesis.chat.pool`)."""
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import jinja2
 from blake3 import blake3
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.utils import Namespace
 
-from genesis.chat.limits import LimitedEnvironment
-from genesis.chat.operations import TemplateLimitError
+from genesis.chat.pool import POOL, Request
 from genesis.errors import UserError
 
 Message = dict[str, Any]
-
-_OPEN, _CLOSE = "\ue000<generation>\ue001", "\ue001</generation>\ue000"
-_IS_MARKED: Final = "_generation_is_marked"
-_MAX_SHOWN: Final = 160
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class ConversationError(UserError):
     """A conversation cannot be rendered with exact labels; other conversations may still work."""
 
 
-class EndlessTemplateError(ConversationError):
-    """A template computes or writes more than it may; for a short conversation it would do so for any other."""
+class EndlessTemplateError(UserError):
+    """A template exceeds a limit of time, memory or length, as it may do for any other conversation."""
 
 
 class Span(NamedTuple):
@@ -45,8 +28,22 @@ class Span(NamedTuple):
     end: int
 
 
+class LaidOut(NamedTuple):
+    """The text of a conversation.
+
+    Args:
+        text: What the template writes.
+        spans: The assistant's turns in the text, or what the template's tags mark.
+        left_out: The further keys of messages, such as `name`, that the template does not use.
+    """
+
+    text: str
+    spans: list[Span]
+    left_out: list[str]
+
+
 class ChatTemplate:
-    """A compiled template. Deterministic.
+    """A valid template. Deterministic; several threads may render at once.
 
     Args:
         text: The template.
@@ -55,18 +52,17 @@ class ChatTemplate:
 
     Raises:
         UserError: The text is not a template.
+        EndlessTemplateError: Compiling the text exceeds a limit.
+
+    Attributes:
+        has_generation_tags: Whether the template marks the assistant's text.
     """
 
     def __init__(self, text: str, name: str, today: date | None = None) -> None:
         self.text = text
         self.name = name
         self.today = today
-        self._environment = _build_environment(self._format_today)
-        try:
-            self._compiled = self._environment.from_string(text)
-        except jinja2.TemplateError as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise UserError(f"the chat template {name}{line} is not valid Jinja: {shorten(error)}; fix it") from None
+        self.has_generation_tags: bool = self._ask("has_generation_tags")
 
     @property
     def hash(self) -> str:
@@ -74,12 +70,6 @@ class ChatTemplate:
         return blake3(
             json.dumps([self.text, None if self.today is None else self.today.isoformat()]).encode()
         ).hexdigest()
-
-    @cached_property
-    def has_generation_tags(self) -> bool:
-        """Whether the template marks the assistant's text."""
-        tags = self._environment.parse(self.text).find_all(nodes.CallBlock)
-        return any(_is_generation(tag) for tag in tags)
 
     def render(
         self,
@@ -99,9 +89,11 @@ class ChatTemplate:
 
         Raises:
             ConversationError: The template fails on these messages.
+            EndlessTemplateError: The template exceeds a limit.
             UserError: The template prints the date, and none is given.
         """
-        return self._render(messages, tools, variables, has_prompt=has_prompt, is_marked=False)
+        text: str = self._ask("render", messages, tools, variables, has_prompt=has_prompt)
+        return text
 
     def render_marked(
         self,
@@ -113,146 +105,43 @@ class ChatTemplate:
 
         Raises:
             ConversationError: The template fails on these messages, or changes the text between the tags.
+            EndlessTemplateError: The template exceeds a limit.
         """
-        marked = self._render(messages, tools, variables, has_prompt=False, is_marked=True)
-        text, spans = _split_marked(marked)
-        if text is None or text != self.render(messages, tools, variables):
-            raise ConversationError(
-                f"the chat template {self.name} nests its `generation` blocks, or changes their text after them; give "
-                "another template"
-            )
-        return text, spans
+        text, spans = self._ask("render_marked", messages, tools, variables)
+        return text, [Span(*span) for span in spans]
 
-    def _render(
+    def lay_out(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
+        variables: Mapping[str, Any],
         *,
-        has_prompt: bool,
-        is_marked: bool,
-    ) -> str:
-        given = {
-            **(variables or {}),
-            _IS_MARKED: is_marked,
-            "messages": list(messages),
-            "tools": None if tools is None else list(tools),
-            "documents": None,
-            "add_generation_prompt": has_prompt,
-        }
-        try:
-            with self._environment.counting.limited():
-                text = self._compiled.render(given)
-        except UserError:
-            raise
-        except TemplateLimitError as error:
-            raise EndlessTemplateError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
-        except Exception as error:  # a template may raise anything
-            raise ConversationError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
-        if not text.isascii() and _SURROGATE.search(text):  # of JSON such as "\ud800"; no tokenizer takes it
-            raise ConversationError("the conversation contains a lone surrogate, which is not a character; remove it")
-        return text
+        has_spans: bool,
+        is_by_turn: bool,
+    ) -> LaidOut:
+        """Returns a conversation as text that has every part of it, and the exact spans of the assistant's turns.
 
-    def _format_today(self, pattern: str) -> str:
-        if self.today is None:
-            raise UserError(
-                f"the chat template {self.name} prints today's date, which would make other tokens on another day; "
-                "give a date for it, as --chat.date 2026-01-31"
-            )
-        return self.today.strftime(pattern)
+        Args:
+            messages: The turns.
+            tools: The definitions of the tools.
+            variables: Further variables of the template.
+            has_spans: Whether the spans are needed.
+            is_by_turn: Whether each of the assistant's messages must have one span.
 
+        Raises:
+            ConversationError: The template fails on the conversation, omits a turn's content, reasoning or tool calls,
+                or the tools, or no exact spans are known.
+            EndlessTemplateError: The template exceeds a limit.
+        """
+        text, spans, left_out = self._ask(
+            "lay_out", messages, tools, variables, has_spans=has_spans, is_by_turn=is_by_turn
+        )
+        return LaidOut(text, [Span(*span) for span in spans], left_out)
 
-def shorten(error: Exception) -> str:
-    """Returns the message of an error in one line of limited length; the name of its class if it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-
-
-class _Generation(Extension):
-    """The tags `generation` and `endgeneration`, whose text is rendered between marks if these are asked for."""
-
-    tags = {"generation"}  # noqa: RUF012  # the attribute's name and form are Jinja's
-
-    def parse(self, parser: Parser) -> nodes.CallBlock:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark", [nodes.Name(_IS_MARKED, "load")])
-        block = nodes.CallBlock(call, [], [], body)
-        block.set_lineno(line)
-        return block
-
-    def _mark(self, is_marked: bool, caller: Callable[[], str]) -> str:  # called by a template
-        return f"{_OPEN}{caller()}{_CLOSE}" if is_marked is True else caller()
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    method = block.call.node
-    return isinstance(method, nodes.ExtensionAttribute) and method.identifier == _Generation.identifier
-
-
-class _SafeNamespace(Namespace):
-    """Jinja's namespace without attributes that begin with an underscore, as in transformers."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, rest = args[0], args[1:]
-        given = dict(*rest, **kwargs)
-        for name in given:
-            _check_attribute(name)
-        Namespace.__init__(self, given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-class _SafeDict:
-    """The value of `dict` in a template: only the function, without the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-def _check_attribute(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
-
-
-def _raise_exception(message: object) -> None:
-    raise jinja2.TemplateError(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,  # the name of the argument in templates
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes characters of HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _build_environment(format_today: Callable[[str], str]) -> LimitedEnvironment:
-    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.add_filter("tojson", _to_json)
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=format_today, dict=_SafeDict(), namespace=_SafeNamespace
-    )
-    return environment
-
-
-def _split_marked(marked: str) -> tuple[str | None, list[Span]]:
-    """Returns the text without marks, and the spans between two marks; None if the marks are not in pairs."""
-    head, *rest = marked.split(_OPEN)
-    parts, spans, length = [head], [], len(head)
-    for part in rest:
-        inner, *after = part.split(_CLOSE)
-        if len(after) != 1 or _CLOSE in head:
-            return None, []
-        spans.append(Span(length, length + len(inner)))
-        parts += [inner, after[0]]
-        length += len(inner) + len(after[0])
-    return ("".join(parts), spans) if _CLOSE not in head else (None, [])
+    def _ask(self, function: str, *arguments: Any, **options: Any) -> Any:
+        answer = POOL.ask(Request(self.text, self.name, self.today, function, arguments, options))
+        if answer.limit is not None:
+            raise EndlessTemplateError(f"the chat template {self.name} {answer.limit}; simplify it")
+        if answer.mistake is not None:
+            raise (ConversationError if answer.is_of_conversation else UserError)(answer.mistake)
+        return answer.result

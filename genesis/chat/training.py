@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 from genesis.chat.stops import PROBE_TOOL
-from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message
+from genesis.chat.template import ChatTemplate, EndlessTemplateError, Message
 from genesis.errors import UserError
 
 _CALL: Final[dict[str, Any]] = {
@@ -68,7 +68,7 @@ def _write(template: ChatTemplate, probe: _Probe, variables: Mapping[str, Any]) 
         return template.render(
             probe.messages, probe.tools, {**variables, **(probe.variables or {})}, has_prompt=probe.has_prompt
         )
-    except EndlessTemplateError as error:  # for any conversation; more probes would each take as long
-        raise UserError(str(error)) from None
-    except (ConversationError, UserError):
+    except EndlessTemplateError:  # more probes would each take as long
+        raise
+    except UserError:
         return None

@@ -1,54 +1,47 @@
-"""Finds the exact spans of the assistant's turns in a rendered conversation, or raises an error.
+"""Lays out a conversation: its text, and the exact spans of the assistant's turns in it, or an error.
+
+A worker runs this (`genesis.chat.worker`), because it renders the conversation many times.
 
 A template with `generation` tags marks the turns. For any other template, turn i is the text that rendering i + 1
 messages adds to rendering the i messages before it with the prompt for the assistant. This is exact if each of these
-texts begins the text of the whole conversation, which is checked for every conversation. The turn ends with the last
-control symbol that the template writes in it, so that a model that learns it stops there.
+texts begins the text of the whole conversation, which is checked for every conversation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from genesis.chat.conversation import TEMPLATE_KEYS
-from genesis.chat.stops import can_end_turn
-from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.chat.sandbox import SandboxedTemplate
+from genesis.chat.template import ConversationError, LaidOut, Message, Span
 
 Tools = Sequence[Mapping[str, Any]]
 
 
-class RenderedTurns(NamedTuple):
-    """The text of a conversation, and the spans of the assistant's turns in it."""
-
-    text: str
-    spans: list[Span]
-
-
-def find_turns(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
+def lay_out(
+    template: SandboxedTemplate,
     messages: Sequence[Message],
     tools: Tools | None,
     variables: Mapping[str, Any],
     *,
+    has_spans: bool,
     is_by_turn: bool,
-) -> RenderedTurns:
-    """Returns the text of a conversation and the spans of the assistant's turns in it.
+) -> LaidOut:
+    """Returns what `ChatTemplate.lay_out` returns."""
+    spans: list[Span] = []
+    if not has_spans:
+        text = template.render(messages, tools, variables)
+    elif template.has_generation_tags:
+        text, spans = _find_marked_turns(template, messages, tools, variables, is_by_turn=is_by_turn)
+    else:
+        text, spans = _find_turns(template, messages, tools, variables)
+    _check_nothing_dropped(template, text, messages, tools, variables)
+    return LaidOut(text, spans, _find_left_out(template, text, messages, tools, variables))
 
-    Args:
-        template: The template that renders the conversation.
-        tokenizer: The tokenizer, which defines the control symbols.
-        messages: The turns.
-        tools: The definitions of the tools.
-        variables: Further variables of the template.
-        is_by_turn: Whether each of the assistant's messages must have one span.
 
-    Raises:
-        ConversationError: The template fails on the conversation, never closes a turn, or no exact spans are known.
-    """
-    if template.has_generation_tags:
-        return _find_marked_turns(template, messages, tools, variables, is_by_turn=is_by_turn)
+def _find_turns(
+    template: SandboxedTemplate, messages: Sequence[Message], tools: Tools | None, variables: Mapping[str, Any]
+) -> tuple[str, list[Span]]:
     text = template.render(messages, tools, variables)
     spans = []
     for number, message in enumerate(messages):
@@ -73,22 +66,17 @@ def find_turns(
                 "templates that drop earlier reasoning do), so that its labels cannot be exact; give a template with "
                 "{% generation %} tags that keeps the text of all turns"
             )
-        spans.append(Span(len(prompt), len(prompt) + _find_close(template, tokenizer, whole[len(prompt) :], number)))
-    return RenderedTurns(text, spans)
+        spans.append(Span(len(prompt), len(whole)))
+    return text, spans
 
 
-def check_nothing_dropped(
-    template: ChatTemplate,
+def _check_nothing_dropped(
+    template: SandboxedTemplate,
     text: str,
     messages: Sequence[Message],
     tools: Tools | None,
     variables: Mapping[str, Any],
 ) -> None:
-    """Checks that the rendered text contains every part of the conversation.
-
-    Raises:
-        ConversationError: The template omits a turn's content, reasoning or tool calls, or the tools.
-    """
     # Whether a text occurs says nothing: "a" occurs in every text. A mark after each part is found only if the part is.
     try:
         shown = template.render(
@@ -114,14 +102,13 @@ def check_nothing_dropped(
         )
 
 
-def find_left_out(
-    template: ChatTemplate,
+def _find_left_out(
+    template: SandboxedTemplate,
     text: str,
     messages: Sequence[Message],
     tools: Tools | None,
     variables: Mapping[str, Any],
 ) -> list[str]:
-    """Returns the further keys of messages, such as `name`, that the template does not use."""
     keys = list(dict.fromkeys(key for message in messages for key in message if key not in TEMPLATE_KEYS))
     if not keys:
         return []
@@ -166,13 +153,13 @@ def _is_unchanged(render: Callable[[], str], text: str) -> bool:
 
 
 def _find_marked_turns(
-    template: ChatTemplate,
+    template: SandboxedTemplate,
     messages: Sequence[Message],
     tools: Tools | None,
     variables: Mapping[str, Any],
     *,
     is_by_turn: bool,
-) -> RenderedTurns:
+) -> tuple[str, list[Span]]:
     text, spans = template.render_marked(messages, tools, variables)
     num_turns = sum(message["role"] == "assistant" for message in messages)
     if not spans or (is_by_turn and len(spans) != num_turns):
@@ -181,18 +168,4 @@ def _find_marked_turns(
             f"conversation has {num_turns} turns of the assistant, so that single turns cannot be chosen; give a "
             "template that marks each turn once"
         )
-    return RenderedTurns(text, spans)
-
-
-def _find_close(template: ChatTemplate, tokenizer: Tokenizer, turn: str, number: int) -> int:
-    """Returns the end of the last control symbol of a turn's text."""
-    ids, offsets = tokenizer.encode_with_offsets(turn)
-    last = max((place for place, token in enumerate(ids) if can_end_turn(tokenizer, token)), default=None)
-    if last is None or turn[offsets[last][1] :].strip():
-        shown = turn[-40:] if last is None else turn[offsets[last][1] :][-40:]
-        raise ConversationError(
-            f"the chat template {template.name} never closes turn {number + 1}: no control symbol of the tokenizer "
-            f"stands at its end ({shown!r}), so that a model would not learn to stop; give a template that ends turns "
-            "with one"
-        )
-    return offsets[last][1]
+    return text, spans

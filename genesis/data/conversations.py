@@ -22,7 +22,7 @@ from genesis.chat.options import ChatOptions
 from genesis.chat.pair import load_pair
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.stops import check_ends
-from genesis.chat.template import ChatTemplate, ConversationError
+from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
 from genesis.data.manifest import MANIFEST_NAME, ChatRecord
 from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, count_all, strip_place
 from genesis.data.shards import EncodedDocuments
@@ -185,7 +185,8 @@ class ConversationEncoder:
         Such rows are bad or long where the options say to stop there, or have a mark whose meaning is unknown.
 
         Raises:
-            UserError: The template cannot be used at all.
+            UserError: The template cannot be used at all, or exceeds a limit on a record, which each further one would
+                take as long to show.
         """
         chats: list[tuple[Document, Rendered]] = []
         counts, skipped = ConversationCounts(), SkippedCounter()
@@ -195,6 +196,8 @@ class ConversationEncoder:
             try:
                 rendered, of_document = self._encode(document)
                 counts += of_document
+            except EndlessTemplateError as error:
+                raise UserError(f"source {self._source.name}: {_place(document)}: {error}") from None
             except (ConversationError, UnclearMarkError, _LongConversationError) as error:
                 may_skip = isinstance(error, ConversationError)
                 if may_skip and self._skips_bad:

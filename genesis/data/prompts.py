@@ -14,7 +14,7 @@ from genesis.chat.conversation import load_conversation
 from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
-from genesis.chat.template import ConversationError, Message
+from genesis.chat.template import ConversationError, EndlessTemplateError, Message
 from genesis.data.row_notes import MAX_REFUSED, BadRowsError, RefusedRow, explain_refused, strip_place
 from genesis.data.sources import (
     BadRow,
@@ -218,6 +218,9 @@ def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prom
             number += 1
             try:
                 prompt = _build(source, row, number, renderer)
+            except EndlessTemplateError as error:
+                assert row.place is not None, "a record of a conversation"
+                raise UserError(f"source {source.name}: {row.place()}: {error}") from None
             except ConversationError as error:
                 place = row.place() if row.place is not None else span.file.path
                 refused.append(RefusedRow(place, strip_place(str(error), place), may_skip=False))

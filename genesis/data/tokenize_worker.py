@@ -32,7 +32,7 @@ from genesis.data.row_notes import (
 )
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
-from genesis.errors import UserError, find_remedy
+from genesis.errors import RunEndedError, UserError, find_remedy
 from genesis.processes import serve_pipe
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
@@ -326,7 +326,7 @@ def _serve(connection: "Connection[object, object]") -> None:
                 raise UserError(f"{setup.tokenizer} changed after the command started; start again with --restart")
             for message in tokenize(setup, tokenizer, job):
                 connection.send(message)
-        except UserError as error:
+        except (UserError, RunEndedError) as error:
             connection.send(Failure(str(error), has_rows=isinstance(error, BadRowsError)))
         except (BrokenPipeError, ConnectionResetError):
             raise

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
-from genesis.chat.template import ChatTemplate, ConversationError
+from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
 from genesis.errors import UserError
 from genesis.serve.errors import ApiError
 from genesis.serve.request import ChatPrompt
@@ -40,7 +40,7 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
         ids = renderer.render_prompt(prompt.messages, prompt.tools)
-    except ConversationError as error:
+    except (ConversationError, EndlessTemplateError) as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
     except UserError as error:
         raise ApiError(str(error), param="chat_template_kwargs" if prompt.variables else "messages") from None

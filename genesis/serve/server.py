@@ -14,6 +14,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from genesis.chat.pool import POOL
 from genesis.errors import UserError
 from genesis.generate.load import Loaded
 from genesis.serve.catalogue import Catalogue, Entry
@@ -252,6 +253,7 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
         yield
     finally:
         server.pool.close()
+        POOL.end()  # threads that wait for a template would keep the process
         await runner.cleanup()
         await asyncio.to_thread(server.pool.join)
 
