@@ -41,7 +41,14 @@ fork_writers()
 proof.run_prove = run_prove
 progress.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line
 _start_real_worker = processes.start_worker
-processes.start_worker = start_worker  # type: ignore[assignment]
+
+
+def _start_worker(module: str, descriptor: int) -> object:
+    # The worker of chat templates imports little, and ends with the process that has started it.
+    return (_start_real_worker if module == "genesis.chat.worker" else start_worker)(module, descriptor)
+
+
+processes.start_worker = _start_worker  # type: ignore[assignment]
 
 
 _PLACE_NAMES = (

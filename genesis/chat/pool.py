@@ -82,8 +82,7 @@ class TemplatePool:
         self._free: list[PipedWorker] = []
         self._changed = threading.Condition()
         self._num_ends = 0
-        os.register_at_fork(after_in_child=self._disown)
-        atexit.register(self.end)
+        self._is_watched = False
 
     def ask(self, request: Request) -> Answer:
         """Returns the answer to a request.
@@ -139,9 +138,16 @@ class TemplatePool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._lent) < self._num_workers or self._num_ends != num_ends)
             self._check_wanted(num_ends)
-            worker = self._free.pop() if self._free else PipedWorker("genesis.chat.worker")
+            worker = self._free.pop() if self._free else self._start()
             self._lent.add(worker)
             return worker
+
+    def _start(self) -> PipedWorker:
+        if not self._is_watched:
+            os.register_at_fork(after_in_child=self._disown)
+            atexit.register(self.end)
+            self._is_watched = True
+        return PipedWorker("genesis.chat.worker")
 
     def _check_wanted(self, num_ends: int) -> None:
         if self._num_ends != num_ends:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from genesis.chat import limits
+from genesis.chat import pool
 from genesis.chat.learned import (
     build_prompt_form,
     describe_other_template,
@@ -91,13 +91,13 @@ def test_turns_end_with_the_symbols_after_an_answer(tokenizer: Tokenizer, text: 
         (ONLY_BETWEEN, "it writes nothing after an answer"),
         (MISSING, r"it writes '<\|eot\|>\\n' after an answer.*`genesis model add-tokens` adds a missing symbol"),
         (UNMARKED_END, r"by </s> \(4\) outside of its {% generation %} block, so that a model would not learn to stop"),
-        (ENDLESS, "its loops and macros take more than"),
+        (ENDLESS, "takes more than 0.1 s of processor time"),
     ],
 )
 def test_a_template_from_which_no_model_learns_to_stop_is_refused(
     tokenizer: Tokenizer, text: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(pool, "SECONDS", 0.1)
     with pytest.raises(UserError, match=f"^the chat template own .*{line}"):
         check_ends(ChatTemplate(text, "own"), tokenizer)
 

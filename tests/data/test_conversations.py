@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genesis.chat import limits
+from genesis.chat import pool
 from genesis.chat.learned import find_recorded, find_stop_ids, write_defaults
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat
@@ -304,6 +304,24 @@ def test_a_bad_row_of_a_table_is_named(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_row_on_which_the_template_exceeds_a_limit_is_named_and_never_skipped(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SECONDS", 0.1)
+    template = directory / "power.jinja"
+    powers = "{% set x = 9 %}" + "{% set x = x**64 %}" * 9
+    template.write_text("{% if messages[0].content == 'evil' %}" + powers + "{% endif %}" + CHATML)
+    evil = [{"role": "user", "content": "evil"}, {"role": "assistant", "content": "so"}]
+    write_lines(directory / "evil.jsonl", [{"messages": chat} for chat in (CHATS[0], evil, CHATS[1], evil)])
+    chat = ChatOptions(template=template, on_bad_row="skip")
+    wanted = (
+        r"^source chat: \S*evil.jsonl, line 2: the chat template \S*power.jinja takes more than 0.1 s .*; simplify it$"
+    )
+    with pytest.raises(UserError, match=wanted):
+        prepare_corpus(options_for(directory, "evil.jsonl", name="evil", chat=chat))
+
+
+@pytest.mark.usefixtures("here")
 def test_what_cannot_hold_or_learn_conversations_is_one_line(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,9 +339,12 @@ def test_what_cannot_hold_or_learn_conversations_is_one_line(
     endless = tmp_path / "endless.jinja"
     for text, line in (
         (CHATML.replace("<|im_end|>", ""), "never closes the assistant's turns.*no control symbol of the tokenizer"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 20,000 steps"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "endless.jinja takes more than 0.1 s of processor time",
+        ),
     ):
-        monkeypatch.setattr(limits, "MAX_STEPS", 20_000)
+        monkeypatch.setattr(pool, "SECONDS", 0.1)
         endless.write_text(text)
         with pytest.raises(UserError, match=line):
             prepare_corpus(options_for(directory, name="endless", chat=ChatOptions(template=endless)))

@@ -15,7 +15,7 @@ from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
-from tests.chat.support import write_tokenizer
+from tests.chat.support import CHATML, write_tokenizer
 
 QUESTION = {"role": "user", "content": "What is two and two?"}
 ANSWER = {"role": "assistant", "content": "Four."}
@@ -65,6 +65,14 @@ def test_a_prompt_is_a_conversation_without_its_answer(
     assert data.tokenizer.decode(prompt.ids).endswith("assistant\n")
     assert hello.ids != prompt.ids
     assert (hello.name, prompt.name) == ("questions 1", "questions 2")
+
+
+def test_a_prompt_on_which_the_template_exceeds_a_limit_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "wide.jinja"
+    template.write_text("{% if messages[0].content == 'wide' %}{{ '%999999999d' % 1 }}{% endif %}" + CHATML)
+    wanted = r"^source questions: \S*prompts.jsonl, line 2: the chat template \S*wide.jinja needs more than 256 MB"
+    with pytest.raises(UserError, match=wanted):
+        open_data(tmp_path, tokenizer, [{"prompt": "Hello"}, {"prompt": "wide"}], template=template)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from genesis.chat import pool
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.cli.chat import Chat, run_chat
@@ -32,7 +33,7 @@ from genesis.serve.server import Server, answering, bind
 from genesis.serve.worker import Facts
 from tests.linear_faults import CACHE_FAULTS
 from tests.mixtures import MIXTURES, build_sharp, mix
-from tests.serve.support import Running, elsewhere
+from tests.serve.support import Running, elsewhere, wait_until
 from tests.tiny_runs import SHAPE, build_decoder, save
 from tests.tokenizer.test_huggingface import TEMPLATE, qwen
 
@@ -336,3 +337,45 @@ def test_a_conversation_of_megabytes_is_refused_before_it_is_tokenized(
         with pytest.raises(ApiError, match=rf"has more than {context:,} tokens.*shorten") as error:
             encode_prompts(asked, facts)
         assert error.value.code == "context_length_exceeded"
+
+
+def test_a_template_that_exceeds_a_limit_costs_its_own_request_alone(
+    chat_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SECONDS", 0.5)
+    powers = "{% set x = 9 %}" + "{% set x = x**64 %}" * 9
+    template = "{% if evil == 'slow' %}" + powers + "{% elif evil %}{{ '%999999999d' % 1 }}{% endif %}" + TEMPLATE
+
+    def attack(running: Running) -> Any:
+        slow, wide = ({**GREEDY, "chat_template_kwargs": {"evil": kind}} for kind in ("slow", "wide"))
+        with ThreadPoolExecutor(9) as clients:
+            attacks = [clients.submit(running.ask, "/v1/chat/completions", body) for body in (slow, slow, wide)]
+            sound = [running.ask("/v1/chat/completions", GREEDY)[0] for _ in range(5)]
+            refused = [(status, answer["error"]) for status, answer, _ in (one.result() for one in attacks)]
+        return sound, refused
+
+    ((sound, refused),) = _ask(chat_run, attack, template=template)
+    assert sound == [200] * 5
+    assert [status for status, _ in refused] == [400] * 3
+    for (_, error), reason in zip(refused, ("0.5 s of processor time", "0.5 s", "256 MB of memory"), strict=True):
+        assert (error["code"], error["param"]) == ("invalid_conversation", "messages")
+        assert error["message"].startswith("the chat template of the model ")
+        assert f"s more than {reason}" in error["message"]
+
+
+def test_a_server_ends_while_a_template_is_rendered(chat_run: Path) -> None:
+    template = "{% if evil %}" + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3 + "{% endif %}" + TEMPLATE
+    pool.SECONDS, seconds = 9999.0, pool.SECONDS
+    with ThreadPoolExecutor(1) as client:
+
+        def begin(running: Running) -> Any:
+            body = {**GREEDY, "chat_template_kwargs": {"evil": True}}
+            waiting = client.submit(running.ask, "/v1/chat/completions", body)
+            wait_until(lambda: bool(pool.POOL._lent))
+            return waiting
+
+        try:
+            (waiting,) = _ask(chat_run, begin, template=template)
+        finally:
+            pool.SECONDS = seconds
+        assert waiting.exception() is not None or waiting.result()[0] >= 500
