@@ -6,7 +6,7 @@ from functools import lru_cache
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 from genesis.serve.errors import ApiError
 from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -44,6 +44,8 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
     except UserError as error:
         raise ApiError(str(error), param="chat_template_kwargs" if prompt.variables else "messages") from None
+    except RunEndedError as error:
+        raise ApiError(str(error), status=503, code="not_rendered") from None
     return tuple(ids)
 
 

@@ -369,6 +369,7 @@ def test_a_server_ends_while_a_template_is_rendered(chat_run: Path) -> None:
     with ThreadPoolExecutor(1) as client:
 
         def begin(running: Running) -> Any:
+            assert running.ask("/v1/chat/completions", GREEDY)[0] == 200  # the model is loaded
             body = {**GREEDY, "chat_template_kwargs": {"evil": True}}
             waiting = client.submit(running.ask, "/v1/chat/completions", body)
             wait_until(lambda: bool(pool.POOL._lent))
@@ -378,4 +379,5 @@ def test_a_server_ends_while_a_template_is_rendered(chat_run: Path) -> None:
             (waiting,) = _ask(chat_run, begin, template=template)
         finally:
             pool.SECONDS = seconds
-        assert waiting.exception() is not None or waiting.result()[0] >= 500
+        status, answer, _ = waiting.result()
+        assert (status, answer["error"]["code"]) == (503, "not_rendered")
