@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError, naming
+from genesis_callbacks.untrusted import MAX_TEXT_BYTES, check_file, read_file
 
 FOLDER: Final = "configs"
 """The folder of recipes: in the checkout, in the package, and of copies in the working directory."""
@@ -84,6 +85,10 @@ def _resolve(value: str) -> str:
         return value
     path = Path(value)
     if path.exists() and not path.is_dir():
+        try:
+            check_file(path, MAX_TEXT_BYTES)
+        except OSError as error:
+            raise UserError(f"--config {value} {error.strerror}: give a file with a recipe") from None
         return value
     # A directory is not taken: the recipe tokenizers/genesis-10m writes a directory of that name.
     recipe = find_recipe(value)
@@ -130,7 +135,7 @@ def copy_recipe(name: str) -> list[Path]:
             waiting += _list_named_files(file, root)
     copies = {file: Path(FOLDER) / file.relative_to(root) for file in files}
     for file, copy in copies.items():
-        if copy.exists() and copy.read_bytes() != file.read_bytes():
+        if copy.exists() and read_file(copy) != file.read_bytes():
             raise UserError(f"{copy} exists and differs from the recipe of Genesis: rename it, or use it as it is")
     for file, copy in copies.items():
         with naming(copy):

@@ -14,7 +14,7 @@
     report.html                         written by `genesis report`
     pictures/                           written by `genesis demo`: the report's charts
     mirrors/                            what is known of each mirror of the run: `genesis mirror`
-    bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
+    bases/                              bases of checkpoints that `genesis mirror restore` has put there
     reference/                          log-probabilities of a reference model (`genesis.objectives.reference`)
     checkpoints/, events/,              written by the callbacks: `genesis_callbacks.run_directory`
     heartbeats/, .ranks/
@@ -111,7 +111,7 @@ class RunDirectory:
         self.report = path / "report.html"
         self.pictures = path / "pictures"
         self.mirrors = path / "mirrors"
-        self.bases = path / "bases"
+        self.bases = CallbacksDirectory(path).bases
         self.reference = path / "reference"
 
     @classmethod

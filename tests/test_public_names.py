@@ -27,6 +27,7 @@ PUBLIC_MODULES = (
     "genesis_callbacks.step_parts",
     "genesis_callbacks.symptoms",
     "genesis_callbacks.testing",
+    "genesis_callbacks.untrusted",
 )
 MEASURES_INTERNALS = Path("genesis/bench")
 """The benchmarks replace and time single parts of the engine, so they alone import internal modules."""

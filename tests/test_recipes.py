@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def test_a_directory_is_not_taken_for_a_recipe(here: Path) -> None:
     (here / "config.yaml").touch()
     with pytest.raises(UserError, match=r"^--config \. is a directory; its recipe is config\.yaml$"):
         resolve_recipes(["--config", "."])
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_recipe_that_is_no_file_is_refused_without_waiting(here: Path, put: Callable[[Path], None]) -> None:
+    put(here / "recipe.yaml")
+    with pytest.raises(UserError, match=r"--config recipe\.yaml is a (FIFO|device), but must be a file"):
+        resolve_recipes(["--config", "recipe.yaml"])
+
+
+def test_a_recipe_that_a_shell_gives_by_a_descriptor_stays_as_it_is() -> None:
+    reader, writer = os.pipe()
+    assert resolve_recipes([f"--config=/dev/fd/{reader}"]) == [f"--config=/dev/fd/{reader}"]
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("value", ["{data: {seq_len: 8}}", "data: {}", "/dev/null", "--trainer.max_steps", ""])

@@ -188,7 +188,7 @@ def swell_base(base: Path) -> None:
         (lose_base, "there is no such directory"),
         (uncommit_base, "is not a committed checkpoint"),
         (put_fifo, "is a FIFO, but must be a file"),
-        (swell_base, "COMMITTED has 1073741824 bytes"),
+        (swell_base, "COMMITTED has more than 65,536 bytes"),
     ],
 )
 def test_a_base_that_is_gone_or_another_is_refused_in_one_line_and_nothing_is_put_aside(tmp_path, spoil, reason):

@@ -27,6 +27,7 @@ from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.untrusted import read_text
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def read_template(path: Path, today: date | None = None) -> ChatTemplate:
         UserError: The file cannot be read, or is not a template.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(f"cannot read the chat template {path} ({reason}); correct its path") from None

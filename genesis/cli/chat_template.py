@@ -17,6 +17,7 @@ from genesis.generate.load import find_learned_template
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import read_text
 
 _OPTION: Final = "data.prompts.template"
 
@@ -62,7 +63,7 @@ class RecordChatTemplate(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file on rank 0, when no check can refuse the run any more."""
         data: TrainingData = vars(trainer)["datamodule"].training
-        before = None if self._learned is None else self._learned.read_text(encoding="utf-8")
+        before = None if self._learned is None else read_text(self._learned)
         text = data.chat_template if trainer.is_global_zero else None
         if text is not None and before is not None and text != before:
             rank_zero_info(

@@ -29,6 +29,7 @@ from genesis.doctor.recipe import BuiltRecipe, Options, to_arguments
 from genesis.errors import UserError
 from genesis.plan.content import read_content
 from genesis.plan.recipe import read_recipe
+from genesis_callbacks.untrusted import read_text
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +83,7 @@ def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Recipe
 
 
 def _find_deprecated(paths: Sequence[Path], extra: Sequence[str]) -> list[str]:
-    in_files = [rename_in_yaml(path.read_text(encoding="utf-8"))[1] for path in paths if path.is_file()]
+    in_files = [rename_in_yaml(read_text(path))[1] for path in paths if path.is_file()]
     return [*chain.from_iterable(in_files), *rename_in_arguments(extra)[1]]
 
 

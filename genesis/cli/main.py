@@ -232,7 +232,7 @@ _USERS_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
     *(errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EIO, errno.ESTALE, errno.ETXTBSY, errno.EBUSY),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENODEV, errno.EMSGSIZE),
 )
 """Errors of the operating system that the user can fix: a full or damaged disk, a limit, a missing path."""
 

@@ -28,6 +28,12 @@ def main(argv: list[str]) -> int:
     add("run", help="the run's directory; it need not exist")
     add("--all", action="store_true", help="restore older checkpoints of the mirror, too")
     add("--or_none", action="store_true", help="end with status 0 if neither the mirror nor the run has a checkpoint")
+    add(
+        "--bases",
+        type=Path,
+        metavar="DIR",
+        help="directory for the bases of adapters, to share them among runs; default: bases in the run",
+    )
     add("--bandwidth", type=read_rate, help="limit in bytes per second, such as 20MB; default: no limit")
     arguments = parser.parse_args(argv)
     if is_url(arguments.run) or (Path(arguments.run) / OWNER_NAME).is_file():
@@ -43,7 +49,14 @@ def main(argv: list[str]) -> int:
             "mirror restore MIRROR RUN"
         )
     place, run = open_place(arguments.url), Path(arguments.run)
-    outcome = restore_run(place, run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report)
+    outcome = restore_run(
+        place,
+        run,
+        bases=arguments.bases,
+        has_all=arguments.all,
+        bytes_per_second=arguments.bandwidth,
+        report=_report,
+    )
     if outcome.step is None and arguments.or_none:
         print(f"nothing to restore: {without_password(place.url)} has no checkpoint for {run}")
         return 0

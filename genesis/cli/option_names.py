@@ -23,6 +23,7 @@ from genesis.deprecated_options import is_removed, rename_in_arguments, rename_o
 from genesis.errors import UserError
 from genesis.recipe_imports import check_imports
 from genesis.recipe_yaml import RecipeLoader, list_imports
+from genesis_callbacks.untrusted import read_file
 
 RECORD = Path(__file__).with_name("option_names.json")
 
@@ -197,7 +198,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:
     """Checks a file and returns the single values in it, as they are written."""
     check_is_yaml(path)
-    root = yaml.compose(path.read_bytes(), RecipeLoader)
+    root = yaml.compose(read_file(path), RecipeLoader)
     assert root is not None, "it is a mapping"
     check_imports(list_imports(root), str(path))
     values: dict[str, str] = {}

@@ -20,6 +20,7 @@ from genesis.cli.import_gate import guard_imports
 from genesis.cli.type_errors import explain_types
 from genesis.errors import UserError
 from genesis.recipe_yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
+from genesis_callbacks.untrusted import read_file
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) 
     if not Path(path).is_file():
         return
     try:
-        node = yaml.compose(Path(path).read_bytes(), RecipeLoader)
+        node = yaml.compose(read_file(path), RecipeLoader)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from typing import Final
 import lightning_utilities.core.imports as requirements
 
 from genesis_callbacks.checkpoint import start_writer_early
+from genesis_callbacks.untrusted import read_text
 
 _HIDDEN: Final = frozenset({"matplotlib", "scipy", "transformers"})
 _NAME: Final = re.compile(r"[\w-]+")
@@ -72,4 +73,4 @@ def _read_all(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments in one text, and the texts of the files that they name."""
     words = [part for word in arguments for part in (word, word.partition("=")[2])]
     files = [path for word in words if word and len(word) < _MAX_PATH and (path := Path(word)).is_file()]
-    return [" ".join(arguments), *(path.read_text(encoding="utf-8", errors="replace") for path in files)]
+    return [" ".join(arguments), *(read_text(path, errors="replace") for path in files)]

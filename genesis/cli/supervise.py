@@ -27,6 +27,7 @@ from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
 from genesis.supervise.loop import SuperviseOptions, Supervisor
 from genesis.supervise.node_options import read_nodes
+from genesis_callbacks.untrusted import read_text
 
 _DESCRIPTION = """Keeps one run alive, on this machine or with --nodes on several: starts `genesis fit` from the
 newest checkpoint that verifies, watches its ranks, and when they end before the run does, finds out why, cleans up and
@@ -208,7 +209,7 @@ def find_run_dir(fit: Sequence[str]) -> Path:
 
 def _read_run_dir(path: Path) -> str | None:
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"), path)
+        content = load_yaml(read_text(path), path)
     except FileNotFoundError as error:
         raise UserError(f"no such recipe: {path}; give an existing file by --config") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

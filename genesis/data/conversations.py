@@ -30,6 +30,7 @@ from genesis.data.sources import BadRow, Document, SourceOptions
 from genesis.errors import UserError
 from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.untrusted import read_file
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path |
             "training"
         )
     if recorded is not None and recorded.exists() and (recorded.parents[1] / MANIFEST_NAME).exists():
-        seq_len = (json.loads(recorded.read_text(encoding="utf-8")).get("chat") or {}).get("max_tokens")
+        seq_len = (json.loads(read_file(recorded)).get("chat") or {}).get("max_tokens")
     return replace(chat, max_tokens=seq_len)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
-from genesis.data.manifest import CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
+from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
 from genesis.data.shards import (
     HASH_ALGORITHM,
     INDEX_ENTRY,
@@ -37,10 +37,12 @@ from genesis.data.shards import (
     read_added,
     read_index,
     remedy,
+    shard_path,
     stored_dtype,
 )
 from genesis.errors import UserError
 from genesis.tokenizer.open import find_format, has_tokenizer, list_file_names, open_tokenizer
+from genesis_callbacks.untrusted import path_below
 
 MAX_OPEN_MAPS: Final = 1_000
 _STAT_THREADS: Final = 16
@@ -364,7 +366,7 @@ def open_corpus(
 
 def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> str | None:
     """Returns a line about how a shard's tokens or index differ from the manifest, None if they are equal."""
-    tokens, index = corpus / shard.path, index_path(corpus, shard)
+    tokens, index = shard_path(corpus, shard), index_path(corpus, shard)
     index_bytes = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
     for path, num_bytes, is_shared in (
         (tokens, shard.file_bytes, False),
@@ -392,7 +394,7 @@ def _hash_shard(
     corpus: Path, shard: ShardRecord, stored: Integer[ndarray, " stored"]
 ) -> Iterator[tuple[Path, str, str]]:
     """Yields (path, hash, expected hash) for each file of a shard that has a hash."""
-    path = corpus / shard.path
+    path = shard_path(corpus, shard)
     if shard.hash:
         yield path, hash_tokens(stored), shard.hash
     yield index_path(corpus, shard), hash_index(corpus, shard), shard.index_hash
@@ -424,6 +426,10 @@ def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None)
 
 def _check_sizes(corpus: Path, manifest: CorpusManifest, shards: ShardTable) -> None:
     """Compares sizes of the token files with the manifest and, for files without a hash, modification times."""
+    # Their directories, and not each shard: there can be a hundred thousand. Whoever opens a shard checks the rest.
+    for home in {path.rpartition("/")[0] for path in shards.column("path")}:
+        if home and not home.startswith("/"):
+            path_below(corpus, home, corpus / MANIFEST_NAME)
     found_bytes, found_mtimes = _stat_files(corpus, shards.column("path"))
     expected_bytes = np.array(shards.column("file_bytes"), np.int64)
     wrong = np.flatnonzero(found_bytes != expected_bytes)

@@ -10,6 +10,7 @@ if its documents are pairs of answers, which earlier versions would take for con
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any, Final, Literal, Self, overload
 from blake3 import blake3
 
 from genesis.errors import UserError
-from genesis_callbacks.files import find_irregular_kind, replace_file
+from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
 
 SCHEMA_VERSION: Final = 5
 MANIFEST_NAME: Final = "manifest.json"
@@ -72,6 +74,7 @@ class ShardRecord:
     num_labels: int = 0
 
 
+_SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _DEFAULTS: Final = {field.name: field.default for field in fields(ShardRecord)}
 
 
@@ -245,6 +248,20 @@ class NotPreparedError(UserError):
         super().__init__(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`")
 
 
+def check_source_name(name: object) -> None:
+    """Checks the name of a source, which becomes the name of directories and files.
+
+    Raises:
+        UserError: The name is not usable for that.
+    """
+    if find_name_fault(name) is not None or not _SOURCE_NAME.fullmatch(str(name)):
+        fault = find_name_fault(name) or "has other characters"
+        raise UserError(
+            f"source name {str(name)[:80]!r} is not usable for a directory ({fault}); "
+            "use letters, digits, '.', '_', '-'"
+        )
+
+
 def read_manifest(corpus: Path) -> CorpusManifest:
     """Returns the manifest of the corpus in the directory `corpus`; all schemas are read.
 
@@ -253,14 +270,11 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     """
     path = corpus / MANIFEST_NAME
     try:
-        kind = find_irregular_kind(path.stat().st_mode)
-        if kind is not None:
-            raise UserError(
-                f"{path} is {kind}, but must be the manifest file of a corpus; remove it and prepare the corpus again"
-            )
-        raw: dict[str, Any] = json.loads(path.read_bytes())
+        raw: dict[str, Any] = json.loads(read_file(path, MAX_DOCUMENT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise NotPreparedError(corpus) from None
+    except RefusedFileError as error:
+        raise UserError(f"{path} {error.strerror}; remove it and prepare the corpus again") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
@@ -268,6 +282,8 @@ def read_manifest(corpus: Path) -> CorpusManifest:
         raise UserError(f"{path} has schema {schema}, but this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
         for split in SPLITS:
+            for source in raw[split]:
+                check_source_name(source["name"])
             raw[split] = tuple(
                 SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
             )

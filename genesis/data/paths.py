@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import read_file
 
 TOKENIZER_PATHS: Final = (("data", "corpus"), ("data", "stream", "tokenizer"), ("data", "prompts", "tokenizer"))
 """The keys of a recipe that may lead to the tokenizer of the run, in the order in which they are tried."""
@@ -144,13 +145,13 @@ def _read_records(run_dir: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES:,} bytes")
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = json.loads(read_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, " ".join(str(error).split())) from None
-    if not isinstance(records, dict) or not all(isinstance(record, str) for record in records.values()):
-        raise _damaged(path, "not a JSON object of strings")
+    if not isinstance(records, dict) or not all(
+        isinstance(record, str) and "\0" not in record and not Path(record).is_absolute() for record in records.values()
+    ):
+        raise _damaged(path, "not a JSON object of relative paths")
     return records
 
 

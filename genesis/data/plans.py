@@ -49,7 +49,8 @@ from genesis.data.shards import hash_index, index_path, remedy
 from genesis.errors import UserError
 from genesis.progress import stage
 from genesis_callbacks.files import create_file, sync_directory
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.locks import lock_file, open_lock
+from genesis_callbacks.untrusted import open_file, read_file
 
 PLANS_DIRECTORY: Final = "packing"
 BLOCK_DOCUMENTS: Final = 1 << 21
@@ -146,7 +147,9 @@ class SourcePlan:
         fault = _find_fault(path, self._record, name, with_hash=self._verify_hashes == "first_touch")
         if fault is not None:
             raise UserError(f"{fault}; remove {self._directory} and run `genesis data plan` again")
-        return np.memmap(path, _DTYPES[name], mode="r") if path.stat().st_size else np.empty(0, _DTYPES[name])
+        with open_file(path) as file:
+            is_empty = not os.fstat(file.fileno()).st_size
+            return np.empty(0, _DTYPES[name]) if is_empty else np.memmap(file, _DTYPES[name], mode="r")
 
 
 def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int, *, waits: bool = False) -> Plan:
@@ -378,7 +381,7 @@ def _check_index(corpus: Corpus, record: SourceRecord) -> None:
 @contextmanager
 def _locked(plans: Path, *, waits: bool) -> Iterator[None]:
     plans.mkdir(exist_ok=True)
-    with (plans / ".lock").open("w+") as lock:
+    with open_lock(plans / ".lock") as lock:
         try:
             lock_file(lock.fileno(), fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB, plans)
         except BlockingIOError:
@@ -405,7 +408,7 @@ def _read_plan(directory: Path) -> Plan | None:
     if not directory.exists():
         return None
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = json.loads(read_file(path))
         is_known = raw.pop("plan_version") == _PLAN_VERSION
         for name, record in raw["sources"].items() if is_known else ():
             raw["sources"][name] = PlanRecord(**{**record, "figures": PackingFigures(**record["figures"])})
@@ -442,7 +445,7 @@ def _find_fault(path: Path, record: PlanRecord, name: str, *, with_hash: bool) -
 def _hash_file(path: Path) -> str:
     """Returns the BLAKE3 hex digest of a file. It reads without a map, whose pages would count as process memory."""
     digest = blake3(max_threads=blake3.AUTO)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while part := file.read(_HASHED_BYTES):
             digest.update(part)
     return digest.hexdigest()

@@ -38,7 +38,7 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
-from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
+from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, shard_path, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, list_sources, plan_spans
 from genesis.data.sources.files import READING, check_reading
 from genesis.data.tokenize_pool import run_jobs
@@ -57,7 +57,8 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import has_hash, has_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.locks import lock_file, open_lock
+from genesis_callbacks.untrusted import read_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
@@ -360,7 +361,7 @@ def _locked(corpus: Path) -> Iterator[None]:
         raise UserError(f"{corpus} is not empty and was not made by `genesis data prepare`; choose another name or out")
     directory = corpus / PREPARE_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w+") as lock:
+    with open_lock(directory / "lock") as lock:
         try:
             lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, corpus)
         except BlockingIOError:
@@ -384,7 +385,7 @@ def _begin(
     plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        old = json.loads(read_file(path))
         check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
         _compare_plans(old, plan, options.corpus, tokenizer)
     elif (options.corpus / MANIFEST_NAME).exists():
@@ -477,7 +478,7 @@ def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
 def _read_parts(corpus: Path) -> list[FinishedPart]:
     parts = []
     for path in sorted((corpus / PREPARE_DIRECTORY / "parts").glob("*.json")):
-        part = FinishedPart.read(json.loads(path.read_text(encoding="utf-8")))
+        part = FinishedPart.read(json.loads(read_file(path)))
         for shard in (part.train, part.validation):
             if shard is not None:
                 _check_present(corpus, shard)
@@ -486,9 +487,9 @@ def _read_parts(corpus: Path) -> list[FinishedPart]:
 
 
 def _check_present(corpus: Path, shard: ShardRecord) -> None:
-    sizes = {corpus / shard.path: shard.file_bytes}
+    sizes = {shard_path(corpus, shard): shard.file_bytes}
     if shard.labels_hash:
-        sizes[labels_path(corpus / shard.path)] = shard.num_tokens
+        sizes[labels_path(shard_path(corpus, shard))] = shard.num_tokens
     path = next((path for path, size in sizes.items() if not path.exists() or path.stat().st_size != size), None)
     if path is not None:
         raise UserError(f"the finished shard {path} is missing or has another size; start again with --restart")

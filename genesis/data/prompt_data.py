@@ -37,6 +37,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis_callbacks.untrusted import read_file
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class PromptData:
         """Returns the entries that identify the prompts, and the reward function's source, in a checkpoint."""
         identity = {"tokenizer_hash": self.tokenizer.hash, "prompts": self.prompts.hash()}
         path = find_reward_file(self.prompt_options.reward)
-        return identity if path is None else {**identity, "reward": blake3(path.read_bytes()).hexdigest()}
+        return identity if path is None else {**identity, "reward": blake3(read_file(path)).hexdigest()}
 
     def held_out(self, ranks: Ranks, limit: int | None) -> HeldOutWindows:
         """Returns a rank's windows of the held-out prompts, or of `limit` of them that are spread over the set."""

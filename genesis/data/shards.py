@@ -19,9 +19,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.data.manifest import ShardRecord
+from genesis.data.manifest import MANIFEST_NAME, ShardRecord
 from genesis.errors import UserError
 from genesis_callbacks.files import create_file, sync_directory
+from genesis_callbacks.untrusted import check_file, open_file, path_below, read_file
 
 HASH_ALGORITHM = "blake3"
 SHARD_SUFFIX = ".ds"
@@ -60,10 +61,10 @@ def labels_path(shard: Path) -> Path:
 def hash_file(path: Path) -> str:
     """Returns the BLAKE3 hex digest of a file."""
     digest = blake3(max_threads=blake3.AUTO)
-    if path.stat().st_size >= _MIN_SIZE_FOR_THREADS:
+    if check_file(path) >= _MIN_SIZE_FOR_THREADS:
         digest.update_mmap(path)
     else:
-        digest.update(path.read_bytes())
+        digest.update(read_file(path, _MIN_SIZE_FOR_THREADS))
     return digest.hexdigest()
 
 
@@ -175,9 +176,21 @@ def stored_dtype(name: str) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"<u{np.dtype(name).itemsize}")
 
 
+def shard_path(corpus: Path, shard: ShardRecord) -> Path:
+    """Returns the path of a shard's file, which lies in the corpus, or was adopted and has a hash or a time to compare.
+
+    Raises:
+        UserError: The manifest lists another place.
+    """
+    if Path(shard.path).is_absolute() and (shard.hash or shard.mtime_ns is not None):
+        return Path(shard.path)
+    return path_below(corpus, shard.path, corpus / MANIFEST_NAME)
+
+
 def index_path(corpus: Path, shard: ShardRecord) -> Path:
     """Returns the path of the file with the ends of a shard's documents."""
-    return corpus / (shard.index if shard.index is not None else shard.path + INDEX_SUFFIX)
+    name = shard.index if shard.index is not None else shard.path + INDEX_SUFFIX
+    return path_below(corpus, name, corpus / MANIFEST_NAME)
 
 
 def map_tokens(corpus: Path, token_dtype: TokenDtype, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
@@ -187,7 +200,7 @@ def map_tokens(corpus: Path, token_dtype: TokenDtype, shard: ShardRecord) -> NDA
         UserError: The file is missing or too short.
     """
     dtype = stored_dtype(shard.dtype or token_dtype)
-    return _map_run(corpus / shard.path, dtype, shard.byte_offset, shard.num_tokens - shard.num_added)
+    return _map_run(shard_path(corpus, shard), dtype, shard.byte_offset, shard.num_tokens - shard.num_added)
 
 
 def read_index(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
@@ -207,7 +220,7 @@ def map_labels(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger] 
     """
     if not shard.labels_hash:
         return None
-    path = labels_path(corpus / shard.path)
+    path = labels_path(shard_path(corpus, shard))
     found = _file_bytes(path)
     if found != shard.num_tokens:
         raise UserError(f"{path} has {found} bytes, but the manifest lists {shard.num_tokens}; {remedy(shard.path)}")
@@ -278,9 +291,10 @@ def remedy(path: str) -> str:
 def iterate_documents(shard: Path, dtype: TokenDtype) -> Iterator[NDArray[np.unsignedinteger]]:
     """Yields the tokens of each document of a shard, in order, from memory maps."""
     tokens_path, index_path, _ = shard_files(shard)
-    tokens = np.memmap(tokens_path, dtype=little_endian(dtype), mode="r")
+    with open_file(tokens_path) as file, open_file(index_path) as index:
+        tokens, ends = np.memmap(file, dtype=little_endian(dtype), mode="r"), np.fromfile(index, dtype="<u8")
     start = 0
-    for end in np.fromfile(index_path, dtype="<u8").tolist():
+    for end in ends.tolist():
         yield tokens[start:end]
         start = end
 
@@ -306,7 +320,7 @@ def _map_run(
         return np.empty(0, dtype)
     start = byte_offset % mmap.ALLOCATIONGRANULARITY
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             mapped = mmap.mmap(
                 file.fileno(), start + count * dtype.itemsize, access=mmap.ACCESS_READ, offset=byte_offset - start
             )
@@ -320,7 +334,7 @@ def _map_run(
 
 def _file_bytes(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return check_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); put it back as it was") from None
 

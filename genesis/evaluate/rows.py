@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import datasets
 import pyarrow as pa
@@ -10,6 +10,10 @@ from blake3 import blake3
 
 from genesis.errors import UserError
 from genesis.json_text import load_json
+from genesis_callbacks.untrusted import check_file, path_below, read_file
+
+_MAX_BYTES: Final = 1 << 30
+"""Limit of a file of rows: all of them are in memory."""
 
 Splits = Mapping[str, Sequence[Path]]
 
@@ -29,10 +33,9 @@ def find_splits(folder: Path, data_files: Any = None) -> dict[str, list[Path]]:
         splits = {path.stem: [path] for path in sorted(folder.glob("*.jsonl"))}
     else:
         by_split: dict[str, Any] = data_files if isinstance(data_files, dict) else {"train": data_files}
-        splits = {
-            split: [folder / name for name in ([names] if isinstance(names, str) else names)]
-            for split, names in by_split.items()
-        }
+        named = {split: [names] if isinstance(names, str) else names for split, names in by_split.items()}
+        source = f"the task in {folder}"
+        splits = {split: [path_below(folder, name, source) for name in names] for split, names in named.items()}
     for path in (path for paths in splits.values() for path in paths):
         if not path.is_file():
             raise UserError(
@@ -50,10 +53,10 @@ def hash_own(folder: Path, splits: Splits) -> str:
     digest = blake3()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py") and path.is_file()):
         digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
-        digest.update(path.read_bytes())
+        digest.update(read_file(path))
     for split, paths in sorted(splits.items()):
         for path in paths:
-            digest.update(f"{split}:{path.stat().st_size}:".encode())
+            digest.update(f"{split}:{check_file(path)}:".encode())
             digest.update_mmap(path)
     return digest.hexdigest()
 
@@ -80,7 +83,7 @@ def read_split(paths: Sequence[Path]) -> datasets.Dataset:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_file(path, _MAX_BYTES).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -25,6 +25,7 @@ from lm_eval.tasks import TaskManager
 
 from genesis.errors import UserError
 from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
+from genesis_callbacks.untrusted import read_file
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -205,7 +206,7 @@ def _build(manager: TaskManager, name: str, changes: Mapping[str, Any], place: P
 def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozenset()) -> None:
     """Refuses Python functions, in the file and in its includes, and metrics whose code comes from the Hub."""
     try:
-        root = yaml.compose(file.read_bytes(), yaml.SafeLoader)
+        root = yaml.compose(read_file(file), yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     for node, key in _list_nodes(root):

@@ -43,6 +43,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.untrusted import read_file
 
 _OTHER_BYTES = 64 << 20
 """Upper bound for the size of all files other than weights."""
@@ -113,7 +114,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         form = _write_tokenizer(tokenizer, config, options.layout, staging)
         if tokenizer is not None and learned is not None:
-            (staging / TEMPLATE_NAME).write_bytes(learned.read_bytes())
+            (staging / TEMPLATE_NAME).write_bytes(read_file(learned))
         if family is not None:
             stops = frozenset() if tokenizer is None else find_stop_ids(tokenizer, learned)
             _write_configs(tokenizer, stops, config, family, options.dtype, staging)

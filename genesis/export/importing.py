@@ -40,6 +40,7 @@ from genesis_callbacks.checkpoint import (
     local_shards,
     save_blocking,
 )
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_directory, read_file
 
 _WIDENED_NAME: Final = "weights.float32"
 
@@ -55,7 +56,9 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
         tokenizer = open_tokenizer(directory)
         fast = directory / FAST_NAME
         if fast.exists() and FAST_NAME not in tokenizer.files:
-            compare_fast_tokenizer(tokenizer, fast.read_bytes(), left_out=tokenizer.altered_characters)
+            compare_fast_tokenizer(
+                tokenizer, read_file(fast, MAX_DOCUMENT_BYTES), left_out=tokenizer.altered_characters
+            )
     except UserError as error:
         raise UserError(f"{error}; or {remedy}") from None
     if tokenizer.vocab_size > config.vocab_size:
@@ -96,6 +99,10 @@ def import_directory(
         RunEndedError: The proof failed. No partial import is left.
     """
     check_is_new(out)
+    try:
+        check_directory(directory)  # transformers opens whatever it finds there
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     found = read_weights(directory, config, family, scratch=out.parent if out.parent.is_dir() else None)

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from genesis.available_memory import available_memory
 from genesis.checkpoint_reference import LATEST, Reference, read_reference
@@ -16,11 +16,13 @@ from genesis.device import is_host, read_free_memory
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
+from genesis.huggingface.weights import open_tensors
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
 from genesis.tokenizer.open import find_format, has_hash, has_same_ids, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
+from genesis_callbacks.untrusted import check_file
 
 _HASH_SHOWN: Final = 16
 _WEIGHTS_SUFFIX: Final = ".safetensors"
@@ -135,11 +137,11 @@ def _count_bytes(reference: Reference, dtype: torch.dtype | None) -> int:
         return sum(math.prod(record.shape) * (dtype or record.torch_dtype).itemsize for record in records)
     files = sorted(reference.path.glob(f"*{_WEIGHTS_SUFFIX}"))
     if dtype is None:
-        return sum(path.stat().st_size for path in files)
+        return sum(map(check_file, files))
     num_elements = 0
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path) as file:
                 names = list(file.keys())
                 num_elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
         except (SafetensorError, OSError) as error:

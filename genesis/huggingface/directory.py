@@ -10,6 +10,7 @@ from typing import Any
 
 from genesis.errors import UserError
 from genesis_callbacks.checkpoint import hash_file
+from genesis_callbacks.untrusted import check_file, path_below, read_file
 
 CONFIG_NAME = "config.json"
 DECODER_NAME = "decoder.json"
@@ -74,8 +75,8 @@ def check_files(directory: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict):
         raise UserError(f"{path} is of an earlier version and has no hashes of files; export the checkpoint again")
     for name, record in files.items():
-        file = directory / name
-        if Path(name).name != name or not file.is_file():
+        file = path_below(directory, name, path)
+        if not file.is_file():
             raise UserError(f"{directory} has no file {name}, which {PROOF_NAME} lists; export the checkpoint again")
         if record != _describe_file(file):
             raise UserError(f"{file} has changed since it was proved; export the checkpoint again")
@@ -86,7 +87,7 @@ def check_files(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _describe_file(path: Path) -> dict[str, Any]:
-    return {"num_bytes": path.stat().st_size, "sha256": hash_file(path, "sha256")}
+    return {"num_bytes": check_file(path), "sha256": hash_file(path, "sha256")}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file cannot be read, or is not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
     except (ValueError, RecursionError) as error:

@@ -3,8 +3,10 @@
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +16,7 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_file, path_below, read_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
@@ -114,6 +117,17 @@ def _stack_in_file(directory: Path, parts: list[Tensor]) -> Tensor:
     return stacked
 
 
+def open_tensors(path: Path) -> AbstractContextManager[Any]:
+    """Opens a safetensors file with `safe_open`.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+        SafetensorError: It is damaged.
+    """
+    check_file(path)
+    return safe_open(path, framework="pt")
+
+
 def read_file_names(directory: Path) -> dict[str, str]:
     """Returns each tensor's file, as transformers finds it: an index is ignored if there is a `model.safetensors`.
 
@@ -121,7 +135,7 @@ def read_file_names(directory: Path) -> dict[str, str]:
         ValueError: The index has no map of tensors to names of files beside it.
     """
     if (directory / WEIGHTS_NAME).exists():
-        with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
+        with open_tensors(directory / WEIGHTS_NAME) as file:
             return dict.fromkeys(file.keys(), WEIGHTS_NAME)
     return read_index(directory)
 
@@ -133,25 +147,21 @@ def read_index(directory: Path) -> dict[str, str]:
         ValueError: The index has no map of tensors to names of files beside it.
     """
     try:
-        index = json.loads((directory / INDEX_NAME).read_bytes())
+        index = json.loads(read_file(directory / INDEX_NAME, MAX_DOCUMENT_BYTES))
     except RecursionError:
         raise ValueError(f"{INDEX_NAME} is nested too deeply") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise ValueError(f"{INDEX_NAME} has no weight_map of tensors to files")
-    for tensor, name in weight_map.items():
-        # A path could lead out of the directory, and its file would be read as part of the model.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(
-                f"{INDEX_NAME} has {name!r} for {tensor}, which is not the name of a file in its directory"
-            )
-    return dict(weight_map)
+    for name in {str(name): name for name in weight_map.values()}.values():
+        path_below(directory, name, INDEX_NAME)
+    return weight_map
 
 
 def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors."""
     for file_name in sorted(set(names.values())):
-        with safe_open(directory / file_name, framework="pt") as file:
+        with open_tensors(directory / file_name) as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 if not name.endswith(_DERIVED_SUFFIX):
                     yield name, file.get_tensor(name)

@@ -21,6 +21,7 @@ from genesis import __version__
 from genesis.cache_directory import find_cache_directory
 from genesis.device import name_device, read_capability
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import read_file
 
 _DRIVERS: Final = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def _find_version(package: str) -> str:
 
 def _holds(path: Path, text: str) -> bool:
     try:
-        found = path.read_bytes()
+        found = read_file(path)
     except FileNotFoundError:
         return False
     except OSError as error:

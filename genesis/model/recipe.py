@@ -18,6 +18,7 @@ from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.norm import NormConfig
 from genesis.recipe_yaml import load_yaml
+from genesis_callbacks.untrusted import read_text
 
 DECODER_PREFIX: Final = "model.decoder."
 """The prefix of the decoder's tensors in a checkpoint."""
@@ -223,7 +224,7 @@ def _name_of(wanted: Any) -> str:
 
 def _read_yaml(path: Path) -> Any:
     try:
-        return load_yaml(path.read_text(encoding="utf-8"), path)
+        return load_yaml(read_text(path), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None

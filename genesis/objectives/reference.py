@@ -19,6 +19,7 @@ from torch import Tensor
 
 from genesis.errors import UserError, find_remedy
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import read_file
 
 _VERSION: Final = 1
 _DIGEST_BYTES: Final = 32
@@ -89,7 +90,7 @@ def write_log_probs(path: Path, identity: ReferenceIdentity, table: Float32[Tens
 def read_log_probs(path: Path, identity: ReferenceIdentity) -> Float32[Tensor, "pairs 2"] | str:
     """Returns the log-probabilities in a file, or a line about why they cannot be used."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, _DIGEST_BYTES + 8 * identity.num_pairs)
     except FileNotFoundError:
         return f"{path} does not exist"
     except OSError as error:

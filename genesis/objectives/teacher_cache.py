@@ -37,7 +37,8 @@ from genesis.errors import UserError
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.teacher import name_classes
 from genesis_callbacks.files import replace_file, replacing
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.locks import lock_file, open_lock
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_file, open_file, path_below, read_file
 
 CACHE_NAME: Final = "cache.json"
 IDENTITY_NAME: Final = "made_for.json"
@@ -240,7 +241,7 @@ _LOCK_NAME: Final = ".lock"
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    with (directory / _LOCK_NAME).open("w+") as lock:
+    with open_lock(directory / _LOCK_NAME) as lock:
         try:
             lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, directory)
         except BlockingIOError:
@@ -331,7 +332,8 @@ class TeacherCache:
                 raise UserError(f"{path} is damaged: remove {self.path} and run `genesis data distill` again")
             arrays = self._layout.split(np.frombuffer(found[1], np.uint8), num_rows)
             self._checks[source, block] = np.array([_check_of(rows) for rows in zip(*arrays, strict=True)], np.uint64)
-        return self._layout.split(np.memmap(path, np.uint8, mode="r"), num_rows)
+        with open_file(path) as file:
+            return self._layout.split(np.memmap(file, np.uint8, mode="r"), num_rows)
 
 
 def open_cache(path: Path) -> TeacherCache:
@@ -359,7 +361,7 @@ def open_cache(path: Path) -> TeacherCache:
             fault = _find_size_fault(_block_path(path, source, block), layout, len(layout.rows(block, count)))
             if fault is not None:
                 raise UserError(f"{fault}; {remedy}")
-    return TeacherCache(path, identity, digests, blake3(cache.read_bytes()).hexdigest())
+    return TeacherCache(path, identity, digests, blake3(read_file(cache, MAX_DOCUMENT_BYTES)).hexdigest())
 
 
 def _normalise(classes: TeacherClasses) -> TeacherClasses:
@@ -374,7 +376,7 @@ def _read_verified(
     """Returns the digest at a block's end and what comes before; None if that has another digest, or another size."""
     if _find_size_fault(path, identity.layout, num_rows) is not None:
         return None
-    content = path.read_bytes()
+    content = read_file(path, num_rows * identity.layout.sequence_bytes + _DIGEST_BYTES)
     body, stored = memoryview(content)[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     digest = blake3(body, key=identity.key(source, block), max_threads=blake3.AUTO)
     return (digest.hexdigest(), body) if digest.digest() == stored else None
@@ -390,7 +392,7 @@ def _check_of(rows: Iterable[ndarray]) -> int:
 
 def _find_size_fault(path: Path, layout: BlockLayout, num_rows: int) -> str | None:
     try:
-        found = path.stat().st_size
+        found = check_file(path)
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     expected = num_rows * layout.sequence_bytes + _DIGEST_BYTES
@@ -429,7 +431,7 @@ def _show(value: Any) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path, MAX_DOCUMENT_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); remove {path.parent}") from None
     if not isinstance(content, dict):
@@ -444,8 +446,10 @@ def _read_identity(path: Path, content: Any) -> CacheIdentity:
         numbers = (identity.vocab_size, *identity.layout[:2], *identity.num_sequences.values())
         is_valid = identity.log_probs in _LOWEST and all(type(number) is int for number in numbers)
         is_valid = is_valid and min(identity.layout[:2]) > 0
-        if is_valid and all(count >= 0 and Path(name).name == name not in ("", "..") for name, count in counts):
+        if is_valid and all(count >= 0 and path_below(path.parent, name, path) for name, count in counts):
             return identity
+    except UserError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
         pass
     raise UserError(f"{path} is damaged: it does not say what the cache was made for; remove {path.parent}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import read_text
 
 LINKS: Final = {"pcie": 12e9, "nvlink": 50e9, "nvswitch": 300e9}
 """Assumed bytes per second in each direction of collectives: PCIe 4.0 x16 through the host's memory, the bridge of two
@@ -66,7 +67,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
         UserError: The file cannot be read.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read --rates {path}: {reason}") from None

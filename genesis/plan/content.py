@@ -11,6 +11,7 @@ import yaml
 from genesis.deprecated_options import describe_deprecated, is_removed, rename_in_yaml, rename_option
 from genesis.errors import UserError
 from genesis.recipe_yaml import load_yaml
+from genesis_callbacks.untrusted import read_text
 
 _CLASS_KEYS: Final = ("class_path", "init_args", "dict_kwargs")
 
@@ -75,7 +76,7 @@ def _find_beside(name: str, recipe: Path) -> Path:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        text, old = rename_in_yaml(path.read_text(encoding="utf-8"))
+        text, old = rename_in_yaml(read_text(path))
         content = load_yaml(text, path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"

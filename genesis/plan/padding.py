@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.data.plans import PLANS_DIRECTORY
+from genesis_callbacks.untrusted import read_file
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def read_packings(corpus: Path) -> list[PackingShare]:
 def _read_share(path: Path) -> PackingShare | None:
     """Returns the figures of a plan over its sources; None if the file is not a whole plan, which `fit` reports."""
     try:
-        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: Mapping[str, Any] = json.loads(read_file(path))
         figures = [source["figures"] for source in content["sources"].values()]
         num_sequences = sum(int(one["num_sequences"]) for one in figures)
         num_valid = sum(int(one["num_valid_tokens"]) for one in figures)

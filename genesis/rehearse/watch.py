@@ -9,6 +9,7 @@ from genesis.rehearse.plan import Pace, Sight
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import is_staging_name
 from genesis_callbacks.event_reader import EventFollower
+from genesis_callbacks.untrusted import open_file
 
 _TAIL_BYTES = 1 << 15
 
@@ -94,7 +95,7 @@ def _sign(path: Path) -> tuple[int, int, int] | None:
 
 def _read_last_step(path: Path) -> int | None:
     """Returns the largest step in the last whole rows."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         whole, _, _ = file.read().rpartition(b"\n")

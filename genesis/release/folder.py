@@ -11,6 +11,7 @@ from genesis.errors import UserError
 from genesis.export.staging import check_is_new, staged
 from genesis.release.leaks import Machine, check_text
 from genesis_callbacks.checkpoint import hash_file
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_file
 
 SUMS_NAME: Final = "SHA256SUMS"
 
@@ -52,7 +53,7 @@ class Folder:
             check_text(name, data, machine, allowed)
         for name, (path, _) in self.taken.items():
             if not name.endswith(".safetensors"):
-                check_text(PurePosixPath(name).name, path.read_bytes(), machine, allowed)
+                check_text(PurePosixPath(name).name, read_file(path, MAX_DOCUMENT_BYTES), machine, allowed)
 
     def check_place(self, out: Path) -> None:
         """Checks that `out` does not exist, or is a folder with the same content.

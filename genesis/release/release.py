@@ -7,6 +7,7 @@ from genesis.huggingface.directory import CARD_NAME, PROOF_NAME, check_files, re
 from genesis.release.card import LICENSE_NAME, write_release_card
 from genesis.release.folder import Folder
 from genesis.release.options import ReleaseOptions
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_file, read_text
 
 
 def plan_release(export: Path, options: ReleaseOptions) -> Folder:
@@ -24,7 +25,7 @@ def plan_release(export: Path, options: ReleaseOptions) -> Folder:
     proved = check_files(export)
     proof = read_json(export / PROOF_NAME)
     folder = Folder(taken={name: (export / name, record["sha256"]) for name, record in proved.items()})
-    folder.texts[PROOF_NAME] = (export / PROOF_NAME).read_bytes()
+    folder.texts[PROOF_NAME] = read_file(export / PROOF_NAME, MAX_DOCUMENT_BYTES)
     folder.texts[CARD_NAME] = write_release_card(_read(export / CARD_NAME), proof, options).encode()
     if options.license_file is not None:
         folder.texts[LICENSE_NAME] = _read(options.license_file).encode()
@@ -34,7 +35,7 @@ def plan_release(export: Path, options: ReleaseOptions) -> Folder:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None

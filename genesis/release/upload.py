@@ -11,6 +11,7 @@ from huggingface_hub.hf_api import RepoFile
 from genesis.errors import UserError
 from genesis.release.folder import SUMS_NAME
 from genesis.release.options import ReleaseOptions
+from genesis_callbacks.untrusted import read_file
 
 _HTTP_ERROR: type[Exception] = vars(errors)["HTTPError"]
 """The base class of HTTP errors: of httpx or its successor, depending on the version of huggingface_hub."""
@@ -76,7 +77,7 @@ def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "s
 
 def _holds(api: HfApi, folder: Path, options: ReleaseOptions, repo_type: str) -> bool:
     """Returns whether the repository has this folder under the tag, by git's hash of the list of hashes."""
-    sums = (folder / SUMS_NAME).read_bytes()
+    sums = read_file(folder / SUMS_NAME)
     blob_id = hashlib.sha1(b"blob %d\0" % len(sums) + sums, usedforsecurity=False).hexdigest()
     found = api.get_paths_info(options.repo, [SUMS_NAME], revision=options.tag, repo_type=repo_type)
     return [file.blob_id for file in found if isinstance(file, RepoFile)] == [blob_id]

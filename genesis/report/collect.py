@@ -22,6 +22,7 @@ from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.runs import RunSummary, parse_recipe, summarise_run
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import Event
+from genesis_callbacks.untrusted import open_file
 
 MAX_RUNS: Final = 8
 """More curves in a chart cannot be distinguished."""
@@ -172,7 +173,7 @@ def _read_recipe(path: Path, notes: list[str]) -> str:
     if not path.is_file():
         return ""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(_MAX_RECIPE_BYTES + 1)
     except OSError as error:
         notes.append(f"The recipe is left out: {error.strerror}.")
@@ -188,7 +189,7 @@ def _read_samples(directory: Path, notes: list[str]) -> list[Sample]:
     if newest is None or not newest.is_file():
         return []
     try:
-        with newest.open("rb") as file:
+        with open_file(newest) as file:
             lines = file.read(_MAX_SAMPLE_BYTES).split(b"\n")[:MAX_SAMPLES]
     except OSError as error:
         notes.append(f"Samples are left out: {error.strerror}.")

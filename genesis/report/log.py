@@ -8,7 +8,6 @@ appends after a resume, the later rows win: earlier rows of the same and of late
 import csv
 import math
 import os
-import stat
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import BinaryIO, Final
 
 from genesis.errors import UserError, printable
 from genesis.report.series import Point, Series
+from genesis_callbacks.untrusted import RefusedFileError, open_file
 
 AREAS: Final = (
     *("train", "validation", "optim", "counters", "time", "memory", "transfer", "disk", "device", "gradient", "data"),
@@ -65,12 +65,10 @@ def read_log(path: Path) -> RunLog:
         UserError: The file cannot be read, or is no log of a run.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{path} is no file; give a run whose log is a file")
-            return _read(path, file, found.st_size)
+        with open_file(path) as file:
+            return _read(path, file, os.fstat(file.fileno()).st_size)
+    except RefusedFileError as error:
+        raise UserError(f"{error}; give a run whose log is a file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; make it readable") from error
 

@@ -16,6 +16,7 @@ from genesis.supervise.goodput import format_seconds
 from genesis_callbacks.errors import printable
 from genesis_callbacks.run_directory import MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.symptoms import summarize_series
+from genesis_callbacks.untrusted import open_file
 
 _MAX_MANIFEST_BYTES: Final = 64 << 20
 
@@ -81,7 +82,7 @@ def _find_device(run: Run) -> tuple[str, str]:
     directory = RunDirectory(run.path).checkpoints
     names = sorted(path.name for path in directory.glob("step-*") if is_checkpoint_name(path.name))
     try:
-        with (directory / names[-1] / MANIFEST_NAME).open("rb") as file:
+        with open_file(directory / names[-1] / MANIFEST_NAME) as file:
             content: Any = json.loads(file.read(_MAX_MANIFEST_BYTES))
         versions, ranks = content["versions"], int(content["world_size"])
         device = printable(str(versions.get("device", "CPU")))[:60]

@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import io
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from genesis_callbacks.checkpoint import (
     read_committed_hash,
     read_manifest,
 )
+from genesis_callbacks.untrusted import open_file
 
 _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 
@@ -280,7 +282,7 @@ def read_losses(path: Path, steps: Iterable[int]) -> dict[int, dict[str, float]]
     wanted = {str(step): step for step in steps}
     losses: dict[int, dict[str, float]] = {}
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
             names = next(csv.reader(file), [])
             rows = [line for line in file if line.partition(",")[0] in wanted]
     except FileNotFoundError:

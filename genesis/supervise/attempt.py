@@ -15,6 +15,7 @@ from genesis.supervise.space import has_space
 from genesis_callbacks.event_reader import EventFollower
 from genesis_callbacks.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
+from genesis_callbacks.untrusted import open_file
 
 _POLL_SECONDS: Final = 0.05
 _LOOK_SECONDS: Final = 0.2
@@ -334,7 +335,7 @@ class Attempt:
 def read_tail(path: Path, max_bytes: int = _OUTPUT_BYTES) -> bytes:
     """Returns the end of a file; nothing if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - max_bytes))
             return file.read()
@@ -345,7 +346,7 @@ def read_tail(path: Path, max_bytes: int = _OUTPUT_BYTES) -> bytes:
 def read_from(path: Path, offset: int) -> bytes:
     """Returns what a file has from an offset on; nothing if there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(offset)
             return file.read()
     except OSError:

@@ -43,6 +43,7 @@ from genesis.supervise.status import State, SupervisorStatus, read_status, write
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.event_reader import EventFollower
 from genesis_callbacks.events import EventLog
+from genesis_callbacks.untrusted import read_text
 
 _STATUS_SECONDS: Final = 1.0
 _LAUNCHER_TRIES: Final = 2
@@ -409,7 +410,7 @@ class Supervisor:
             if status is not None and status >= 0:
                 break
         if status:
-            lines = Path(job.output).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = read_text(job.output, errors="replace").splitlines()
             killed = f"{target} was ended by signal {-status}" if status < 0 else f"{target} ended with status {status}"
             error = RunEndedError((lines or [killed])[-1].removeprefix("genesis: error: "))
             error.exit_status = status if status > 0 else 1

@@ -25,7 +25,7 @@ from typing import Final
 from genesis.data.store import StoreError, plan_wait_seconds
 from genesis.errors import RunEndedError, UserError
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, base_name, has_hash, read_contents
+from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, has_hash, read_contents
 from genesis.supervise.mirror_history import HistoryMirror
 from genesis.supervise.mirror_manifest import (
     CheckpointListing,
@@ -35,7 +35,6 @@ from genesis.supervise.mirror_manifest import (
     decode_listing,
     read_local_listing,
     read_local_marker,
-    read_small,
 )
 from genesis.supervise.mirror_place import Place
 from genesis.supervise.mirror_plan import (
@@ -55,7 +54,8 @@ from genesis.supervise.mirror_state import (
     write_mirror_status,
 )
 from genesis_callbacks.locks import lock_file
-from genesis_callbacks.run_directory import BEST_NAME, MANIFEST_NAME, PLACES_VARIABLE, is_checkpoint_name
+from genesis_callbacks.run_directory import BEST_NAME, MANIFEST_NAME, PLACES_VARIABLE, base_name, is_checkpoint_name
+from genesis_callbacks.untrusted import RefusedFileError, read_file
 
 OWNER_NAME: Final = "mirror.json"
 """The file in a mirror that names its owner."""
@@ -233,9 +233,8 @@ class Mirror:
             return set()  # the commands that use the marks report that they are damaged
 
     def _read_marks(self) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            data = read_small(self._directory / BEST_NAME, _MAX_MARKS_BYTES)
-            return data if len(data) <= _MAX_MARKS_BYTES else None
+        with contextlib.suppress(FileNotFoundError, RefusedFileError):
+            return read_file(self._directory / BEST_NAME, _MAX_MARKS_BYTES)
         return None
 
     # ---- the place
@@ -462,7 +461,7 @@ class Mirror:
 
 def _lock(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     try:
         lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
     except BlockingIOError:
@@ -477,7 +476,8 @@ def _list_base_paths(path: Path, base: ListedBase) -> list[Path]:
     """Returns where the base of the checkpoint at `path` may lie, as the engine looks for it."""
     given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
     near = os.path.normpath(path.parent.resolve() / base.relative_path)
-    return [Path(place) for place in (*given, near, base.path)]
+    restored = RunDirectory.of(path).bases / base_name(base.manifest_hash)
+    return [Path(place) for place in (*given, near, str(restored), base.path)]
 
 
 def _cut(data: bytes, block_bytes: int) -> Iterator[bytes]:

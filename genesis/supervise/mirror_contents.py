@@ -1,5 +1,6 @@
 """Reads and verifies what a mirror holds."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,12 +18,7 @@ from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_ch
 
 CHECKPOINTS: Final = "checkpoints"
 BASES: Final = "bases"
-_BASE_NAME_LENGTH: Final = 16
-
-
-def base_name(marker: str) -> str:
-    """Returns the name of a base's folder in a mirror: the beginning of its hash."""
-    return marker.partition(":")[2][:_BASE_NAME_LENGTH]
+_BASE_NAME: Final = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass
@@ -76,7 +72,7 @@ def read_contents(place: Place) -> MirrorContents:
 def _is_ours(parent: str, name: str) -> bool:
     if parent == CHECKPOINTS:
         return is_checkpoint_name(name)
-    return len(name) == _BASE_NAME_LENGTH and all(character in "0123456789abcdef" for character in name)
+    return _BASE_NAME.fullmatch(name) is not None
 
 
 def _read_listing(place: Place, folder: str) -> CheckpointListing:
@@ -117,8 +113,11 @@ def _find_problem(
 ) -> str | None:
     for file in listing.files:
         path = place.file_path(folder, file.name, is_committed=True)
-        if not has_hash(place, path, file, listing, pace):
-            return f"{file.name} does not have the size and the hash that were saved"
+        try:
+            if not has_hash(place, path, file, listing, pace):
+                return f"{file.name} does not have the size and the hash that were saved"
+        except DamagedCheckpointError as error:
+            return str(error)
     if listing.base is not None and contents.find(listing.base.manifest_hash) is None:
         return "its base is not in the mirror"
     return None

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
-from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES, read_small
+from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES, DamagedCheckpointError
 from genesis.supervise.mirror_place import BLOCK_BYTES, Blocks, Folder
 from genesis_callbacks.files import create_file, replace_file, sync_directory
 from genesis_callbacks.run_directory import COMMITTED_NAME
+from genesis_callbacks.untrusted import RefusedFileError, open_file, read_file
 
 _UNCOMMITTED: Final = ".staging-mirror"
 
@@ -46,8 +47,8 @@ class DirectoryPlace:
     def read(self, path: str) -> bytes | None:
         """As in `Place`."""
         try:
-            return read_small(self._root / path, MAX_MANIFEST_BYTES)
-        except FileNotFoundError:
+            return read_file(self._root / path, MAX_MANIFEST_BYTES)
+        except (FileNotFoundError, RefusedFileError):
             return None
 
     def replace(self, path: str, data: bytes) -> None:
@@ -77,9 +78,17 @@ class DirectoryPlace:
         target = self._root / path
         if not target.exists():
             return
-        with target.open("rb", buffering=0) as file:
+        try:
+            file = open_file(target, buffering=0)
+        except RefusedFileError as error:
+            raise DamagedCheckpointError(f"{target} {error.strerror}") from None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size > num_bytes:
+                raise DamagedCheckpointError(f"{target} has {size:,} bytes, but {num_bytes:,} were saved")
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while block := file.read(BLOCK_BYTES):
+            while num_bytes > 0 and (block := file.read(min(BLOCK_BYTES, num_bytes))):
+                num_bytes -= len(block)
                 yield block
 
     def commit(self, folder: str, marker: bytes) -> None:

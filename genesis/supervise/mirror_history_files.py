@@ -15,16 +15,15 @@ import contextlib
 import csv
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from genesis.run_directory import CHAT_TEMPLATE_NAME, RunDirectory
 from genesis.supervise.crashes import RECORD_NAME
-from genesis.supervise.mirror_manifest import read_small
 from genesis.supervise.state import SKIPS_NAME
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
+from genesis_callbacks.untrusted import RefusedFileError, open_descriptor, read_file
 
 METRICS: Final = "metrics.csv"
 SKIPS: Final = SKIPS_NAME
@@ -100,10 +99,9 @@ def read_whole(path: Path) -> bytes | None:
         OSError: It cannot be read.
     """
     try:
-        data = read_small(path, _MAX_WHOLE_BYTES)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return read_file(path, _MAX_WHOLE_BYTES)
+    except (FileNotFoundError, NotADirectoryError, RefusedFileError):
         return None
-    return data if len(data) <= _MAX_WHOLE_BYTES else None
 
 
 class HeldHistory:
@@ -137,9 +135,9 @@ class HeldHistory:
                 self._hold(name, path, step)
 
     def _hold(self, name: str, path: Path, step: int) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
+        try:
+            descriptor = open_descriptor(path)
+        except RefusedFileError:
             return
         self._descriptors.append(descriptor)
         size = find_row_end(descriptor, step) if name == METRICS else find_line_end(descriptor)

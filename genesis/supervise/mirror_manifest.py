@@ -7,7 +7,6 @@ from anywhere: names are checked before they become paths, and a restore verifie
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import blake3
 
 from genesis.errors import UserError
 from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME, checkpoint_name
+from genesis_callbacks.untrusted import RefusedFileError, read_file
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 MAX_MARKER_BYTES: Final = 200
@@ -174,8 +174,8 @@ def _count(value: Any) -> int:
 def read_local_marker(path: Path) -> str | None:
     """Returns the hash in the commit marker of the checkpoint at `path`; None if it is not committed, or gone."""
     try:
-        return decode_marker(read_small(path / COMMITTED_NAME, MAX_MARKER_BYTES))
-    except FileNotFoundError:
+        return decode_marker(read_file(path / COMMITTED_NAME, MAX_MARKER_BYTES))
+    except (FileNotFoundError, RefusedFileError):
         return None
 
 
@@ -190,21 +190,11 @@ def read_local_listing(path: Path) -> CheckpointListing | None:
     if marker is None:
         return None
     try:
-        manifest = read_small(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        manifest = read_file(path / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    except RefusedFileError as error:
+        raise DamagedCheckpointError(f"{path}: {MANIFEST_NAME} {error.strerror}") from None
     except FileNotFoundError:
         if read_local_marker(path) != marker:  # removed in between
             return None
         raise DamagedCheckpointError(f"{path}: {MANIFEST_NAME} is missing") from None
     return decode_listing(marker, manifest, str(path))
-
-
-def read_small(path: Path, max_bytes: int) -> bytes:
-    """Returns the content of a file, up to one byte more than `max_bytes`.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    # O_NONBLOCK: a FIFO at the path must not block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(max_bytes + 1)

@@ -1,9 +1,11 @@
 """Continues a run from its mirror: copies the newest checkpoint that verifies back into the run's directory.
 
 A checkpoint is downloaded beside its place, verified by the engine down to every tensor, and renamed. A base that it
-names is restored to the place that the checkpoint names, relative to the run, unless something else lies there.
+names is restored into the run, or into the directory that the user gives, under the hash of its manifest: no path that
+a mirror names is ever written. What a mirror holds is refused as a whole or restored: then no file of it is left.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Final
 
 from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, base_name, read_contents
+from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, read_contents
 from genesis.supervise.mirror_history import restore_history
 from genesis.supervise.mirror_manifest import (
     CheckpointListing,
@@ -33,8 +35,9 @@ from genesis_callbacks.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
     PLACES_VARIABLE,
-    is_checkpoint_name,
+    base_name,
 )
+from genesis_callbacks.untrusted import check_file, open_file
 
 _STAGING: Final = ".staging-restore"
 """A fit discards directories of such names, like every save that was interrupted."""
@@ -59,6 +62,7 @@ def restore_run(
     place: Place,
     run_dir: Path,
     *,
+    bases: Path | None = None,
     has_all: bool = False,
     bytes_per_second: float | None = None,
     report: Callable[[str], None] = print,
@@ -71,6 +75,7 @@ def restore_run(
     Args:
         place: The mirror.
         run_dir: The run's directory; it need not exist.
+        bases: A directory for bases; None for the run's own.
         has_all: Whether older checkpoints of the mirror are restored, too.
         bytes_per_second: Limit of the download; None for none.
         report: Prints a line.
@@ -93,9 +98,17 @@ def restore_run(
     mirrored = sorted(valid, key=lambda item: order(item[1]), reverse=True)
     if not mirrored and (num_old or not contents.damaged):
         return RestoreOutcome(_newest_step(RunDirectory(run_dir).checkpoints))
-    lock = DirectoryLock(RunDirectory(run_dir).checkpoints)
+    run = RunDirectory(run_dir)
+    new = [path for path in (run.bases, run.checkpoints, run_dir, *run_dir.parents) if not path.exists()]
+    lock = DirectoryLock(run.checkpoints)
     try:
-        return _Restore(place, run_dir, contents, Pace(bytes_per_second), report).restore(mirrored, has_all)
+        return _Restore(place, run_dir, bases, contents, Pace(bytes_per_second), report).restore(mirrored, has_all)
+    except CheckpointError:
+        for path in new:
+            # What the run's two hold is the restore's own; another one may be in use by others in the meantime.
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path) if path in (run.bases, run.checkpoints) else path.rmdir()
+        raise
     finally:
         lock.release()
 
@@ -107,11 +120,19 @@ def _newest_step(directory: Path) -> int | None:
 
 class _Restore:
     def __init__(
-        self, place: Place, run_dir: Path, contents: MirrorContents, pace: Pace, report: Callable[[str], None]
+        self,
+        place: Place,
+        run_dir: Path,
+        bases: Path | None,
+        contents: MirrorContents,
+        pace: Pace,
+        report: Callable[[str], None],
     ) -> None:
         self._place, self._contents, self._pace, self._report = place, contents, pace, report
         self._run = RunDirectory(run_dir)
         self._directory = self._run.checkpoints
+        self._bases = bases
+        self._restored_bases: list[Path] = []
         self._passed_over: list[tuple[int, str]] = []
 
     def restore(self, mirrored: list[tuple[str, CheckpointListing]], has_all: bool) -> RestoreOutcome:
@@ -164,28 +185,35 @@ class _Restore:
         target = self._directory / listing.name
         if os.path.lexists(target):
             raise UserError(f"{target} exists, and is not the checkpoint of the mirror: move it away, and start again")
+        num_before = len(self._restored_bases)
         base = None if listing.base is None else self._restore_base(listing.base)
-        self._download(folder, listing, target, places=[] if base is None else [base])
+        try:
+            self._download(folder, listing, target, places=[] if base is None else [base])
+        except (DamagedCheckpointError, CheckpointError):
+            while len(self._restored_bases) > num_before:  # no checkpoint needs it
+                shutil.rmtree(self._restored_bases.pop())
+            raise
 
     def _restore_base(self, base: ListedBase) -> Path:
         """Returns where the base lies, after restoring it if it is not there."""
         homes = [Path(text) for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
         near = Path(os.path.normpath(self._directory.resolve() / base.relative_path))
-        inside = self._run.bases / base_name(base.manifest_hash)
-        for home in (*homes, near, Path(base.path), inside):
+        # Only the hash of its content names the place: a path from the mirror could lead into another run.
+        target = (self._bases or self._run.bases) / base_name(base.manifest_hash)
+        for home in (*homes, near, Path(base.path), target):
             if read_local_marker(home) == base.manifest_hash:
                 return home
         folder = self._contents.find(base.manifest_hash)
         if folder is None:
             raise DamagedCheckpointError(f"its base {base.manifest_hash[:23]} is not in {self._place.url}/{BASES}")
-        # The path comes from the mirror: only directories named like a checkpoint are made, and nothing is replaced.
-        is_free = is_checkpoint_name(near.name) and not os.path.lexists(near)
-        target = near if is_free else inside
+        if os.path.lexists(target):
+            raise UserError(f"{target} exists, and is not the base of the mirror: move it away, and start again")
         listing = {**self._contents.checkpoints, **self._contents.bases}[folder]
         self._download(folder, listing, target, places=[])
+        self._restored_bases.append(target)
         self._report(f"the base is restored to {target}: {listing.num_bytes:,} bytes, verified")
-        if target == inside:
-            self._report(f"set {PLACES_VARIABLE}={inside} for every command that reads this run")
+        if self._bases is not None:
+            self._report(f"set {PLACES_VARIABLE}={target} for every command that reads this run")
         return target
 
     def _download(self, folder: str, listing: CheckpointListing, target: Path, places: list[Path]) -> None:
@@ -229,10 +257,10 @@ class _Restore:
 
 def _has_hash(path: Path, file: ListedFile, listing: CheckpointListing) -> bool:
     try:
-        if path.stat().st_size != file.num_bytes:
+        if check_file(path) != file.num_bytes:
             return False
         hasher = listing.build_hasher()
-        with path.open("rb", buffering=0) as content:
+        with open_file(path, buffering=0) as content:
             while block := content.read(1 << 20):
                 hasher.update(block)
     except OSError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from genesis.supervise.mirror_manifest import CheckpointListing, DamagedCheckpointError, ListedFile, read_local_marker
+from genesis_callbacks.untrusted import RefusedFileError, open_descriptor
 
 
 class AbandonedError(Exception):
@@ -111,7 +112,9 @@ class HeldCheckpoint:
     def _open(self, file: ListedFile) -> int:
         path = self._path / file.name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = open_descriptor(path)
+        except RefusedFileError as error:
+            raise DamagedCheckpointError(f"{path} {error.strerror}") from None
         except FileNotFoundError:
             if read_local_marker(self._path) != self._listing.marker:
                 raise AbandonedError from None

@@ -44,6 +44,7 @@ from genesis.supervise.state import decode_skips, encode_skips, read_skips
 from genesis.supervise.status import State
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import read_text
 
 _TOKEN_NAME: Final = "nodes.token"
 _TOKEN_SECONDS: Final = 15.0
@@ -296,7 +297,7 @@ class NodeSupervisor(Supervisor):
         deadline = time.monotonic() + _TOKEN_SECONDS
         while True:
             with contextlib.suppress(OSError):
-                if (self._run.supervisor / _TOKEN_NAME).read_text(encoding="ascii") == token:
+                if read_text(self._run.supervisor / _TOKEN_NAME) == token:
                     return True
             if time.monotonic() > deadline:
                 return False

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import printable
+from genesis_callbacks.untrusted import read_file
 
 MAX_BYTES: Final = 1 << 20
 _MAX_TEXT: Final = 2000
@@ -18,14 +17,7 @@ _MAX_ENTRIES: Final = 4096
 def read_object(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if there is no regular file of moderate size that holds one."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-            is_fine = stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES
-            data = os.pread(descriptor, MAX_BYTES, 0) if is_fine else b"null"
-        finally:
-            os.close(descriptor)
-        content = json.loads(data)
+        content = json.loads(read_file(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -1,6 +1,7 @@
 """What an attempt starts with: the arguments of `genesis fit`, the environment of each rank, and the recipe's facts."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from genesis.supervise.decide import Action
 from genesis.supervise.launch_protocol import Job
 from genesis.supervise.plain import count, read_object, read_positions, text
 from genesis_callbacks.run_directory import checkpoint_name
+from genesis_callbacks.untrusted import open_file
 
 FACTS_NAME: Final = "recipe.json"
 _FIT: Final = "genesis.cli.main:main"
@@ -238,7 +240,7 @@ def write_facts(path: Path, facts: RecipeFacts) -> None:
 def save_stalls(metrics: Path, after_step: int) -> float:
     """Returns how long training waited for saves in the rows of a log after a step; 0 if nothing is logged."""
     try:
-        with metrics.open(newline="", encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(metrics), encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
         return sum(
             float(row[_STALL_COLUMN]) for row in rows if int(row["step"]) > after_step and row.get(_STALL_COLUMN)

@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +21,14 @@ import yaml
 from genesis.errors import UserError, printable
 from genesis.recipe_yaml import FastRecipeLoader
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES, read_small
+from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES
 from genesis.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.events import decode_event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import COMMITTED_NAME, LOCK_NAME, MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
+from genesis_callbacks.untrusted import open_descriptor, open_file, read_file
 
 RunState = Literal["training", "waiting", "ended", "crashed", "stopped", "new"]
 
@@ -170,7 +170,7 @@ def _is_here(heartbeat: HeartbeatRecord) -> bool:
 def _is_held(path: Path) -> bool:
     """Returns whether a process on this machine holds the run's checkpoints."""
     try:
-        descriptor = os.open(RunDirectory(path).checkpoints / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_descriptor(RunDirectory(path).checkpoints / LOCK_NAME)
     except OSError:
         return False
     try:
@@ -211,7 +211,7 @@ def _read_newest(path: Path, names: list[str]) -> Mapping[str, Any]:
     directory = RunDirectory(path).checkpoints
     try:
         newest = max(names, key=lambda name: (directory / name / COMMITTED_NAME).stat().st_mtime)
-        content = json.loads(read_small(directory / newest / MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        content = json.loads(read_file(directory / newest / MANIFEST_NAME, MAX_MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):  # removed in between, forged, or there is none
         return {}
     return content if isinstance(content, dict) else {}
@@ -252,14 +252,11 @@ def _measure(path: Path) -> int:
 def _read_tail(path: Path) -> bytes:
     """Returns the last lines of a file that are whole."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_file(path)
     except OSError:
         return b""
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            return b""
-        start = max(0, found.st_size - _TAIL_BYTES)
+    with file:
+        start = max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)
         file.seek(start)
         data = file.read(_TAIL_BYTES)
     return data[data.find(b"\n") + 1 :] if start else data
@@ -268,7 +265,8 @@ def _read_tail(path: Path) -> bytes:
 def _read_last_loss(path: Path) -> float | None:
     metrics = RunDirectory(path).metrics
     try:
-        head = read_small(metrics, _TAIL_BYTES).split(b"\n", 1)[0].decode("utf-8", errors="replace")
+        with open_file(metrics) as file:
+            head = file.readline(_TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
     columns = next(csv.reader(head.splitlines()), [])
@@ -290,8 +288,7 @@ def _describe_recipe(path: Path) -> str:
     recipes = [RunDirectory(path).recipe, *path.glob("config.resume-*.yaml")]
     try:
         newest = max((recipe for recipe in recipes if recipe.is_file()), key=lambda recipe: recipe.stat().st_mtime)
-        data = read_small(newest, _MAX_RECIPE_BYTES)
-        content = parse_recipe(data) if len(data) <= _MAX_RECIPE_BYTES else None
+        content = parse_recipe(read_file(newest, _MAX_RECIPE_BYTES))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # `max` of none is a ValueError
         return ""
     decoder, data_section = _section(content, "model", "decoder"), _section(content, "data")

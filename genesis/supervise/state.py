@@ -154,7 +154,7 @@ class SupervisorLock:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _LOCK_NAME
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             lock_file(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, directory.parent)
         except BlockingIOError:

@@ -1,6 +1,5 @@
 """Reads, writes and hashes the files of a tokenizer, independent of their format."""
 
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -9,9 +8,10 @@ from blake3 import blake3
 
 from genesis.errors import UserError
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES
+from genesis_callbacks.untrusted import read_file as read_bounded
 
 TRAIN_REMEDY: Final = "create one with `genesis tokenizer train`"
-_MAX_FILE_BYTES: Final = 256 << 20
 
 
 def read_files(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
@@ -24,16 +24,13 @@ def read_files(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of a tokenizer's file; empty if `path` is not a regular file or is too large.
+    """Returns the content of a tokenizer's file.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, is not a regular file, or is too large for a tokenizer.
     """
     try:
-        found = path.stat()
-        # The path may come from an untrusted checkpoint, and reading a device such as /dev/zero would never end.
-        is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_FILE_BYTES
-        return path.read_bytes() if is_file and found.st_size else b""
+        return read_bounded(path, MAX_DOCUMENT_BYTES)
     except OSError as error:
         raise UserError(f"cannot read the tokenizer {path} ({error.strerror}); {TRAIN_REMEDY}") from None
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from genesis.errors import naming
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.untrusted import open_file
 
 
 class CSVLog(Logger):
@@ -112,7 +113,7 @@ class CSVLog(Logger):
     def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        with self._path.open(newline="", encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(self._path), encoding="utf-8", newline="") as file:
             lines = file.readlines()
         # A line truncated by a kill has no newline, and may look like the beginning of another step's row.
         reader = csv.DictReader(line for line in lines if line.endswith("\n"))

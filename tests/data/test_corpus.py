@@ -197,8 +197,39 @@ def test_a_manifest_that_is_no_file_is_refused_without_waiting(
     make: Callable[[Path], None], kind: str, tmp_path: Path
 ) -> None:
     make(tmp_path / "manifest.json")
-    with pytest.raises(UserError, match=f"manifest.json is {kind}, but must be the manifest file of a corpus"):
+    with pytest.raises(UserError, match=f"manifest.json is {kind}, but must be a file; remove it"):
         open_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "", "..", "con", "a\0b", None, 5])
+def test_a_source_whose_name_would_lead_elsewhere_is_refused(corpus: Path, name: object) -> None:
+    """Plans and caches write files of this name."""
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    manifest["train"][0]["name"] = name
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="is not usable for a directory"):
+        open_corpus(corpus)
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [("path", "../x/00000.ds"), ("path", "~/00000.ds"), ("path", "a//b.ds"), ("index", "/etc/hosts")],
+)
+def test_a_shard_that_lies_elsewhere_is_refused_by_name(corpus: Path, column: str, name: str) -> None:
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    shards = manifest["train"][0]["shards"]
+    shards[column] = [name] * len(shards["path"])
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest\.json lists"):
+        read(open_corpus(corpus).train[0], 0, 1)
+
+
+def test_a_shard_behind_a_link_that_leads_out_of_the_corpus_is_refused(corpus: Path) -> None:
+    shard = corpus / json.loads((corpus / "manifest.json").read_text())["train"][0]["shards"]["path"][0]
+    shard.rename(corpus.parent / "outside.ds")
+    shard.symlink_to(corpus.parent / "outside.ds")
+    with pytest.raises(UserError, match=r"lists .* which leads out of .* through a link"):
+        read(open_corpus(corpus).train[0], 0, 1)
 
 
 def test_a_tokenizer_that_is_not_the_runs_is_refused(corpus: Path) -> None:

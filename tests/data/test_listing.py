@@ -111,7 +111,7 @@ def test_what_a_directory_has_beside_its_files_is_counted_by_suffix(tmp_path):
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
     os.mkfifo(tmp_path / "f.txt")
-    with pytest.raises(UserError, match=r"f\.txt is a FIFO, not a file"):
+    with pytest.raises(UserError, match=r"f\.txt is a FIFO, but must be a file"):
         find(tmp_path, "f.txt")
 
 

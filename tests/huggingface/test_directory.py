@@ -1,7 +1,9 @@
 """What of a directory in Hugging Face's layout is read, and what is refused by name."""
 
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +154,30 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         ({}, "has no weight_map"),
         ({"weight_map": None}, "has no weight_map"),
         ({"weight_map": ["a"]}, "has no weight_map"),
-        ({"weight_map": {"model.norm.weight": 3}}, "has 3 for model.norm.weight"),
-        ({"weight_map": {"model.norm.weight": "../outside.safetensors"}}, "not the name of a file in its directory"),
+        ({"weight_map": {"model.norm.weight": 3}}, f"{INDEX_NAME} lists 3, which is no text"),
+        ({"weight_map": {"model.norm.weight": "../outside.safetensors"}}, "which leads upwards"),
+        ({"weight_map": {"model.norm.weight": "link/outside.safetensors"}}, "which leads out of"),
     ],
 )
 def test_an_index_that_names_no_files_beside_it_is_refused(index: Any, message: str, tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / WEIGHTS_NAME).rename(tmp_path.parent / "outside.safetensors")
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    (tmp_path / "link").symlink_to("..")
     with pytest.raises(UserError, match=re.escape(message)):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, "model-1.safetensors"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
+def test_what_is_no_file_is_refused_without_waiting(put: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    if name not in (CONFIG_NAME, WEIGHTS_NAME):
+        (tmp_path / WEIGHTS_NAME).unlink()
+        (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors"}}))
+    (tmp_path / name).unlink(missing_ok=True)
+    put(tmp_path / name)
+    with pytest.raises(UserError, match=r"but must be a file|leads out of"):
         read_state(tmp_path)
 
 

@@ -18,6 +18,7 @@ from genesis.supervise.mirror_source import Pace
 from genesis.supervise.mirror_state import measure_lag, read_mirror_statuses, without_password
 from genesis_callbacks.checkpoint import CorruptCheckpointError, list_committed, verify
 from genesis_callbacks.checkpoint.commit import discard, supersede
+from tests.forgeries import reseal
 from tests.supervise.mirror_support import Run, open_mirror, save_base, sync
 
 
@@ -223,17 +224,92 @@ def test_one_process_at_a_time_works_for_a_mirror(run: Run, place: Path):
         open_mirror(run, place)
 
 
-def test_a_base_is_mirrored_first_and_once_and_stays_and_is_restored_beside_the_run(place: Path, tmp_path: Path):
+@pytest.fixture
+def with_base(place: Path, tmp_path: Path) -> Run:
+    """A run with a base outside of it, both in the mirror alone."""
     base = save_base(tmp_path / "runs" / "base" / "checkpoints")
     run = Run(tmp_path / "runs" / "a", base=base)
     run.save(1)
     lines = sync(run, place)
     assert [line.split()[0] for line in lines] == ["base", "step"]
-    shutil.rmtree(base)
-    elsewhere = tmp_path / "elsewhere" / "runs" / "a"
+    shutil.rmtree(tmp_path / "runs")
+    return run
+
+
+def test_a_base_is_mirrored_first_and_is_restored_into_the_run_where_every_reader_finds_it(
+    with_base: Run, place: Path, tmp_path: Path
+):
+    elsewhere = tmp_path / "elsewhere" / "a"
     assert restore(place, elsewhere).step == 1
     verify(elsewhere / "checkpoints" / "step-00000001", "deep")
-    assert (tmp_path / "elsewhere" / "runs" / "base" / "checkpoints" / "step-00000000" / "COMMITTED").exists()
+    assert len(list_committed(elsewhere / "checkpoints")) == 1
+    assert (elsewhere / "bases" / next((place / "bases").iterdir()).name / "COMMITTED").exists()
+    assert [line.split()[0] for line in sync(elsewhere, tmp_path / "second")] == ["base", "step"]
+
+
+def test_a_base_is_restored_outside_of_the_run_only_into_the_directory_that_the_user_gives(
+    with_base: Run, place: Path, tmp_path: Path, monkeypatch
+):
+    lines: list[str] = []
+    restore_run(open_place(str(place)), with_base.path, bases=tmp_path / "shared", report=lines.append)
+    (home,) = (tmp_path / "shared").iterdir()
+    assert any(f"GENESIS_BASE_CHECKPOINTS={home}" in line for line in lines)
+    assert not (with_base.path / "bases").exists()
+    monkeypatch.setenv("GENESIS_BASE_CHECKPOINTS", str(home))
+    verify(with_base.directory / "step-00000001", "deep")
+
+
+@pytest.mark.parametrize("relative", ["../../victim/checkpoints/step-00009999", "step-00009999", "", "~/x", "/etc/x"])
+def test_no_path_that_a_mirror_names_is_written(with_base: Run, place: Path, tmp_path: Path, relative: str):
+    victim = Run(tmp_path / "runs" / "victim")
+    victim.save(1)
+    forged = place / "checkpoints" / "step-00000001"
+    manifest = json.loads((forged / "manifest.json").read_text())
+    manifest["base"] |= {"relative_path": relative, "path": str(victim.directory / "step-00009999")}
+    reseal(forged, manifest)
+    before = sorted(path for path in tmp_path.rglob("*") if not path.is_relative_to(with_base.path))
+    assert restore(place, with_base.path).step == 1
+    assert sorted(path for path in tmp_path.rglob("*") if not path.is_relative_to(with_base.path)) == before
+    assert [path.name for path in with_base.directory.glob("step-*")] == ["step-00000001"]
+    assert [len(path.name) for path in (with_base.path / "bases").iterdir()] == [16]
+
+
+def put_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def put_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def put_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def put_endless(file: Path) -> None:
+    os.truncate(file, 1 << 40)
+
+
+@pytest.mark.parametrize("put", [put_fifo, put_device, put_directory, put_endless])
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "*.distcp"])
+def test_a_mirror_with_something_else_than_a_file_is_refused_and_leaves_nothing(
+    with_base: Run, place: Path, put, is_there: bool, name: str
+):
+    if is_there:
+        with_base.path.mkdir(parents=True)
+    (file,) = (place / "checkpoints" / "step-00000001").glob(name)
+    put(file)
+    with pytest.raises(CorruptCheckpointError, match="none of the 1 checkpoints"):
+        restore(place, with_base.path)
+    assert with_base.path.exists() == is_there
+    assert list(with_base.path.rglob("*")) == []
+    contents = read_contents(open_place(str(place)))
+    problems = dict(verify_contents(open_place(str(place)), contents, Pace(None)))
+    assert problems["checkpoints/step-00000001"] is not None
 
 
 def test_retention_never_removes_a_base(place: Path, tmp_path: Path):

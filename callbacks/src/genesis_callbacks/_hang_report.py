@@ -12,6 +12,7 @@ from typing import Any, Final
 from .errors import printable
 from .files import replace_file
 from .phases import PHASES, Phase
+from .untrusted import open_file
 
 _FOREIGN_PARTS: Final = ("/torch/", "/lightning/", "/genesis_callbacks/")
 _COLLECTIVE_PARTS: Final = ("/torch/distributed/", "/torch/nn/parallel/")
@@ -137,7 +138,7 @@ def read_reports(folder: Path, world_size: int) -> list[HangReport]:
 
 def _read(path: Path) -> HangReport | None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content: Mapping[str, Any] = json.loads(file.read(_MAX_BYTES))
         return HangReport(
             rank=int(content["rank"]),

@@ -20,6 +20,7 @@ from .checkpoint.descriptor import PrivateDescriptor
 from .events import EventLog
 from .locks import lock_file
 from .run_directory import RunDirectory
+from .untrusted import read_text
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""
@@ -91,7 +92,7 @@ class RankWatch:
         if not self._is_watching:
             return None
         with contextlib.suppress(OSError):
-            return (self._directory / _VERDICT_NAME).read_text(encoding="utf-8")
+            return read_text(self._directory / _VERDICT_NAME)
         return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
 
     def claims_to_report(self) -> bool:

@@ -10,7 +10,6 @@ source: everything but regular files is skipped, and so are lines that hold no e
 import heapq
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple
 from .errors import UserError
 from .events import MAX_LINE_BYTES, Event, decode_event
 from .run_directory import RunDirectory
+from .untrusted import RefusedFileError, open_descriptor
 
 __all__ = ["EventFollower", "read_events"]
 
@@ -146,11 +146,8 @@ def _list_files(run_dir: Path) -> list[Path]:
 def _open_regular(path: Path) -> int | None:
     """Returns a descriptor for reading; None where there is no regular file (any more)."""
     try:
-        # Before it is opened, because opening alone has effects on some devices.
-        if not stat.S_ISREG(path.stat().st_mode):
-            return None
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+        return open_descriptor(path)
+    except (FileNotFoundError, RefusedFileError):
         return None
     except OSError as error:
         raise _unreadable(path, error) from error

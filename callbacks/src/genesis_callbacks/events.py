@@ -279,5 +279,6 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _open(path: Path) -> int:
-    # O_NONBLOCK: a FIFO or a device may lie at the path, and must not block training.
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    # A FIFO or a device may lie at the path, and must not block training, or a link to a file that is not ours.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o644)

@@ -27,7 +27,16 @@ from typing import Any, BinaryIO, Final, cast
 
 from .errors import naming
 
-__all__ = ["create_file", "find_irregular_kind", "replace_file", "replacing", "staged_file", "sync_directory"]
+__all__ = [
+    "RefusedFileError",
+    "check_regular",
+    "create_file",
+    "find_irregular_kind",
+    "replace_file",
+    "replacing",
+    "staged_file",
+    "sync_directory",
+]
 
 STAGING_SUFFIX = ".staging"
 
@@ -49,12 +58,33 @@ def find_irregular_kind(mode: int) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
+class RefusedFileError(OSError):
+    """A file of the wrong kind or size; `strerror` follows the file's name in a sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+def check_regular(name: str, found: os.stat_result) -> None:
+    """Checks that a file is a regular one.
+
+    Raises:
+        RefusedFileError: It is something else.
+    """
+    kind = find_irregular_kind(found.st_mode)
+    if kind is not None:
+        number = errno.EISDIR if kind == "a directory" else errno.ENODEV
+        raise RefusedFileError(number, f"is {kind}, but must be a file", name)
+
+
 class _NamedFile(io.RawIOBase):
     """An unbuffered file for writing, whose errors name it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        # A link that lies where the new file will be could lead to any other file, whose content would be lost.
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = os.open(path, flags, 0o666)
 
     def writable(self) -> bool:
         return True

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from ._plain_values import read_count, read_entries, read_number
 from .errors import printable
 from .phases import PHASES, Phase
 from .run_directory import RunDirectory
+from .untrusted import read_file
 
 __all__ = ["HeartbeatRecord", "Phase", "read_heartbeats", "write_heartbeat"]
 
@@ -89,7 +89,9 @@ def write_heartbeat(run_dir: Path, record: HeartbeatRecord) -> None:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     data = json.dumps(content, allow_nan=False).encode("ascii")
-    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(
+        path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+    )
     try:
         num_written = os.write(descriptor, data)
     finally:
@@ -120,13 +122,7 @@ def read_heartbeats(run_dir: Path | str, ranks: Collection[int] | None = None) -
 
 def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            data = os.pread(descriptor, _MAX_BYTES + 1, 0) if is_regular else b""
-        finally:
-            os.close(descriptor)
-        return _decode(json.loads(data)) if 0 < len(data) <= _MAX_BYTES else None
+        return _decode(json.loads(read_file(path, _MAX_BYTES)))
     # The file may be replaced, forged or unreadable: it is then no heartbeat, which the reader notices by its age.
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None

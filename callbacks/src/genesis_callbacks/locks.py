@@ -1,5 +1,6 @@
 """Locks that end with their process, also on file systems that have none. Imports no torch.
 
+    open_lock(path)                the file of a lock, created if it is missing, and never behind a link
     lock_file(descriptor, kind)    as `fcntl.flock`
 
 A file system may have no such locks: Lustre without the mount option `flock`, NFS without a lock daemon.
@@ -14,13 +15,36 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from .errors import naming
+from .files import RefusedFileError, check_regular
 
-__all__ = ["lock_file"]
+__all__ = ["lock_file", "open_lock"]
 
 _HAS_NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """Opens the file of a lock to read and write; it is created if it is missing, and its content is kept.
+
+    Raises:
+        OSError: It cannot be opened, or is a link, which could lead to any file, or no regular file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RefusedFileError(errno.ELOOP, "is a link, but must be a file", str(path)) from None
+    file = open(descriptor, "r+b", buffering=0)  # noqa: PTH123, SIM115 - the caller closes it
+    try:
+        check_regular(str(path), os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:

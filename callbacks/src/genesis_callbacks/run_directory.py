@@ -7,6 +7,7 @@
         step-XXXXXXXX.staging-*/        a save in flight
         quarantined-step-XXXXXXXX/      a checkpoint that does not verify
         superseded-N/                   checkpoints that the run does not descend from
+    RUN/bases/HASH/                     `base`: the base of checkpoints, which `genesis mirror restore` has put there
     RUN/events/rank-N.jsonl             `event_file`: what happened, by rank (`genesis_callbacks.events`)
                commands.jsonl           what commands beside the training did
                supervisor.jsonl         what the supervisor of the run did
@@ -37,6 +38,7 @@ __all__ = [
     "PLACES_VARIABLE",
     "TRASH_NAME",
     "RunDirectory",
+    "base_name",
     "checkpoint_name",
     "is_checkpoint_name",
     "is_staging_name",
@@ -56,6 +58,8 @@ COMMITTED_NAME: Final = "COMMITTED"
 PLACES_VARIABLE: Final = "GENESIS_BASE_CHECKPOINTS"
 """Environment variable with additional paths of base checkpoints, separated as in PATH."""
 
+_BASES_NAME: Final = "bases"
+_BASE_NAME_LENGTH: Final = 16
 _RANKS_NAME: Final = ".ranks"
 _EVENTS_NAME: Final = "events"
 _CHECKPOINT_NAME: Final = re.compile(r"step-(\d{8,})")
@@ -71,6 +75,11 @@ _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 def checkpoint_name(step: int) -> str:
     """Returns the directory name of the checkpoint at `step`."""
     return f"step-{step:08d}"
+
+
+def base_name(manifest_hash: str) -> str:
+    """Returns the name of a base where it is not a checkpoint of its run: the beginning of its manifest's hash."""
+    return manifest_hash.partition(":")[2][:_BASE_NAME_LENGTH]
 
 
 def is_checkpoint_name(name: str) -> bool:
@@ -143,6 +152,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Holds the checkpoints."""
         return self.path / CHECKPOINTS_NAME
+
+    @property
+    def bases(self) -> Path:
+        """Holds the bases that a restore has put into the run."""
+        return self.path / _BASES_NAME
 
     @property
     def ranks(self) -> Path:

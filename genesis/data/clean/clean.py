@@ -38,7 +38,8 @@ from genesis.data.sources import InputFile, find_files, list_sources
 from genesis.data.sources.files import READING, check_reading
 from genesis.errors import UserError, find_remedy
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.locks import lock_file, open_lock
+from genesis_callbacks.untrusted import read_text
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
@@ -178,7 +179,7 @@ def _locked(options: CleanOptions) -> Iterator[None]:
     if out.is_dir() and not options.work.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty and was not made by `genesis data clean`; choose another out")
     options.work.mkdir(parents=True, exist_ok=True)
-    with (options.work / "lock").open("w+") as lock:
+    with open_lock(options.work / "lock") as lock:
         try:
             lock_file(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, out)
         except BlockingIOError:
@@ -189,7 +190,7 @@ def _locked(options: CleanOptions) -> Iterator[None]:
 def _refuse_running_jobs(options: CleanOptions) -> None:
     path = options.work / _JOBS_NAME
     if path.exists():
-        running = find_running_jobs(json.loads(path.read_text(encoding="utf-8")))
+        running = find_running_jobs(json.loads(read_text(path)))
         if running:
             raise UserError(
                 f"Slurm jobs {', '.join(running)} are running in {options.out}; wait for them or scancel them"
@@ -222,7 +223,7 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
             raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = json.loads(read_text(path))
     check_reading(before, options.out, is_finished=(options.out / MANIFEST_NAME).exists())
     old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):

@@ -22,10 +22,12 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupFilter,
     MinhashDedupSignature,
 )
+from numpy.typing import NDArray
 
 from genesis.data.clean.documents import SOURCE, PassReader
 from genesis.data.clean.words import HASH, Words
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import open_file
 
 CLUSTER = "minhash_cluster_id"
 """The key of a document's metadata in which datatrove records the group of near-duplicates."""
@@ -104,13 +106,18 @@ class NearDuplicates:
         return MinhashDedupFilter(str(work / "duplicates"), load_cluster_ids=True)
 
 
+def _read(path: Path) -> NDArray[np.uint32]:
+    with open_file(path) as file:
+        return np.fromfile(file, "<u4")
+
+
 def read_kept(work: Path, clusters: Collection[int]) -> dict[int, Document]:
     """Returns, for each of `clusters`, the document that the removal of near-duplicates in `work` keeps."""
     kept = {}
     for path in sorted((work / "duplicates").glob("*.clusters")):
         removal = path.with_suffix(".remove")
-        removed = np.fromfile(removal, "<u4") if removal.exists() else np.empty(0, "<u4")
-        members = np.fromfile(path, "<u4").reshape(-1, 2)
+        removed = _read(removal) if removal.exists() else np.empty(0, "<u4")
+        members = _read(path).reshape(-1, 2)
         wanted = members[np.isin(members[:, 1], list(clusters)) & ~np.isin(members[:, 0], removed)]
         for number, cluster in wanted.tolist():
             documents = PassReader(work / "documents").run(rank=int(path.stem))

@@ -27,6 +27,7 @@ from genesis.data.sources.files import kind_of
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
+from genesis_callbacks.untrusted import open_file, read_text
 
 CONVERSATION = "conversation"
 """The key of a document's metadata with its conversation as it is written; the text holds only what is said."""
@@ -140,7 +141,7 @@ class PassReader(PipelineStep):  # type: ignore[misc]
         """Yields the documents of the task `rank`."""
         assert data is None
         with (
-            _pass_file(self._folder, rank).open("rb") as file,
+            open_file(_pass_file(self._folder, rank)) as file,
             zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream,
         ):
             for line in io.BufferedReader(stream):
@@ -188,11 +189,7 @@ class TextWriter(PipelineStep):  # type: ignore[misc]
 
 def read_shard_records(records: Path) -> list[WrittenShard]:
     """Returns the shards of all tasks, in the order of the tasks."""
-    return [
-        WrittenShard(**shard)
-        for path in sorted(records.glob("*.json"))
-        for shard in json.loads(path.read_text(encoding="utf-8"))
-    ]
+    return [WrittenShard(**shard) for path in sorted(records.glob("*.json")) for shard in json.loads(read_text(path))]
 
 
 def write_durably(path: Path, data: bytes) -> None:

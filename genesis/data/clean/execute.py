@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from genesis.errors import UserError
 from genesis.processes import PipedWorker, serve_pipe
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.locks import lock_file, open_lock
+from genesis_callbacks.untrusted import read_text
 
 Executor = Literal["local", "slurm", "ray"]
 
@@ -199,7 +200,7 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
     failed = executor.get_incomplete_ranks()
     if failed:
         log = folder / "logs" / f"task_{failed[0]:05d}.log"
-        lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()] if log.exists() else []
+        lines = [line for line in read_text(log).splitlines() if line.strip()] if log.exists() else []
         raise UserError(
             f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
             f"{lines[-1] if lines else 'they left no log'} ({log}); fix the cause and run the same command again: "
@@ -374,6 +375,6 @@ def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
 @contextlib.contextmanager
 def _held(path: Path, kind: int) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w+") as file:  # NFS gives a shared lock to readers only
+    with open_lock(path) as file:  # NFS gives a shared lock to readers only
         lock_file(file.fileno(), kind)
         yield

@@ -11,7 +11,6 @@ The document ends are taken from the file's own index, or found by the end-of-do
 Memory is bounded by a shard. The corpus is renamed into place when all of it is on disk.
 """
 
-import re
 import secrets
 import shutil
 from bisect import bisect_right
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
 from genesis.data.foreign.token_file import TokenFile
-from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, write_manifest
+from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, check_source_name, write_manifest
 from genesis.data.shards import (
     ADDED_SUFFIX,
     HASH_ALGORITHM,
@@ -42,6 +41,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import create_file, sync_directory
+from genesis_callbacks.untrusted import open_file
 
 SHARD_TOKENS: Final = 1 << 24
 _TOKENS_PER_BLOCK: Final = 1 << 20
@@ -74,10 +74,7 @@ class ForeignSource:
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
-            raise UserError(
-                f"source name {self.name!r} is not usable for a directory; use letters, digits, '.', '_', '-'"
-            )
+        check_source_name(self.name)
         if not self.paths:
             raise UserError(f"source {self.name} has no paths; name files or directories")
         if self.weight < 1:
@@ -392,10 +389,8 @@ class _Adopter:
 
 def _map_piece(piece: _Piece) -> NDArray[np.unsignedinteger]:
     dtype = stored_dtype(piece.file.dtype)
-    tokens: NDArray[np.unsignedinteger] = np.memmap(
-        piece.file.path, dtype, "r", offset=piece.byte_offset, shape=(piece.num_tokens,)
-    )
-    return tokens
+    with open_file(piece.file.path) as file:
+        return np.memmap(file, dtype, "r", offset=piece.byte_offset, shape=(piece.num_tokens,))
 
 
 def _with_last(pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, bool]]:

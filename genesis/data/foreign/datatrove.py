@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
 from genesis.data.shards import INDEX_ENTRY, shard_files
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import read_text
 
 _DTYPES = {2: "uint16", 4: "uint32"}
 
@@ -60,7 +61,7 @@ def read_datatrove(path: Path) -> TokenFile:
 
 
 def _read_token_bytes(metadata: Path) -> int:
-    last_field = metadata.read_text(encoding="utf-8").split("\n", 1)[0].rpartition("|")[2]
+    last_field = read_text(metadata).split("\n", 1)[0].rpartition("|")[2]
     if not last_field.isdecimal():
         raise UserError(
             f"{metadata} does not end its first line with the bytes of a token; write it again or remove it"

@@ -12,6 +12,7 @@ import numpy as np
 
 from genesis.data.foreign.token_file import TOKEN_DTYPES, TokenFile, file_size, one_run
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import open_file
 
 _LLMC_HEADER: Final = struct.Struct("<256i")
 _LLMC_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}
@@ -33,7 +34,7 @@ def read_flat(path: Path, dtype: str | None) -> TokenFile:
 
 def _read_npy(path: Path) -> TokenFile:
     num_bytes = file_size(path)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         try:
             version = np.lib.format.read_magic(file)
             read_header = (
@@ -59,7 +60,7 @@ def _read_npy(path: Path) -> TokenFile:
 
 def _read_bin(path: Path, dtype: str | None) -> TokenFile:
     num_bytes = file_size(path)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         header = file.read(_LLMC_HEADER.size)
     if len(header) == _LLMC_HEADER.size:
         magic, _, num_tokens, *rest = _LLMC_HEADER.unpack(header)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from genesis.data.arrow_file import open_stream
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import read_file
 
 STATE_NAME: Final = "state.json"
 SPLITS_NAME: Final = "dataset_dict.json"
@@ -123,7 +124,7 @@ def _check_companions(path: Path, batch: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found: dict[str, Any] = json.loads(read_file(path))
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); give a directory that `save_to_disk` made"

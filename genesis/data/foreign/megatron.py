@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import open_file
 
 _MAGIC: Final = b"MMIDIDX\0\0"
 _OLD_MAGIC: Final = b"TNTIDX\0\0"
@@ -77,7 +78,7 @@ def read_megatron(path: Path) -> TokenFile:
 
 
 def _read_header(index: Path, index_bytes: int) -> tuple[str, int, int]:
-    with index.open("rb") as file:
+    with open_file(index) as file:
         header = file.read(_HEADER.size)
     if header.startswith(_OLD_MAGIC):
         raise UserError(f"{index} has Megatron's old format (TNTIDX); build it again with dataset-impl mmap")

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import check_file, open_file
 
 TOKEN_DTYPES: Final = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 """Types that tokens may have on disk, as numpy names them."""
@@ -60,7 +61,7 @@ def file_size(path: Path) -> int:
         UserError: The file cannot be read.
     """
     try:
-        return path.stat().st_size
+        return check_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct the path") from None
 
@@ -69,4 +70,5 @@ def map_array(path: Path, dtype: str, byte_offset: int, count: int) -> NDArray[n
     """Returns a part of a file as a memory-mapped array."""
     if not count:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=byte_offset, shape=(count,))
+    with open_file(path) as file:
+        return np.memmap(file, dtype=dtype, mode="r", offset=byte_offset, shape=(count,))

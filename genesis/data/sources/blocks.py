@@ -17,6 +17,7 @@ from genesis.data.sources.binary import find_binary
 from genesis.data.sources.entry import DamagedFileError
 from genesis.data.sources.files import InputFile, Span, compression_of
 from genesis.data.store import is_url
+from genesis_callbacks.untrusted import open_file
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 """Exceptions that readers raise for truncated and damaged files."""
@@ -46,7 +47,7 @@ def open_local(found: InputFile) -> Iterator[Path]:
 def read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yields the file's decompressed bytes from `start` on, and how much of the file itself has been read."""
     compression = compression_of(found.path)
-    with open_local(found) as path, path.open("rb") as file:
+    with open_local(found) as path, open_file(path) as file:
         file.seek(start)
         if compression == ".gz":
             with gzip.open(file) as stream:
@@ -142,7 +143,7 @@ def read_head(found: InputFile) -> bytes:
         UserError: The file is not compressed in the way that its name says.
     """
     compression = compression_of(found.path)
-    with open_local(found) as path, path.open("rb") as file:
+    with open_local(found) as path, open_file(path) as file:
         head = file.read(_HEAD_BYTES)
     if compression is None or not head:
         return head

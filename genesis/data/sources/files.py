@@ -12,7 +12,7 @@ from genesis.data.sources.options import Kind, SourceOptions
 from genesis.data.sources.walk import NO_TARGET, FoundFile, is_hidden, match_files, walk_files
 from genesis.data.store import is_url
 from genesis.errors import UserError
-from genesis_callbacks.files import find_irregular_kind
+from genesis_callbacks.untrusted import RefusedFileError, open_file
 
 Compression = Literal[".gz", ".zst"]
 
@@ -287,12 +287,10 @@ def _find_remote(source: SourceOptions, url: str, skips: Skips) -> list[InputFil
 
 def _stat(path: str, source: SourceOptions) -> InputFile:
     try:
-        status = Path(path).stat()
-        kind = find_irregular_kind(status.st_mode)
-        if kind is not None:  # to open a FIFO blocks
-            raise UserError(f"source {source.name}: {path} is {kind}, not a file; write its content to a file")
-        with Path(path).open("rb"):
-            pass
+        with open_file(path) as file:
+            status = os.fstat(file.fileno())
+    except RefusedFileError as error:
+        raise UserError(f"source {source.name}: {path} {error.strerror}; write its content to a file") from None
     except OSError as error:
         raise explain_unreadable(path, source, error) from None
     return InputFile(path, status.st_size, status.st_mtime_ns)

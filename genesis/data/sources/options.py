@@ -1,12 +1,12 @@
 """The options of a source of text."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from genesis.chat.conversation import Form
 from genesis.chat.options import OnBadRow
+from genesis.data.manifest import check_source_name
 from genesis.errors import UserError
 
 ChatForm = Form | Literal["auto", "pairs"]
@@ -59,10 +59,7 @@ class SourceOptions:
     ignored_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
-            raise UserError(
-                f"source name {self.name!r} is not usable for a directory; use letters, digits, '.', '_', '-'"
-            )
+        check_source_name(self.name)
         if not self.paths:
             raise UserError(f"source {self.name} has no paths; name files, directories or globs")
         if self.weight < 1:

@@ -23,6 +23,7 @@ from genesis.data.sources.entry import Document, Entry, decode, decode_conversat
 from genesis.data.sources.files import InputFile, Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
+from genesis_callbacks.untrusted import check_file
 
 TABLES: Final[frozenset[Kind]] = frozenset(("parquet", "arrow", "csv", "tsv"))
 """The kinds of tables."""
@@ -157,6 +158,7 @@ def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]
 def _open_kind(source: SourceOptions, file: InputFile, path: Path) -> Any:
     """Returns the table in a file, which lies at `path`, by the interface of a parquet file."""
     kind, compression = kind_of(file.path, source), compression_of(file.path)
+    check_file(path)
     if kind in ("csv", "tsv"):
         refuse_binary(file)
         codec = {".gz": "gzip", ".zst": "zstd", None: None}[compression]

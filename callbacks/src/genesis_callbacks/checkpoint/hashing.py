@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 import blake3
 
+from genesis_callbacks import untrusted
+
 HashAlgorithm = Literal["blake3", "sha256"]
 _BLOCK_BYTES = 1 << 20
 
@@ -59,5 +61,5 @@ def hash_descriptor(
 
 def hash_file(path: Path, algorithm: HashAlgorithm) -> str:
     """Returns the hexadecimal hash of the content of the file at `path`."""
-    with path.open("rb", buffering=0) as file:
+    with untrusted.open_file(path, buffering=0) as file:
         return hash_descriptor(file.fileno(), algorithm)

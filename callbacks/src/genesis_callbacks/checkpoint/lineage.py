@@ -13,6 +13,7 @@ from pathlib import Path
 from genesis_callbacks.files import find_irregular_kind
 from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
+from genesis_callbacks.untrusted import open_descriptor
 
 from .commit import discard, quarantine, remove_empty_trash
 from .descriptor import PrivateDescriptor
@@ -50,7 +51,7 @@ class DirectoryLock:
         path = directory / LOCK_NAME
         with contextlib.suppress(FileNotFoundError):
             _check_is_file(path, path.stat())
-        self._descriptor = PrivateDescriptor(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
+        self._descriptor = PrivateDescriptor(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
         number = self._descriptor.number
         deadline_seconds = time.monotonic() + _GLANCE_SECONDS
         while not _try_lock(number, fcntl.LOCK_EX, directory):
@@ -118,7 +119,7 @@ def find_holder(directory: Path) -> str | None:
     path = directory / LOCK_NAME
     try:
         _check_is_file(path, path.stat())
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_descriptor(path)
     except FileNotFoundError:
         return None
     try:

@@ -1,9 +1,8 @@
 """Reads the files of a checkpoint, which are untrusted: an attacker may have written them, or a disk changed them.
 
-Only regular files are opened, so that no read waits for a FIFO or activates a device. Symbolic links are followed,
-because stores of models consist of them. Sizes, depth and memory are bounded. If the operating system refuses access
-(permissions, a failing disk, a missing mount), the error is an `UnreadableCheckpointError`, because the state of the
-checkpoint is unknown. No code in a file runs.
+Files are opened by `genesis_callbacks.untrusted`: regular ones alone, also behind links. Sizes, depth and memory are
+bounded. If the operating system refuses access (permissions, a failing disk, a missing mount), the error is an
+`UnreadableCheckpointError`, because the state of the checkpoint is unknown. No code in a file runs.
 """
 
 import contextlib
@@ -14,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from genesis_callbacks.files import find_irregular_kind
+from genesis_callbacks import untrusted
 
 from .errors import CorruptCheckpointError, UnreadableCheckpointError
 
-MAX_DOCUMENT_BYTES = 256 << 20
+MAX_DOCUMENT_BYTES = untrusted.MAX_DOCUMENT_BYTES
 """Size limit of `manifest.json` and `state.json`. A save that needs more fails."""
 MAX_NOTE_BYTES = 64 << 10
 """Size limit of small files, such as a commit marker or the mark of the best checkpoint."""
@@ -31,7 +30,6 @@ MAX_PICKLE_MEMORY_BYTES = 768 << 20
 _SPARSE_BYTES = 64 << 20
 _SPARSE_SHARE = 1000
 _MAX_EXTENTS = 10_000
-_READ_BYTES = 1 << 20
 _PROVES_DAMAGE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.ENODEV}
 )
@@ -56,6 +54,8 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except untrusted.RefusedFileError as error:
+        raise CorruptCheckpointError(f"{path} {error.strerror}") from error
     except OSError as error:
         if error.errno in _PROVES_DAMAGE:
             what = "is missing" if error.errno == errno.ENOENT else f"is not a file: {error.strerror}"
@@ -75,25 +75,14 @@ def open_regular(path: Path) -> int:
         UnreadableCheckpointError: The file cannot be opened.
     """
     with reading(path):
-        # The type is checked before the open, because opening some devices has side effects, and again afterwards,
-        # because the path may have been replaced. O_NONBLOCK, because opening a FIFO would otherwise block forever.
-        _check_regular(path, path.stat())
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = untrusted.open_descriptor(path)
         try:
-            found = os.fstat(descriptor)
-            _check_regular(path, found)
-            _check_not_sparse(path, descriptor, found.st_size)
+            _check_not_sparse(path, descriptor, os.fstat(descriptor).st_size)
             os.lseek(descriptor, 0, os.SEEK_SET)  # the search for holes moved the file position
         except BaseException:
             os.close(descriptor)
             raise
     return descriptor
-
-
-def _check_regular(path: Path, found: os.stat_result) -> None:
-    kind = find_irregular_kind(found.st_mode)
-    if kind is not None:
-        raise CorruptCheckpointError(f"{path} is {kind}, but must be a file")
 
 
 def _check_not_sparse(path: Path, descriptor: int, num_bytes: int) -> None:
@@ -123,21 +112,8 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         CorruptCheckpointError: The file is missing, is not a regular file, or is larger than `max_bytes`.
         UnreadableCheckpointError: The file cannot be read.
     """
-    descriptor = open_regular(path)
-    try:
-        with reading(path):
-            blocks, num_bytes = [], os.fstat(descriptor).st_size
-            if num_bytes <= max_bytes:
-                # Counted again, because the file may grow after `fstat`, and the limit must hold.
-                num_bytes = 0
-                while num_bytes <= max_bytes and (block := os.read(descriptor, _READ_BYTES)):
-                    blocks.append(block)
-                    num_bytes += len(block)
-    finally:
-        os.close(descriptor)
-    if num_bytes > max_bytes:
-        raise CorruptCheckpointError(f"{path} has {num_bytes} bytes or more, but at most {max_bytes} are allowed")
-    return b"".join(blocks)
+    with reading(path):
+        return untrusted.read_file(path, max_bytes)
 
 
 def parse_json(data: bytes, name: str) -> Any:

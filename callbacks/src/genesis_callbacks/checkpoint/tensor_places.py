@@ -2,8 +2,9 @@
 
 A manifest refers to its base by path and by the hash of the base's manifest. The search tries the paths that the user
 gives (a fit's scope, the environment variable `GENESIS_BASE_CHECKPOINTS`), then the recorded path relative to the
-checkpoint's directory (for a superseded checkpoint also relative to the run's directory, where it was saved), then the
-recorded absolute path. At every path, only a committed checkpoint with the recorded hash is accepted. If verification
+checkpoint's directory (for a superseded checkpoint also relative to the run's directory, where it was saved), then
+`bases` in the run, where a restore puts a base, then the recorded absolute path. Nothing is ever written to a recorded
+path. At every path, only a committed checkpoint with the recorded hash is accepted. If verification
 finds such a checkpoint damaged, it tries the next path. A base cannot have a base, so that there are neither chains nor
 cycles.
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from genesis_callbacks.run_directory import PLACES_VARIABLE
+from genesis_callbacks.run_directory import PLACES_VARIABLE, RunDirectory, base_name
 
 from .commit import SUPERSEDED_PREFIX
 from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
@@ -70,7 +71,9 @@ def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) ->
     if os.path.basename(directory).startswith(SUPERSEDED_PREFIX):  # noqa: PTH119 - as above
         homes.append(os.path.dirname(directory))  # noqa: PTH120 - the relative path was recorded there
     near = [os.path.join(home, base.relative_path) for home in homes]  # noqa: PTH118 - as above
-    candidates = [*map(str, places), *given, *near, base.path]
+    runs = [RunDirectory(Path(os.path.dirname(home))) for home in homes]  # noqa: PTH120 - as above
+    restored = [str(run.bases / base_name(base.manifest_hash)) for run in runs]
+    candidates = [*map(str, places), *given, *near, *restored, base.path]
     return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
 
 

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from genesis_callbacks.errors import UserError
+from genesis_callbacks.untrusted import path_below
+
 from ..dcp_metadata import InertRecord, InertTensorRecord, read_dcp_metadata
 from ..errors import CorruptCheckpointError
 from ..manifest import DCP_METADATA_NAME
@@ -57,9 +60,12 @@ def _check_files(path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
     problems = []
     for file, names in sorted(names_by_file.items()):
         whose = f"with parts of {len(names)} tensors, such as {min(names)}"
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            problems.append(f"{file!r} is not in the checkpoint's own directory")
-        elif not (path / file).is_file():
+        try:
+            path_below(path, file, path / DCP_METADATA_NAME)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if not (path / file).is_file():
             problems.append(f"{file} is missing, {whose}")
         elif (path / file).stat().st_size < ends[file]:
             size = (path / file).stat().st_size

@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 
+from genesis_callbacks.untrusted import path_below
+
 from ..errors import CorruptCheckpointError
 from ..safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file
 from .stored import Contents, StoredBlock, StoredTensor, measure
@@ -75,7 +77,7 @@ def _read_index(path: Path) -> dict[str, list[str]]:
     for index in path.glob(_INDEX_PATTERN):
         try:
             for name, file in parse_json(read_file(index, MAX_DOCUMENT_BYTES), index.name)["weight_map"].items():
-                promised[Path(file).name].append(name)
+                promised[str(path_below(path, file, index).relative_to(path))].append(name)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(f"{index.name} is not an index of safetensors files: {error!r}") from error
     return promised
