@@ -31,6 +31,7 @@ EXCEPTIONS = {
     "callbacks/src/genesis_callbacks/testing.py::_fork_writer": OF_THE_KERNEL,
     "genesis/available_memory.py::_read_container_limit": OF_THE_KERNEL,
     "genesis/available_memory.py::available_memory": OF_THE_KERNEL,
+    "genesis/chat/worker.py::_serve": OF_THE_KERNEL,
     "genesis/cli/main.py::_end_unread": OF_THE_KERNEL,
     "genesis/data/clean/execute.py::_run_task": OF_THE_KERNEL,
     "genesis/model/proof_memory.py::_describe": OF_THE_KERNEL,
