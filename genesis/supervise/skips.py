@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from genesis.data.skipped import Ranges, count, describe, merge, subtract
+from genesis.progress import numbered
 from genesis.supervise.ends import EndClass
 
 
@@ -80,9 +81,8 @@ class Skips:
     def describe(self, blame: Blame, may_skip: int) -> str:
         """Returns what is skipped by an action, with the budget afterwards."""
         new = self._count_new(blame)
-        windows = f"{new} windows" if new > 1 else "1 window"
         return (
-            f"skip {windows} of data, positions {describe(self._find_new(blame))} "
+            f"skip {numbered(new, 'windows')} of data, positions {describe(self._find_new(blame))} "
             f"({self.num_windows + new} of --may_skip_data {may_skip} used)"
         )
 
@@ -95,10 +95,9 @@ class Skips:
         new = self._count_new(blame)
         if not new:
             return f"; the data at positions {describe([(blame.first, blame.stop)])} are skipped already"
-        windows = f"{new} more windows" if new > 1 else "1 more window"
         return (
-            f"; to skip {windows} of data, positions {describe(self._find_new(blame))}, --may_skip_data {may_skip} is "
-            f"too few: {self.num_windows} are used"
+            f"; to skip {numbered(new, 'more windows')} of data, positions {describe(self._find_new(blame))}, "
+            f"--may_skip_data {may_skip} is too few: {self.num_windows} are used"
         )
 
     def _find_new(self, blame: Blame) -> Ranges:
