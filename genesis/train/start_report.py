@@ -73,7 +73,7 @@ def describe_limits(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line about each of Lightning's limits on batches that the Trainer's attributes have."""
     overfit, limit = settings["overfit_batches"], settings["limit_train_batches"]
     name, value = ("overfit_batches", overfit) if overfit else ("limit_train_batches", limit)
-    if overfit or limit != 1.0:
+    if overfit or isinstance(limit, int) or limit != 1.0:  # 1 is a number of steps, 1.0 is all
         amount = numbered(value, "steps") if isinstance(value, int) else f"{value:.3g} of the data"
         yield (
             f"trainer.{name} is {value}: an epoch ends after {amount}, and the next one goes on with the data that "
