@@ -38,6 +38,8 @@ from genesis_callbacks.checkpoint import (
 )
 
 LATEST: Final = "latest"
+_LAST: Final = "last"
+"""What Lightning calls the newest checkpoint."""
 BEST: Final = "best"
 _STEP = re.compile(r"[0-9]{1,18}")
 _MAX_LISTED = 8
@@ -111,7 +113,7 @@ def read_selector(text: str) -> Selector | None:
         >>> read_selector("best"), read_selector("400"), read_selector("step-00000400"), read_selector("demo")
         ('best', 400, 400, None)
     """
-    if text == LATEST:
+    if text in (LATEST, _LAST):
         return "latest"
     if text == BEST:
         return "best"
@@ -154,8 +156,7 @@ def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Referen
             "takes .ckpt, .pt, .pth and .safetensors)"
         )
     tried = " and ".join(map(str, places))
-    remedy = "did you mean latest?" if text == "last" else "give a run, RUN/best, RUN/STEP, or a checkpoint's directory"
-    raise UserError(f"no such directory: {tried}; {remedy}")
+    raise UserError(f"no such directory: {tried}; give a run, RUN/best, RUN/STEP, or a checkpoint's directory")
 
 
 def find_checkpoint(value: Path | str, *, level: VerifyLevel | None = "quick") -> Path:

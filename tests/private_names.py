@@ -84,6 +84,8 @@ USED: dict[str, str] = {
     "_unsharded_param": f"{FSDP}._fsdp_param:FSDPParam",
     # ---- Lightning
     "_BaseProgress": f"{LOOPS}.progress",
+    "_first_loop_iter": "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
+    "_logger_connector": "lightning.pytorch:Trainer",
     "_Loop": f"{LOOPS}.loop",
     "_SubprocessScriptLauncher": "lightning.pytorch.strategies.launchers.subprocess_script",
     "_batches_that_stepped": f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop",

@@ -52,7 +52,7 @@ def test_a_checkpoint_is_found_by_run_name_path_mark_and_step(home: Path, value:
 
 def test_a_run_is_given_for_words_that_mean_one_of_its_checkpoints(home: Path) -> None:
     run = Path("runs/demo")
-    for value, step in (("latest", 3), ("best", 2), ("1", 1), ("step-00000001", 1)):
+    for value, step in (("latest", 3), ("last", 3), ("best", 2), ("1", 1), ("step-00000001", 1)):
         reference = read_reference(value, run_dir=run)
         assert (reference.kind, reference.path) == ("run", run)
         assert reference.find_checkpoint(level="quick").name == NAMES[step]

@@ -226,8 +226,8 @@ def test_a_run_that_goes_on_from_before_the_best_marks_its_own(tmp_path):
     older = tmp_path / "checkpoints/step-00000002"
     fit_on(1, tmp_path, "single", 3, ckpt_path=str(older), **options)
     assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    # Marked is step 4, which is another's future now; what step 2 knows is of before its validation.
-    assert read_best(tmp_path).name == "step-00000003"
+    # Marked was step 4, which is another's future now; step 2 was saved before its validation, which is made first.
+    assert read_best(tmp_path).name == "step-00000002"
 
 
 def test_a_mark_that_is_newer_than_what_was_restored_stays(tmp_path):
@@ -307,6 +307,30 @@ def test_the_best_two_are_remembered_after_a_kill(tmp_path):
     assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000002", 3.0)]
     fit_on(1, tmp_path, "single", 8, ckpt_path="latest", **options)
     assert names_in(tmp_path) == ["step-00000004", "step-00000005", "step-00000008"]
+
+
+def test_a_validation_that_a_kill_has_prevented_is_made_at_the_resume(tmp_path):
+    options = {"monitor": "validation/loss", "keep_best": 2, "every_n_steps": 4, "val_check_interval": 2}
+    with pytest.raises(AssertionError, match="rank 0"):
+        fit_on(1, tmp_path, "single", 8, callbacks=(KilledAt("on_validation_start", 4),), **options)
+    assert marks_in(tmp_path) == [("step-00000002", 3.0)]
+    seen = RecordsValidations(tmp_path / "validations")
+    fit_on(1, tmp_path, "single", 8, ckpt_path="latest", callbacks=(seen,), **options)
+    assert seen.path.read_text().split() == ["4:2.0", "6:2.5", "8:nan"]
+    assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000006", 2.5)]
+    fit_on(1, tmp_path, "single", 9, ckpt_path="latest", callbacks=(seen,), **options)
+    assert seen.path.read_text().split()[3:] == ["8:nan"], "the last save may have come before its validation"
+
+
+class RecordsValidations(Callback):
+    """Writes the step and the metric of each validation, as EarlyStopping and others see them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer, *_) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{trainer.global_step}:{trainer.callback_metrics['validation/loss'].item()}\n")
 
 
 def test_a_marked_checkpoint_that_is_gone_is_forgotten_at_a_resume(tmp_path):
@@ -509,7 +533,7 @@ def test_a_restore_without_the_optimizer_keeps_clocks_schedule_and_data_and_name
     assert begun["losses"][1] != straight["losses"][5]  # the moments
     assert begun["lr"] == straight["lr"]
     assert begun["seen"] == straight["seen"]
-    assert re.search(r"Reset: .*optimizer state \(\d+ tensors; restore is 'no_optimizer'\)", begun["report"])
+    assert re.search(r"  reset    optimizer state \(\d+ tensors; restore is 'no_optimizer'\)", begun["report"])
     steps = {
         name: tensor for name, tensor in read_tensors(find_latest(tmp_path / "b")).items() if name.endswith(".step")
     }

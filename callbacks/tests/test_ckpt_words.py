@@ -248,7 +248,7 @@ def test_what_a_resume_will_not_and_did_not_restore_is_said(tmp_path, caplog):
         model.accuracy = MeanMetric()
         _, checkpoint = fit(tmp_path, 1, str(within), model=model)
     assert model.steps == [1]
-    assert "Reset: what the metrics accuracy counted in this epoch" in checkpoint.restore_report.text
+    assert "  reset    what the metrics accuracy counted in this epoch" in checkpoint.restore_report.text
     assert "the position of DataLoader in the epoch: 1 of 2 batches were used" in checkpoint.restore_report.text
     _, checkpoint = fit(tmp_path, 2, "latest")
     assert "the position of" not in checkpoint.restore_report.text  # from an epoch's end the next one is whole

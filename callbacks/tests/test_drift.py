@@ -222,7 +222,7 @@ def test_a_run_with_another_recipe_is_refused_on_every_rank_until_it_is_allowed(
     options["allow_changed"] = ["trainer.max_steps"]
     (resumed,) = run_training(1, tmp_path, "single", 4, ckpt_path="latest", recipe=longer, **options)
     assert len(resumed["losses"]) == 2
-    assert "Changed: trainer.max_steps is 4 and was 2." in resumed["report"]
+    assert "  changed  trainer.max_steps is 4 and was 2" in resumed["report"]
     assert read_manifest(find_latest(tmp_path)).recipe == longer
 
     options["allow_changed"] = ["*"]

@@ -16,6 +16,7 @@ from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.checkpoint import DirectoryInUseError, DirectoryLock
 from genesis_callbacks.checkpoint.job import hold_staging
 from genesis_callbacks.checkpoint.lineage import find_holder, wait_for_orphans
+from genesis_callbacks.errors import RunEndedError
 from genesis_callbacks.locks import lock_file
 
 CODES = [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
@@ -55,6 +56,13 @@ def test_a_run_is_held_against_other_processes_of_this_machine_and_one_line_says
     lock.release()
     assert find_holder(shared) is None
     DirectoryLock(shared).release()
+
+
+def test_a_machine_without_any_locks_is_refused_in_one_line(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(RunEndedError, match=r"no locks here .* and none in .*: set TMPDIR to a directory on a local"):
+        DirectoryLock(shared)
 
 
 def test_a_restart_waits_for_the_writer_of_a_killed_trainer(shared):

@@ -1,9 +1,17 @@
 """A writer that is started before its trainer has imported torch."""
 
+import os
+import select
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from genesis_callbacks.checkpoint import writer_process
+from genesis_callbacks.checkpoint.errors import SaveFailedError
+from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.checkpoint.writer_start import start_writer
 
 TRAINER = """
 import sys
@@ -11,6 +19,7 @@ from genesis_callbacks.checkpoint import start_writer_early
 start_writer_early()
 assert "torch" not in sys.modules
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.checkpoint.writer_start import start_writer
 from genesis_callbacks.checkpoint.writer_start import _early
 (early,) = _early
 first, second = WriterProcess(), WriterProcess()
@@ -40,3 +49,52 @@ def test_an_early_writer_that_no_fit_takes_ends_with_its_process() -> None:
     # The writer inherits the pipe, which is read to its end: the end of the writer.
     done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 0
+
+
+STARTS = """
+import os
+from genesis_callbacks.checkpoint.writer_start import start_writer_early, _early
+start_writer_early()
+print(_early[0].process.pid, flush=True)
+input()
+os.kill(os.getpid(), 9)
+"""
+
+
+def _ends(process, seconds):
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """Makes the interpreter of a writer, which has one thread, hang before its first instruction."""
+    hang = "import os, time\nif os.environ.get('MKL_NUM_THREADS') == '1': time.sleep(3600)\n"
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.usefixtures("hanging")
+def test_a_writer_that_hangs_before_its_imports_ends_with_its_trainer():
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        writer = os.pidfd_open(int(trainer.stdout.readline()))
+        assert not _ends(writer, 0.5)
+        trainer.stdin.write(b"\n")
+        trainer.stdin.close()
+        assert trainer.wait() == -signal.SIGKILL
+    assert _ends(writer, 20.0)
+
+
+@pytest.mark.usefixtures("hanging")
+def test_a_writer_that_hangs_at_its_start_is_reported_and_then_named(monkeypatch, capfd):
+    monkeypatch.setattr(writer_process, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(writer_process, "start_writer", start_writer)  # other tests fork their writers
+    writer = WriterProcess()
+    with pytest.raises(SaveFailedError, match=r"process \(\d+\) did not start within 0.2 s: it has not imported"):
+        writer.wait_ready(0.2)
+    writer.close()
+    line = capfd.readouterr().err
+    assert line.count("\n") == 1
+    assert "has not imported torch in 0.1 s: the machine is busy, or a file system is slow or dead" in line

@@ -1,10 +1,12 @@
 """Renders conversations: ids, and which of them are learned.
 
 Ids equal those of transformers' `apply_chat_template`: the text of the template, in which the spelling of a control
-symbol is that symbol, without anything before or after it. A token is learned if it stands in a turn of the assistant,
-including the token that closes the turn. If the end of a turn is within a token, the token belongs to the turn, as in
-transformers. If its start is, as where an answer begins with white space, the prompt is encoded by itself: a model is
-asked with the prompt's own ids.
+symbol is that symbol, without anything before or after it. What a message or a tool spells is text, though, as with
+transformers' `split_special_tokens`: else a user could end its turn and write the assistant's.
+
+A token is learned if it stands in a turn of the assistant, including the token that closes the turn. If the end of a
+turn is within a token, the token belongs to the turn, as in transformers. If its start is, as where an answer begins
+with white space, the prompt is encoded by itself: a model is asked with the prompt's own ids.
 """
 
 import bisect
@@ -94,10 +96,10 @@ class ChatRenderer:
                 renders turns differently once others follow, so that the labels cannot be exact.
             UnclearMarkError: A key that the template does not use may be a mark on what is learned.
         """
-        normal = normalize_messages(messages)
+        normal = self._normalize(messages)
         weights = [message.pop(WEIGHT, 1) for message in normal]
         _check_asked(normal, labels)
-        definitions, merged = normalize_tools(tools), {**self._variables, **(variables or {})}
+        definitions, merged = self._hide(normalize_tools(tools)), {**self._variables, **(variables or {})}
         is_assistant = [message["role"] == "assistant" for message in normal]
         if not normal or (labels != "all" and not any(is_assistant)):
             raise ConversationError("the conversation has no turn of the assistant to learn; remove it")
@@ -190,7 +192,8 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation.
         """
-        return self.tokenizer.encode_with_controls(self.prompt_text(messages, tools, variables=variables))
+        normal = self._normalize(messages, has_empty_turns=True)
+        return self.tokenizer.encode_with_controls(self._write_prompt(normal, tools, variables))
 
     def prompt_text(
         self,
@@ -211,15 +214,13 @@ class ChatRenderer:
         Raises:
             ConversationError: The template rejects the conversation, or changes its last message.
         """
-        normal: list[Message] = normalize_messages(messages, has_empty_turns=True)
-        for message in normal:
-            for mark in (WEIGHT, ASKED):
-                message.pop(mark, None)
-        merged = {**self._variables, **(variables or {})}
-        text = self.template.render(normal, normalize_tools(tools), merged, has_prompt=not continues_last)
+        normal = self._normalize(messages, has_empty_turns=True)
+        text = self.tokenizer.literal.reveal(
+            self._write_prompt(normal, tools, variables, has_prompt=not continues_last)
+        )
         if not continues_last:
             return text
-        content = str(normal[-1].get("content", ""))
+        content = self.tokenizer.literal.reveal(str(normal[-1].get("content", "")))
         start = text.rfind(content.strip())
         if start < 0:
             raise ConversationError(
@@ -228,6 +229,29 @@ class ChatRenderer:
         # Templates may strip a message, and then the continued text is stripped as well.
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
+
+    def _write_prompt(
+        self,
+        normal: list[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        has_prompt: bool = True,
+    ) -> str:
+        for message in normal:
+            for mark in (WEIGHT, ASKED):
+                message.pop(mark, None)
+        merged = {**self._variables, **(variables or {})}
+        return self.template.render(normal, self._hide(normalize_tools(tools)), merged, has_prompt=has_prompt)
+
+    def _normalize(self, messages: Sequence[Mapping[str, Any]], *, has_empty_turns: bool = False) -> list[Message]:
+        normal = normalize_messages(messages, has_empty_turns=has_empty_turns)
+        # Templates put a role between the marks of a control symbol, as `<|user|>`, so roles stay as they are.
+        return [{**self._hide(message), "role": message["role"]} for message in normal]
+
+    def _hide(self, value: Any) -> Any:
+        """Returns messages or tools in which what spells a control symbol will be encoded as text."""
+        return self.tokenizer.literal.hide(value)
 
 
 def open_renderer(

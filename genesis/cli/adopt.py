@@ -10,6 +10,7 @@ from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.manifest import SPLITS
 from genesis.errors import UserError
+from genesis.progress import numbered
 
 _DESCRIPTION = """Makes a corpus in OUT/NAME from existing token files without copying them: datatrove's .ds, Megatron's
 .bin and .idx, flat .npy and .bin (nanoGPT's, llm.c's), and a Hugging Face dataset saved to disk. The corpus works like
@@ -54,7 +55,8 @@ def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
     for split in SPLITS:
         for source in manifest.split(split):
             counts = (
-                f"{source.num_tokens:,} tokens in {source.num_documents:,} documents, {len(source.shards):,} shards"
+                f"{source.num_tokens:,} tokens in {numbered(source.num_documents, 'documents')}, "
+                f"{numbered(len(source.shards), 'shards')}"
             )
             yield f"  {split} {source.name}: {counts}"
     if adoption.num_added:

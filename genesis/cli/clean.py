@@ -20,6 +20,7 @@ from genesis.cli.type_errors import explain_types
 from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
+from genesis.data.row_notes import describe_blank
 from genesis.errors import UserError
 from genesis.progress import Stage, stage
 
@@ -170,7 +171,7 @@ def _print_report(console: Console, options: CleanOptions, report: CleanReport) 
     console.print(_source_table(report))
     for source in report.sources:
         if source.num_blank:
-            line = f"source {source.name}: dropped {source.num_blank:,} documents that are empty or only white space"
+            line = f"source {source.name}: {describe_blank(source.num_blank)}"
             console.print(line, highlight=False, soft_wrap=True)
     for each in report.evaluation:
         if each.num_too_short:

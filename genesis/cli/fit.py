@@ -418,7 +418,7 @@ class GenesisCLI(LightningCLI):
         if subcommand == "fit" and not self.model.is_restored:
             report_export(self.model.decoder_config)
         if subcommand == "validate" and arguments["ckpt_path"] is None:
-            place = f"{self.checkpoint.directory} has none" if wanted == LATEST else "none is given"
+            place = f"{self.checkpoint.directory} has none" if wanted is not None else "none is given"
             raise UserError(f"validation needs a checkpoint, but {place}; give one by --ckpt_path")
         if subcommand == "validate" and self._adapter_base is not None:
             check_has_adapters(arguments["ckpt_path"], self._adapter_base)
@@ -446,7 +446,7 @@ class GenesisCLI(LightningCLI):
         is_own = reference.kind == "run" and reference.path.resolve() == run_dir
         if is_own and reference.selector in (None, LATEST):
             newest: Path | None = self.checkpoint.latest()
-            if newest is None and wanted != LATEST:
+            if newest is None and reference.selector is None:
                 raise UserError(f"{run_dir} has no committed checkpoint; `genesis fit` writes them")
             return newest
         found = reference.find_checkpoint(level="deep")

@@ -10,6 +10,7 @@ from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.load import Loaded, has_chat_template, load_decoder
 from genesis.generate.shared import SharedBases
+from genesis.progress import numbered
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
 from genesis.serve.pool import Limits
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
             )
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
         count = len(catalogue.entries())
-        line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
+        line = f"{url} serves {numbered(count, 'models')} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
             lambda: Server(catalogue, load, guard, limits, has_chat),
             sock,

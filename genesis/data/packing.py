@@ -28,6 +28,8 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 from numpy import ndarray
 
+from genesis.progress import numbered
+
 Packing = Literal["chunk", "best_fit", "pad"]
 Chunks = deque[Int64[ndarray, " sequences"]]
 FEW_HELD_OUT: Final = 10
@@ -241,11 +243,12 @@ class LostDocuments:
     def describe(self, packing: Packing, seq_len: int) -> str:
         """Returns a line about these documents as conversations, with the remedy if some are cut."""
         line = (
-            f"{self.num_documents:,} conversations by {packing} in sequences of {seq_len:,} tokens: {self.num_cut:,} "
-            f"cut, {self.num_dropped:,} dropped, {self.num_unlearned:,} without a learned token"
+            f"{numbered(self.num_documents, 'conversations')} by {packing} in sequences of {seq_len:,} tokens: "
+            f"{self.num_cut:,} cut, {self.num_dropped:,} dropped, {self.num_unlearned:,} without a learned token"
         )
         if self.num_cut and packing == CUT_EVENLY:
-            return f"{line}; data.packing {KEPT_WHOLE} keeps them whole"
+            # The longest may be no conversation that fits: then no packing keeps all of them whole.
+            return f"{line}; data.packing {KEPT_WHOLE} keeps whole what fits into a sequence"
         if self.num_cut:
             return (
                 f"{line}; the longest has {self.longest:,} tokens: raise data.seq_len, or prepare with chat.max_tokens "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
 from genesis.errors import UserError, printable
+from genesis.progress import numbered
 
 MAX_REFUSED: Final = 10
 """Rows that an error names, at most."""
@@ -82,7 +83,7 @@ class RowNotes:
             rest = sum(rows.num_rows for rows in by_count[_MAX_REASONS:])
             lines.append(f"source {source}: skipped {rest:,} for {len(by_count) - _MAX_REASONS} other reasons")
         if self.num_blank:
-            lines.append(f"source {source}: dropped {self.num_blank:,} documents that are empty or only white space")
+            lines.append(f"source {source}: {describe_blank(self.num_blank)}")
         parts = [
             f"{what} {', '.join(f'{name} ({count:,})' for name, count in sorted(counts.items()))}"
             for what, counts in (("fields of records", self.unused_fields), ("keys of messages", self.unused_keys))
@@ -141,6 +142,11 @@ def strip_place(message: str, place: str) -> str:
 def count_all(names: Iterable[Iterable[str]]) -> dict[str, int]:
     """Returns how often each name occurs."""
     return dict(Counter(name for some in names for name in some))
+
+
+def describe_blank(num_blank: int) -> str:
+    """Returns a phrase about documents without a text."""
+    return f"dropped {numbered(num_blank, 'documents')} without a text, or with white space alone"
 
 
 def _describe_skipped(rows: SkippedRows) -> str:

@@ -16,6 +16,7 @@ from genesis.demo.commands import Commands, Kill, StepFailedError, move_aside, s
 from genesis.demo.plot import plot_loss, read_curve
 from genesis.demo.scale import scale_recipe
 from genesis.demo.text import gather_text
+from genesis.progress import numbered
 from genesis.recipes import find_recipe
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed, read_manifest
@@ -45,7 +46,7 @@ class Demo:
         began = time.monotonic()
         self.commands.title("1/9  Text: Python's standard library")
         num_documents, num_bytes = gather_text(self.directory / "text")
-        self.console.print(f"{num_documents} documents, {num_bytes / 1e6:.1f} MB")
+        self.console.print(f"{numbered(num_documents, 'documents')}, {num_bytes / 1e6:.1f} MB")
         self.commands.title("2/9  Tokenizer")
         self.commands.run("tokenizer", "train", "--config", "tokenizers/demo")
         self.commands.title("3/9  Tokens")
@@ -82,7 +83,8 @@ class Demo:
         print_ = self.console.print
         print_(f"held-out text     {held_out[-1]:.3f} bits per byte ({held_out[0]:.3f} at the start)")
         print_(
-            f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens"
+            f"trained           {numbered(manifest.counters['updates'], 'updates')}, "
+            f"{manifest.counters['tokens_updated']:,} tokens"
         )
         print_(f"checkpoint        {last}")
         print_(f"report            {RunDirectory(self.run_dir).report}: open it in a browser")

@@ -55,6 +55,7 @@ from genesis.doctor.run_checks import (
 )
 from genesis.doctor.sample import show_sample
 from genesis.errors import RunEndedError, UserError
+from genesis.progress import numbered
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.data_module import CorpusDataModule
@@ -197,7 +198,7 @@ class _Protocol:
 
     def _train_straight(self) -> tuple[Course, int] | None:
         num_steps, step = self._num_steps, self._num_steps // 2
-        self._progress(f"the model and its first batch, then {num_steps} steps")
+        self._progress(f"the model and its first batch, then {numbered(num_steps, 'steps')}")
         run_dir = self._directory / "straight"
         built = self._build(
             {

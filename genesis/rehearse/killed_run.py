@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from genesis.errors import RunEndedError
+from genesis.progress import numbered
 from genesis.rehearse.compare import Losses, compare_losses, compare_runs, find_unlogged, read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.launch import Launcher, Start, read_last_words
@@ -163,7 +164,7 @@ class KilledRun:
         record.restart_seconds = start.view.first_step_seconds
         back = "" if record.restart_seconds is None else f" after {record.restart_seconds:.1f} s"
         origin = f"step {record.resumed_from}" if record.resumed_from else "the beginning"
-        self._display.print_line(f"    resumed from {origin}{back}, {record.lost_steps} steps lost")
+        self._display.print_line(f"    resumed from {origin}{back}, {numbered(record.lost_steps, 'steps')} lost")
 
     def _take_stock(self, start: Start) -> None:
         """Reads the log of a training after all of its ranks have ended."""

@@ -21,6 +21,7 @@ from rich.console import Console
 from genesis.determinism import note_unrepeatable
 from genesis.errors import RunEndedError, UserError
 from genesis.processes import Mark, check_can_find, end_all, find_kind, wait_until_gone
+from genesis.progress import numbered
 from genesis.rehearse.compare import read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
@@ -104,7 +105,7 @@ class _Rehearsal:
 
     def _train_straight(self) -> tuple[RunView, tuple[Victim, ...]]:
         """Trains the straight run to its end, and returns the view of the run and the kinds of processes to kill."""
-        self._display.print_line(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
+        self._display.print_line(f"straight run of {numbered(self._recipe.max_steps, 'steps')}, in {self._straight}")
         start = self._launcher.launch(self._straight, "straight")
         num_ranks, num_writers = self._watch_straight(start)
         if start.training.poll() != 0 or start.view.first_step_seconds is None:

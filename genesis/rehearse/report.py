@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.key_blocks import ENOUGH_BLOCKS, KEY_BLOCK, count_key_blocks
+from genesis.progress import numbered
 from genesis.rehearse.compare import CheckpointComparison, LossDifference
 from genesis.rehearse.plan import Aim, Pace, Phase, Victim
 
@@ -63,7 +64,8 @@ class Round:
         checkpoints: The comparison of both final checkpoints.
         num_losses: Number of losses that were compared, over all starts.
         losses: The losses that differ.
-        unlogged_steps: Steps that are in only one of the two logs, without the steps resumed from, whose rows a kill
+        number = numbered(len(each.unlogged_steps), "steps")
+        lines.append(f"  only one of the two logs has the loss of {number}, such as {steps}")
             may have cut off.
     """
 
@@ -218,7 +220,9 @@ def _describe_round(each: Round) -> list[str]:
     ]
     if each.unlogged_steps:
         steps = ", ".join(str(step) for step in each.unlogged_steps[:_MAX_TENSORS])
-        lines.append(f"  only one of the two logs has the loss of {len(each.unlogged_steps)} steps, such as {steps}")
+        lines.append(
+            f"  only one of the two logs has the loss of {numbered(len(each.unlogged_steps), 'steps')}, such as {steps}"
+        )
     if found.others:
         lines.append(f"  {len(found.others)} other values differ and do not affect training (--json lists them)")
     return lines

@@ -8,6 +8,7 @@ from typing import Any, Final
 import yaml
 
 from genesis.plan.state import build_model
+from genesis.progress import numbered
 from genesis.report.collect import Run
 from genesis.report.history import find_attempts
 from genesis.report.memory import read_run_recipe
@@ -97,5 +98,5 @@ def count_interruptions(run: Run) -> Tile:
     words = {"killed": ("kill", "kills"), "failed": ("error", "errors")}
     parts = [f"{ends[end]} {name[ends[end] != 1]}" for end, name in words.items() if ends[end]]
     number = sum(ends.values())
-    note = f"{number} start{'s' if number != 1 else ''}" if number else ""
+    note = numbered(number, "starts") if number else ""
     return Tile("Interruptions", ", ".join(parts) or ("none" if number else ""), note, bool(parts))

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from genesis.errors import QuietExit, RunEndedError, UserError
+from genesis.progress import numbered
 from genesis_callbacks.checkpoint import Ranks
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ def describe_refusals(refusals: Sequence[str | None]) -> str:
         return first
     where = _name_ranks(ranks)
     rest = sum(len(ranks) for _, ranks in others)
-    more = f" (and {rest} other {'rank' if rest == 1 else 'ranks'} refused)" if rest else ""
+    more = f" (and {numbered(rest, 'other ranks')} refused)" if rest else ""
     return f"{where}: {first}{more}"
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from genesis.data.skipped import Ranges
+from genesis.progress import numbered
 from genesis.supervise.ends import ENDS, EXIT_REQUEUE, EndClass
 from genesis.supervise.skips import NO_SKIPS, Blame, Skips
 
@@ -126,7 +127,7 @@ def _restart(history: Sequence[PastEnd], policy: Policy, skips: Skips, delay_sec
 
 def _decide_non_finite(last: PastEnd, same: int, policy: Policy, skips: Skips, delay_seconds: float) -> Action:
     back = min(same, _MAX_ROLL_BACKS)
-    text = f"roll back by {back} checkpoint{'s' if back > 1 else ''}"
+    text = f"roll back by {numbered(back, 'checkpoints')}"
     action = Action("restart", text, delay_seconds=delay_seconds, checkpoints_back=back)
     if last.blame is not None:  # checkpoints of the storm itself would begin in it again
         action = replace(action, before_step=last.blame.before_step)

@@ -13,6 +13,7 @@ from typing import Final
 
 from genesis.errors import RunEndedError
 from genesis.processes import Mark
+from genesis.progress import numbered
 from genesis.run_directory import RunDirectory
 from genesis.supervise.attempt import Attempt, Limits, Sight, read_from
 from genesis.supervise.checkpoints import list_steps, newest_step
@@ -292,17 +293,17 @@ class Supervisor:
         if record is None:
             return
         seconds, resumed = time.monotonic() - self._crash_seconds, sight.restored_step or 0
-        rate = self._options.cost_per_hour
+        rate, repeated_steps = self._options.cost_per_hour, max(0, self._state.best_step - resumed)
         record = replace(
             record,
             resumed_from=resumed,
-            repeated_steps=max(0, self._state.best_step - resumed),
+            repeated_steps=repeated_steps,
             lost_seconds=seconds,
             cost=None if rate is None else seconds / 3600 * rate,
         )
         self._records.replace_last(record)
         text = f"crash {record.number} ({record.end_class}): training again after {format_seconds(seconds)}"
-        self._report(f"{text}, from step {resumed}, {record.repeated_steps} steps repeated")
+        self._report(f"{text}, from step {resumed}, {numbered(repeated_steps, 'steps')} repeated")
         self._events.append("recovered", step=sight.step, text=text)
         self._observers.call(lambda each: each.on_recovered(record))
 

@@ -16,6 +16,7 @@ from genesis.run_directory import RunDirectory
 from genesis.supervise.decide import Action
 from genesis.supervise.launch_protocol import Job
 from genesis.supervise.plain import count, read_object, read_positions, text
+from genesis_callbacks.files import replace_file
 from genesis_callbacks.run_directory import checkpoint_name
 from genesis_callbacks.untrusted import open_file
 
@@ -180,15 +181,18 @@ def build_jobs(
     if plan.micro_batch_divisor > 1:
         size = max(1, facts.micro_batch_size // plan.micro_batch_divisor)
         arguments += ["--data.micro_batch_size", str(size)]
-    if skips:
-        positions = [list(each) for each in merge(facts.skip_positions, skips)]
-        arguments += ["--data.skip_positions", json.dumps(positions)]
     if place is not None:
         arguments += ["--trainer.num_nodes", str(place.num_nodes)]
     place = place or ONE_NODE
     first = place.node * facts.num_ranks
     folder = run.supervisor / f"attempt-{attempt:04d}"
     folder.mkdir(parents=True, exist_ok=True)
+    if skips:
+        # A file, because a run may skip data in more places than arguments or a launcher's packet have room for.
+        recipe = {"data": {"skip_positions": [list(each) for each in merge(facts.skip_positions, skips)]}}
+        path = folder / f"skips-rank-{first}.yaml"  # one for each node
+        replace_file(path, json.dumps(recipe).encode() + b"\n")
+        arguments += ["--config", str(path.absolute())]
     return [
         Job(
             rank=rank,

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from genesis.data.skipped import Ranges, count, describe, merge, subtract
+from genesis.progress import numbered
 from genesis.supervise.ends import EndClass
-
-MOST_RANGES: Final = 4096
-"""Ranges of positions that a run may skip: they must fit into `skips.json` and the arguments of a rank."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Skips:
 
     def allow(self, blame: Blame | None, may_skip: int) -> Ranges:
         """Returns the positions of the blamed windows that are not skipped yet, if all of them may be; else nothing."""
-        if blame is None or self.num_windows + self._count_new(blame) > may_skip or self._has_too_many_with(blame):
+        if blame is None or self.num_windows + self._count_new(blame) > may_skip:
             return ()
         return self._find_new(blame)
 
@@ -83,9 +81,8 @@ class Skips:
     def describe(self, blame: Blame, may_skip: int) -> str:
         """Returns what is skipped by an action, with the budget afterwards."""
         new = self._count_new(blame)
-        windows = f"{new} windows" if new > 1 else "1 window"
         return (
-            f"skip {windows} of data, positions {describe(self._find_new(blame))} "
+            f"skip {numbered(new, 'windows')} of data, positions {describe(self._find_new(blame))} "
             f"({self.num_windows + new} of --may_skip_data {may_skip} used)"
         )
 
@@ -98,22 +95,13 @@ class Skips:
         new = self._count_new(blame)
         if not new:
             return f"; the data at positions {describe([(blame.first, blame.stop)])} are skipped already"
-        if self.num_windows + new <= may_skip and self._has_too_many_with(blame):
-            return (
-                f"; the run skips data in {len(self.positions):,} places already, and {MOST_RANGES:,} are the most: "
-                "look for the cause in the data"
-            )
-        windows = f"{new} more windows" if new > 1 else "1 more window"
         return (
-            f"; to skip {windows} of data, positions {describe(self._find_new(blame))}, --may_skip_data {may_skip} is "
-            f"too few: {self.num_windows} are used"
+            f"; to skip {numbered(new, 'more windows')} of data, positions {describe(self._find_new(blame))}, "
+            f"--may_skip_data {may_skip} is too few: {self.num_windows} are used"
         )
 
     def _find_new(self, blame: Blame) -> Ranges:
         return subtract(((blame.first, blame.stop),), self.positions)
-
-    def _has_too_many_with(self, blame: Blame) -> bool:
-        return len(merge(self.positions, self._find_new(blame))) > MOST_RANGES
 
     def _count_new(self, blame: Blame) -> int:
         return _count_windows(self._find_new(blame), blame.global_batch_size)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
+from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -99,11 +100,13 @@ class HuggingFaceTokenizer:
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
-        ids: list[int] = self._with_controls.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
+        if may_have_hidden(text):
+            encoded = self._with_hidden.encode(self.literal.swap(text), add_special_tokens=False)
+            return [self._symbols.get(token, token) for token in encoded.ids], encoded.offsets
         encoded = self._with_controls.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
@@ -144,6 +147,33 @@ class HuggingFaceTokenizer:
     @cached_property
     def _with_controls(self) -> tokenizers.Tokenizer:
         return self._build(has_controls_in_text=True)
+
+    @cached_property
+    def literal(self) -> LiteralControls:
+        """Returns what hides spellings of control symbols."""
+        return LiteralControls(added.content for added in self._specials.values())
+
+    @cached_property
+    def _specials(self) -> Mapping[int, tokenizers.AddedToken]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token: one for token, one in added.items() if one.special and not one.single_word}
+
+    @cached_property
+    def _with_hidden(self) -> tokenizers.Tokenizer:
+        """The tokenizer for which hidden spellings are the symbols, and plain ones text, split in the same places."""
+        built = self._build(has_controls_in_text=False)
+        built.add_tokens(
+            [
+                tokenizers.AddedToken(self.literal.swap(one.content), **{flag: getattr(one, flag) for flag in _FLAGS})
+                for one in self._specials.values()
+            ]
+        )
+        return built
+
+    @cached_property
+    def _symbols(self) -> Mapping[int, int]:
+        by_spelling = self._with_hidden.get_vocab(with_added_tokens=True)
+        return {by_spelling[self.literal.swap(one.content)]: token for token, one in self._specials.items()}
 
     def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
         try:

@@ -13,6 +13,7 @@ a text in chunks gets only one. `decode` removes the space, and the first id of 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -24,6 +25,7 @@ from sentencepiece import sentencepiece_model_pb2
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
+from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.tokenizer import find_offsets
 from genesis.tokenizer.train import MODEL_NAME
 
@@ -137,8 +139,7 @@ class SentencePieceTokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
-        spellings = [self.pieces[token] for token in range(self.vocab_size) if self.is_control(token)]
-        parts = re.split(f"({'|'.join(map(re.escape, sorted(spellings, key=len, reverse=True)))})", text)
+        parts = self._controls.split(text)
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
@@ -147,6 +148,7 @@ class SentencePieceTokenizer:
                 ids.append(self.token_id(part))
                 offsets.append((start, start + len(part)))
             elif part:
+                part = self.literal.reveal(part) if may_have_hidden(part) else part
                 of_part = self.encode(part)
                 ids += of_part
                 shift = start - len(self._prefix)
@@ -154,6 +156,19 @@ class SentencePieceTokenizer:
                 offsets += [(max(start, first + shift), max(start, last + shift)) for first, last in found]
             start += len(part)
         return ids, offsets
+
+    @cached_property
+    def literal(self) -> LiteralControls:
+        """Returns what hides spellings of control symbols."""
+        return LiteralControls(self._spell_controls())
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        longest_first = sorted(self._spell_controls(), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def _spell_controls(self) -> list[str]:
+        return [self.pieces[token] for token in range(self.vocab_size) if self.is_control(token)]
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text (bos, eos, pad, unknown, chat and reserved tokens)."""

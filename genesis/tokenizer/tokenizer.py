@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.tokenizer.literal import LiteralControls
+
 
 class Tokenizer(Protocol):
     """Text to ids and back.
@@ -85,6 +87,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
+
+    @property
+    def literal(self) -> LiteralControls:
+        """Returns what hides spellings of control symbols, so that the two methods below take them for text."""
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""

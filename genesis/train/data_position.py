@@ -20,6 +20,7 @@ from torch import Tensor
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
+from genesis.progress import numbered
 from genesis.strategies.layout import layout_strategy
 from genesis.train.logged_values import is_log_step
 from genesis.train.planned_steps import count_steps_left
@@ -56,7 +57,8 @@ class MoveDataPosition(pl.Callback):
                 trainer.fit_loop.epoch_loop.max_steps = num_steps
             elif trainer.max_steps > num_steps:
                 rank_zero_info(
-                    f"data.max_epochs ends the data after {num_steps} steps of trainer.max_steps {trainer.max_steps}"
+                    f"data.max_epochs ends the data after {numbered(num_steps, 'steps')} of trainer.max_steps "
+                    f"{trainer.max_steps}"
                 )
         self._stop_at_the_end(trainer)
 

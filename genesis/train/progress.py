@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from genesis.data.corpus_data import CorpusData
-from genesis.progress import Stage, stage
+from genesis.progress import Stage, numbered, stage
 from genesis_callbacks import TokenCounters
 
 _REFRESH_SECONDS = 0.5
@@ -121,7 +121,7 @@ class GenesisProgressBar(ProgressBar):
             if self._rate_from is not None and now > self._rate_from[0]:
                 self._rate = (counters.tokens_seen - self._rate_from[1]) / (now - self._rate_from[0])
             self._rate_from = (now, counters.tokens_seen)
-            words = [f"{counters.updates} updates", f"{_tokens_text(counters.tokens_seen)} {self._kind}"]
+            words = [numbered(counters.updates, "updates"), f"{_tokens_text(counters.tokens_seen)} {self._kind}"]
             if counters.skips:
                 words.append(f"{sum(counters.skips.values())} skipped")
             if self._rate:

@@ -1,7 +1,7 @@
 """The lines at the start of a fit: its length, the end of its rate, and what its packing does to conversations."""
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,6 +14,7 @@ from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
 from genesis.optim.build import OptimizerOptions
+from genesis.progress import numbered
 from genesis_callbacks import SkipAwareLR
 from genesis_callbacks.schedule import lr_factor
 
@@ -31,7 +32,7 @@ class StartReport(pl.Callback):
         data = getattr(vars(trainer).get("datamodule"), "training", None)
         if not trainer.is_global_zero or data is None:
             return
-        lines = [describe_length(data, trainer.global_step, trainer.max_steps)]
+        lines = [describe_length(data, trainer.global_step, trainer.max_steps), *describe_limits(vars(trainer))]
         schedule = next((one for one in vars(trainer)["callbacks"] if isinstance(one, SkipAwareLR)), None)
         if schedule is not None:
             lines += describe_schedule(schedule, data, trainer.max_steps)
@@ -57,8 +58,8 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
     size = options.global_batch_size
     what = "pairs" if data.pairs is not None else "prompts" if isinstance(data, PromptData) else "sequences"
     if max_steps < 0:
-        return f"length: no number of steps; a step has {size:,} {what}"
-    length = f"length: {max_steps:,} steps of {size:,} {what}"
+        return f"length: no number of steps; a step has {numbered(size, what)}"
+    length = f"length: {numbered(max_steps, 'steps')} of {numbered(size, what)}"
     if isinstance(data, StreamData):
         return f"{length}, {max_steps * size * options.seq_len:,} tokens with padding"
     epochs = count_epochs(data, data.data_position + max(0, max_steps - step) * size)
@@ -66,6 +67,20 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
         least, most = min(epochs.values()), max(epochs.values())
         return f"{length}, {least:.3g} epochs" if least == most else f"{length}, {least:.3g} to {most:.3g} epochs"
     return f"{length}, epochs: {', '.join(f'{name} {count:.3g}' for name, count in epochs.items())}"
+
+
+def describe_limits(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line about each of Lightning's limits on batches that the Trainer's attributes have."""
+    overfit, limit = settings["overfit_batches"], settings["limit_train_batches"]
+    name, value = ("overfit_batches", overfit) if overfit else ("limit_train_batches", limit)
+    if overfit or isinstance(limit, int) or limit != 1.0:  # 1 is a number of steps, 1.0 is all
+        amount = numbered(value, "steps") if isinstance(value, int) else f"{value:.3g} of the data"
+        yield (
+            f"trainer.{name} is {value}: an epoch ends after {amount}, and the next one goes on with the data that "
+            "follow; for a shorter run give trainer.max_steps"
+        )
+    if overfit:
+        yield f"trainer.overfit_batches is {overfit}: validations end early, too, so that their loss is of other data"
 
 
 def count_epochs(data: TrainingData, position: int) -> dict[str, float]:
@@ -142,7 +157,7 @@ def describe_held_out(sources: Sequence[TokenSource], seq_len: int) -> Iterator[
     lost = [count_lost_documents(one, seq_len, KEPT_WHOLE) for one in sources if one.has_conversations]
     num_cut = sum(one.num_cut for one in lost)
     what = "conversations" if len(lost) == len(sources) else "documents"
-    line = f"held out for validation: {num_documents:,} {what if num_documents > 1 else what[:-1]}"
+    line = f"held out for validation: {numbered(num_documents, what)}"
     line += f", {num_cut:,} of them longer than data.seq_len and cut" if num_cut else ""
     if num_documents < FEW_HELD_OUT:
         line += "; the loss of so few is little evidence: prepare more of them"

@@ -59,11 +59,31 @@ def test_prepare_prints_which_files_it_reads_and_what_it_drops(tmp_path: Path, f
     assert outcome.status == 0
     (line,) = (line for line in outcome.out.splitlines() if line.startswith("source web"))
     assert line == LINE.format(folder)
-    assert "source web: dropped 1 documents that are empty or only white space" in outcome.err
+    assert "source web: dropped 1 document without a text, or with white space alone" in outcome.err
     (source,) = open_corpus(tmp_path / "corpus").train
     tokenizer = open_tokenizer(tmp_path)
     assert source.num_documents == len(TEXTS)
     assert source.num_tokens == sum(len(tokenizer.encode(text)) + 2 for text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"<!DOCTYPE html>\n<html>", "the file is an HTML page, as a download without permission gives; get the file"),
+        (b'\n <html lang="en"><body>Sign in</body></html>', "the file is an HTML page"),
+        (b'{"text": "one"}\r{"text": "two"}\r', "its lines end in CR alone, as on old Macs; write it with LF: tr "),
+        (b'{"text": "one"\n', "fix or remove it"),
+    ],
+)
+def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(
+    tmp_path: Path, genesis: Genesis, content: bytes, reason: str
+) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "web.jsonl").write_bytes(content)
+    options = {"name": "corpus", "out": str(tmp_path), "tokenizer": str(tmp_path), "num_workers": 1}
+    outcome = genesis("data", "prepare", "--config", write(tmp_path, tmp_path / "web.jsonl", **options))
+    assert outcome.status == 2
+    assert reason in outcome.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +114,7 @@ def test_training_a_tokenizer_and_cleaning_print_it_too(tmp_path: Path, folder: 
     )
     assert outcome.status == 0
     assert LINE.format(folder) in outcome.err
-    assert "dropped 1 documents that are empty or only white space" in outcome.err
+    assert "dropped 1 document without a text, or with white space alone" in outcome.err
     stages = [{"filter": "length", "min_words": 1}]
     local = {"workers": 1}
     outcome = genesis(
@@ -105,7 +125,7 @@ def test_training_a_tokenizer_and_cleaning_print_it_too(tmp_path: Path, folder: 
     )
     assert outcome.status == 0
     assert LINE.format(folder) in outcome.out
-    assert "source web: dropped 1 documents that are empty or only white space" in outcome.out
+    assert "source web: dropped 1 document without a text, or with white space alone" in outcome.out
 
 
 @pytest.mark.slow

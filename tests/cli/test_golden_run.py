@@ -44,7 +44,8 @@ def describe_cpu() -> dict[str, str]:
 def read_losses(run_dir: Path) -> dict[str, dict[str, float]]:
     with (run_dir / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {row["step"]: {name: float(row[name]) for name in LOSSES if row[name]} for row in rows}
+    trained = (row for row in rows if row["train/loss"])  # the step that was restored is validated alone
+    return {row["step"]: {name: float(row[name]) for name in LOSSES if row[name]} for row in trained}
 
 
 def read_digests(checkpoint: Path) -> dict[str, str]:

@@ -159,7 +159,7 @@ def test_conversations_are_whole_by_default_and_a_fit_prints_what_is_cut(fit: Fi
     assert "packing: best_fit" in (tmp_path / "run/config.yaml").read_text()
     printed, _ = fit(IMPORTED, "--data.packing", "chunk", name="chunk")
     assert "by chunk in sequences of 96 tokens: 0 cut" not in printed
-    assert "data.packing best_fit keeps them whole" in printed
+    assert "data.packing best_fit keeps whole what fits into a sequence" in printed
     assert "held out for validation" in printed
 
 

@@ -527,7 +527,7 @@ def test_a_null_text_stops_a_prepare_or_is_skipped_and_counted(
     name, held_out = f"skips-{kind}", ("--validation_fraction", "0")
     assert prepare_by_command(directory, path, name, *held_out, chat=None, on_bad_row="skip") == 0
     line, blank = capsys.readouterr().err.splitlines()
-    assert blank == "genesis: warning: source chat: dropped 1 documents that are empty or only white space"
+    assert blank == "genesis: warning: source chat: dropped 1 document without a text, or with white space alone"
     places = (
         ("line 2: field 'text' is NoneType", "line 5") if kind == "jsonl" else ("row 1 has no 'text' (null)", "row 4")
     )

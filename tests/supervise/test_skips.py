@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from genesis.cli.supervise import main as supervise_main
 from genesis.errors import UserError
@@ -16,7 +17,7 @@ from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import EndClass
 from genesis.supervise.loop import SuperviseOptions, Supervisor
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs
-from genesis.supervise.skips import MOST_RANGES, NO_SKIPS, Blame, Skips, find_blame
+from genesis.supervise.skips import NO_SKIPS, Blame, Skips, find_blame
 from genesis.supervise.state import read_skips, write_skips
 from genesis_callbacks.event_reader import read_events
 from tests.cli.tiny import build_recipe, write_recipe
@@ -113,23 +114,11 @@ def test_data_that_are_skipped_already_are_not_paid_for_again() -> None:
     assert action.text.endswith("the data at positions 88 to 111 are skipped already")
 
 
-def test_skips_in_very_many_places_keep_their_count_and_get_no_more(tmp_path: Path) -> None:
-    full = Skips(tuple((first, first + 8) for first in range(1_000, 1_000 + 16 * MOST_RANGES, 16)), MOST_RANGES)
+def test_skips_in_very_many_places_keep_their_count_and_get_more(tmp_path: Path) -> None:
+    full = Skips(tuple((first, first + 8) for first in range(1_000, 641_000, 16)), 40_000)
     write_skips(tmp_path, full)
     assert read_skips(tmp_path) == full
-    policy = Policy(may_skip_data=10**6)
-    action = decide(storm(3), policy, full)
-    assert (action.kind, action.skips) == ("stop", ())
-    assert action.text.endswith(
-        "; the run skips data in 4,096 places already, and 4,096 are the most: look for the cause in the data"
-    )
-    beside = Blame(first=1_008, stop=1_016, global_batch_size=8, before_step=11)  # between two of them: one place less
-    assert decide(storm(blame=beside), policy, full).skips == ((1_008, 1_016),)
-    # Earlier releases wrote more of them, and then counted from 0.
-    more = full.add(((0, 8),), 8)
-    write_skips(tmp_path, more)
-    assert read_skips(tmp_path) == more
-    assert not decide(storm(), Policy(may_skip_data=MOST_RANGES + 3), more).skips
+    assert decide(storm(), Policy(may_skip_data=10**6), full).skips == ((88, 112),)
 
 
 def test_a_step_without_memory_is_skipped_after_it_was_cut_smaller() -> None:
@@ -195,9 +184,16 @@ def test_ranks_are_told_what_to_skip_beside_what_the_recipe_skips(tmp_path: Path
     facts = RecipeFacts(str(tmp_path), 1, 1, 2, skip_positions=((0, 8),))
     arguments = [["fit"], tmp_path, facts, Plan(), 1, 29500, Mark("M", "x")]
     (job,) = build_jobs(*arguments, skips=((88, 112),))  # type: ignore[arg-type]
-    assert list(job.arguments)[-2:] == ["--data.skip_positions", "[[0, 8], [88, 112]]"]
+    word, recipe = list(job.arguments)[-2:]
+    assert (word, yaml.safe_load(Path(recipe).read_text())) == (
+        "--config",
+        {"data": {"skip_positions": [[0, 8], [88, 112]]}},
+    )
     (job,) = build_jobs(*arguments)  # type: ignore[arg-type]
-    assert "--data.skip_positions" not in job.arguments
+    assert "--config" not in job.arguments
+    many = tuple((first, first + 8) for first in range(1_000, 1_000_000, 16))
+    jobs = build_jobs(*arguments, skips=many)  # type: ignore[arg-type]
+    assert sum(len(word) for job in jobs for word in job.arguments) < 4096, "they fit into a packet"
 
 
 @pytest.mark.parametrize("what", ["prompts", "pairs of answers"])

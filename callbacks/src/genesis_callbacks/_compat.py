@@ -1,7 +1,8 @@
 """The workings of torch and Lightning on which this package relies, in one place, with a test for each.
 
-What only the reading of state dicts needs is in `_state_dicts`, likewise with tests. `tests/private_names.py` of the
-repository lists every private name of other packages that any module uses.
+What only the reading of state dicts needs is in `_state_dicts`, and what a fit's validation needs in `_validation`,
+likewise with tests. `tests/private_names.py` of the repository lists every private name of other packages that any
+module uses.
 This module does not import Lightning, so that the engine may use it: trainers and strategies are arguments.
 """
 
@@ -218,34 +219,6 @@ def unroute_load_checkpoint(strategy: Any) -> None:
     """Gives the strategy its own `load_checkpoint` back; does nothing if it was not routed."""
     # The route is an attribute of the instance and hides the class's method, which its removal uncovers.
     vars(strategy).pop("load_checkpoint", None)
-
-
-_VALIDATES = ("run", "increment_progress_to_evaluation_end")
-
-
-def shield_validation(trainer: Any, shield: Callable[[], AbstractContextManager[None]]) -> None:
-    """Makes a fit's validation run within `shield()`, by attributes on its loop.
-
-    A run that resumes from a save before a validation skips that validation by `increment_progress_to_evaluation_end`.
-    This method draws from the generators, too, so it is shielded likewise.
-    """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    for name in _VALIDATES:
-        setattr(loop, name, _within(getattr(loop, name), shield))
-
-
-def _within(function: Callable[[], Any], shield: Callable[[], AbstractContextManager[None]]) -> Callable[[], Any]:
-    def shielded() -> Any:
-        with shield():
-            return function()
-
-    return shielded
-
-
-def unshield_validation(trainer: Any) -> None:
-    """Gives the loop its own methods back; does nothing if they were not shielded."""
-    for name in _VALIDATES:
-        vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)
 
 
 def hparams_name(owner: Any) -> str | None:

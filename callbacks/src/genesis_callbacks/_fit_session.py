@@ -291,7 +291,7 @@ class FitSession:
     def keep_generators(self) -> Iterator[None]:
         """Restores training's generators after a validation.
 
-        A run that resumes from the step's save does not validate it again, so it would draw other numbers otherwise.
+        A run that resumes from a save after the validation does not validate that step, so it would draw other numbers.
         """
         self.rng_of_training = read_rng_state()
         try:
@@ -312,7 +312,7 @@ class FitSession:
         if self.saves is None or self.rng_of_training is None or self._best is None or self._is_dry:
             return
         # The shield around the validation restores the generators after this hook. A save here must not record the
-        # state in which the validation left them, because a resumed run does not repeat the validation.
+        # state in which the validation left them, because a run that resumes from it does not repeat the validation.
         apply_rng_state(self.rng_of_training)
         with self.saves.stalling():
             self.saves.save_if_best(self._best)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ._argument_types import check_types
+
 _Owner = TypeVar("_Owner")
 _Given = ParamSpec("_Given")
 
@@ -100,6 +102,7 @@ def explaining(
         message = explain(owner, kwargs, known)
         if message is not None:
             raise TypeError(message)
+        check_types(owner, initialize, args, kwargs)
         initialize(self, *args, **kwargs)
 
     functools.update_wrapper(checked, initialize)  # so that signatures and help show the arguments

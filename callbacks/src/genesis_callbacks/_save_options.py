@@ -28,6 +28,7 @@ _CHOICES = {
     "monitor_mode": get_args(MonitorMode),
     "restore": get_args(RestoredState),
     "on_lost_data_position": get_args(OnLostDataPosition),
+    "verify_level": get_args(VerifyLevel),
 }
 
 

@@ -37,10 +37,8 @@ from ._compat import (
     finish_before_hooks,
     route_ckpt_path,
     route_load_checkpoint,
-    shield_validation,
     unfinish_before_hooks,
     unroute_load_checkpoint,
-    unshield_validation,
     watch_loaders,
 )
 from ._data_position import OnLostDataPosition
@@ -62,6 +60,7 @@ from ._save_warnings import (
 from ._signals import stop_training
 from ._start_notices import describe_start
 from ._triggers import is_save_due, read_moment
+from ._validation import shield_validation, unshield_validation
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
@@ -362,7 +361,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the restored state, tries to encode all state, and prepares for saves. Communicates."""
         # Not in `on_fit_start`: under FSDP2 Lightning restores after that hook. Here every strategy has restored.
-        session, restore = self._session, self._route.restored
+        session, restore, start = self._session, self._route.restored, self._route.started_from
         assert session is not None
         if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
             restore.check_after_lightning(pl_module, trainer.optimizers)
@@ -376,7 +375,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             identity=self.identity,
             recipe=self.recipe,
             proved=self._proved,
-            start=self._route.started_from,
+            start=start,
             run_directories=[sibling.directory for sibling in _siblings(trainer)],
         )
         if restore is not None:
@@ -387,11 +386,12 @@ class AsyncProcessCheckpoint(Checkpoint):
             rank_zero_info(self.restore_report.text)
             if session.events is not None:
                 session.events.restore(restore)
+        is_own = start is not None and start.path.resolve().parent in [each.directory for each in _siblings(trainer)]
         self._route.reset()
         for notice in describe_start(trainer, self._options):
             rank_zero_info(notice)
         session.watch()
-        shield_validation(trainer, session.keep_generators)
+        shield_validation(trainer, session.keep_generators, validates_restored=is_own)
         finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))
         session.remember_boundary(trainer, pl_module)
 

@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ._announced_saves import find_announced, find_event_log, find_newest, find_savers
+from ._argument_types import checking
 from ._checkpoint_watch import PATIENCE_SECONDS, CheckpointWatch, Found, Holding, SavedCheckpoint, take_fingerprint
 from ._expectation_history import ExpectationHistory
 from ._finite_reader import FiniteReader
@@ -90,6 +91,7 @@ class CheckpointVerification(Callback):
         CheckpointError: In `setup`: the strategy hides what its live parameters are.
     """
 
+    @checking
     def __init__(
         self,
         *,

@@ -22,6 +22,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
 from .checkpoint.device import is_host, read_device_uuid
 from .errors import UserError
@@ -48,6 +49,7 @@ class DeviceWatch(pl.Callback):
         every_seconds: The interval of samples.
     """
 
+    @checking
     def __init__(self, *, every_seconds: float = 1.0) -> None:
         super().__init__()
         if not every_seconds > 0:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
 from .checkpoint.device import is_host, record_event
 from .errors import UserError
@@ -103,6 +104,7 @@ class GradientHealth(pl.Callback):
         window: How many norms a new one is compared with.
     """
 
+    @checking
     def __init__(self, run_dir: str | Path | None = None, *, window: int = 128) -> None:
         super().__init__()
         if window < _MIN_NORMS:

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ._argument_types import checking
 from ._flight_recorder import describe_last, read_flight_record
 from ._hang_report import HangReport, Verdict, find_missing, locate, read_main_frame, read_reports, write_report
 from .errors import UserError
@@ -91,6 +92,7 @@ class HangWatch(Callback):
         UserError: A limit is not a positive number, a phase does not exist, or there is no `Heartbeat`.
     """
 
+    @checking
     def __init__(
         self,
         *,

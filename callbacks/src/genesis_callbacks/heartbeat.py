@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from ._argument_types import checking
 from .heartbeats import HeartbeatRecord, write_heartbeat
 from .phases import Phase, PhaseListener
 from .run_directory import read_run_dir
@@ -61,6 +62,7 @@ class Heartbeat(Callback, PhaseListener):
         loss_key: The metric to read where the module has no `logged_loss`.
     """
 
+    @checking
     def __init__(self, run_dir: str | Path, *, every_seconds: float = 1.0, loss_key: str = _LOSS_KEY) -> None:
         super().__init__()
         if not every_seconds >= 0:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from .errors import naming
+from .errors import RunEndedError, naming
 from .files import RefusedFileError, check_regular
 
 __all__ = ["lock_file", "open_lock"]
@@ -60,6 +60,7 @@ def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
 
     Raises:
         BlockingIOError: Another process holds the lock.
+        RunEndedError: There are no locks, in the directory for temporary files either.
         OSError: There is no lock for another reason.
     """
     try:
@@ -75,9 +76,17 @@ def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
                 "use it from one machine at a time, or mount it with locks (Lustre: -o flock)\n"
             )
             sys.stderr.flush()
-        _become_stand_in(descriptor, directory)
         with naming(directory):
-            fcntl.flock(descriptor, kind)
+            _become_stand_in(descriptor, directory)
+            try:
+                fcntl.flock(descriptor, kind)
+            except OSError as stand_in:
+                if stand_in.errno not in _HAS_NO_LOCKS:
+                    raise
+                raise RunEndedError(
+                    f"no locks here ({error.strerror}) and none in {directory} ({stand_in.strerror}), so that nothing "
+                    "would keep out a second run: set TMPDIR to a directory on a local disk"
+                ) from None
 
 
 def _become_stand_in(descriptor: int, directory: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import lightning.pytorch as pl
 from torch import Tensor
 
+from ._argument_types import checking
 from ._log_lines import is_log_step
 from .errors import UserError
 
@@ -49,6 +50,7 @@ class LossWatch(pl.Callback):
         max_rise: The largest rise, as a share of the lowest block's median.
     """
 
+    @checking
     def __init__(
         self,
         *,

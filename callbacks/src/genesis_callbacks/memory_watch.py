@@ -36,6 +36,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from ._argument_types import checking
 from ._compat import dump_memory_snapshot, local_tensor
 from ._log_lines import is_log_step, log_exact
 from ._process_figures import DiskMeter, read_major_faults, read_peak_resident_bytes, read_resident_bytes
@@ -64,6 +65,7 @@ class MemoryWatch(pl.Callback):
         run_dir: The run's directory, for snapshots; by default the Trainer's `default_root_dir`.
     """
 
+    @checking
     def __init__(self, run_dir: str | Path | None = None) -> None:
         super().__init__()
         self._run_dir = None if run_dir is None else read_run_dir(run_dir)

@@ -30,13 +30,12 @@ class RestoreReport:
 
     @property
     def text(self) -> str:
-        """The report as one paragraph of text."""
-        sentences = [f"Restored step {self.step} from {self.path}."]
-        for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Reset", self.reset)):
-            sentences.append(f"{verb}: {'; '.join(items) or 'nothing'}.")
-        if self.changed:
-            sentences.append(f"Changed: {'; '.join(self.changed)}.")
-        return " ".join(sentences)
+        """The report as lines: what was restored, and below it each part that was kept, rebuilt, reset or changed."""
+        groups = [("kept", self.kept), ("rebuilt", self.rebuilt), ("reset", self.reset), ("changed", self.changed)]
+        lines = [f"Restored step {self.step} from {self.path}."]
+        for verb, items in groups[: 4 if self.changed else 3]:
+            lines += [f"  {verb:<7}  {item}" for item in items or ("nothing",)]
+        return "\n".join(lines)
 
 
 def describe_model(manifest: Manifest) -> str:

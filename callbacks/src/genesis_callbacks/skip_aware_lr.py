@@ -23,6 +23,8 @@ from genesis_callbacks.errors import UserError
 from genesis_callbacks.schedule import Schedule, lr_factor
 from genesis_callbacks.token_counters import TokenCounters
 
+from ._argument_types import checking
+
 LR = "optim/lr"
 LR_OF_GROUP = "optim/lr_{name}"
 LR_FACTOR = "optim/lr_factor"
@@ -65,6 +67,7 @@ class SkipAwareLR(pl.Callback):
         ValueError: The lengths contradict each other, or the project lacks what they need; the line says what to do.
     """
 
+    @checking
     def __init__(
         self,
         *,

@@ -34,6 +34,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from ._argument_types import checking
 from ._compat import ignore_actions, ignore_backward, listen_to_actions, listen_to_backward
 from ._last_gradient import LastGradient
 from ._log_lines import is_log_step, log_exact
@@ -87,6 +88,7 @@ class StepTimer(pl.Callback, PartListener):
         warn_above: How many times slower steps must be for the warning; None for no warning.
     """
 
+    @checking
     def __init__(self, *, warn_above: float | None = 1.3) -> None:
         super().__init__()
         if warn_above is not None and not warn_above > 1.0:

@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
 from .checkpoint.device import is_host, name_device
 from .device_peaks import choose_peak_type, compute_mfu, read_peak_flops
@@ -56,6 +57,7 @@ class Throughput(pl.Callback, PartListener):
         peak_flops: Peak of one device in floating-point operations per second.
     """
 
+    @checking
     def __init__(
         self,
         *,

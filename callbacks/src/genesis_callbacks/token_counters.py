@@ -30,6 +30,8 @@ from genesis_callbacks._log_lines import is_log_step, log_exact
 from genesis_callbacks.errors import RunEndedError, UserError
 from genesis_callbacks.host_group import HostGroup, Pending
 
+from ._argument_types import checking
+
 STEP = "counters/step"
 UPDATES = "counters/updates"
 SKIPS = "counters/skips"
@@ -120,6 +122,7 @@ class TokenCounters(pl.Callback):
         RankDisagreementError: One window after the ranks parted.
     """
 
+    @checking
     def __init__(
         self,
         *,

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
+from ._argument_types import checking
 from ._compat import ignore_actions, listen_to_actions
 from .errors import UserError
 from .run_directory import RunDirectory, read_run_dir
@@ -38,6 +39,7 @@ class TraceSteps(pl.Callback):
         has_memory: Whether the trace has the allocations.
     """
 
+    @checking
     def __init__(
         self,
         steps: Sequence[int] = (),

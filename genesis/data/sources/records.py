@@ -14,6 +14,7 @@ from genesis.errors import UserError
 from genesis.json_text import load_json
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_HTML_DOCTYPE: Final = b"<!doctype html"
 
 
 def find_delimiter(kind: Kind, source: SourceOptions, reading: int = READING) -> Delimiter | None:
@@ -60,12 +61,20 @@ def _read_record(
         # By the rules 1 the last value of a key counts.
         fields = load_json(decoded.text) if span.reading > 1 else json.loads(decoded.text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
-        raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
+        raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); {_explain_no_json(line)}") from None
     if source.chat is not None:
         found = decode_conversation(source, _object_of(span, shown, fields), position, partial(_line, span, shown))
         return found._replace(place=partial(_line, span, offset))
     document = _encode(source, span, shown, _text_of(source, span, shown, fields), position)
     return drop_blank(document._replace(record=fields), span.reading)
+
+
+def _explain_no_json(line: bytes) -> str:
+    if line.lstrip()[: len(_HTML_DOCTYPE)].lower().startswith((_HTML_DOCTYPE, b"<html")):
+        return "the file is an HTML page, as a download without permission gives; get the file itself"
+    if b"\r" in line.strip():
+        return "its lines end in CR alone, as on old Macs; write it with LF: tr '\\r' '\\n' < OLD > NEW"
+    return "fix or remove it"
 
 
 def _object_of(span: Span, offset: int, fields: object) -> dict[str, Any]:

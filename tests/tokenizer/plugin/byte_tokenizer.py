@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from genesis.errors import UserError
 from genesis.tokenizer.files import hash_files
+from genesis.tokenizer.literal import LiteralControls
 from genesis.tokenizer.open import TokenizerFormat
 from genesis.tokenizer.tokenizer import find_offsets
 
@@ -34,6 +35,7 @@ class ByteTokenizer:
     named_tokens: Mapping[str, str] = {}
     vocab_size = 260
     pad_id = PAD
+    literal = LiteralControls(["<bos>", "<pad>", "<eos>", "<end>"])
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if files[ALPHABET_NAME] != b"bytes\n":
@@ -54,13 +56,17 @@ class ByteTokenizer:
 
     def encode_with_controls(self, text: str) -> list[int]:
         parts = re.split("(<bos>|<pad>|<eos>|<end>)", text)
-        ids = [[self.pieces.index(part)] if index % 2 else self.encode(part) for index, part in enumerate(parts)]
+        ids = [
+            [self.pieces.index(part)] if index % 2 else self.encode(self.literal.reveal(part))
+            for index, part in enumerate(parts)
+        ]
         return [token for part in ids for token in part]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids = self.encode_with_controls(text)
         return ids, find_offsets(
-            text, [self.pieces[token].encode() if self.is_control(token) else self._bytes[token] for token in ids]
+            self.literal.reveal(text),
+            [self.pieces[token].encode() if self.is_control(token) else self._bytes[token] for token in ids],
         )
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:

@@ -93,11 +93,15 @@ class Channel:
             data += piece
         return bytes(data)
 
-    def is_ended(self) -> bool:
-        """Returns whether the other end is gone and all of its messages have been received."""
+    def has_message(self, timeout_seconds: float) -> bool:
+        """Waits until there is something to read, or the other end is gone, and returns whether that came in time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        if not poll.poll(0):
+        return bool(poll.poll(1000 * timeout_seconds))
+
+    def is_ended(self) -> bool:
+        """Returns whether the other end is gone and all of its messages have been received."""
+        if not self.has_message(0.0):
             return False
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)

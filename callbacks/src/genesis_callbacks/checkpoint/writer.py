@@ -21,6 +21,7 @@ from .channel import IGNORED_SIGNALS, READY, Channel
 from .file_parts import WithFiles
 from .job import WriteJob, perform
 from .stage import SharedBuffer
+from .writer_start import watch_channel_itself
 
 _NICENESS = 10
 _AUTOGROUP = Path("/proc/self/autogroup")
@@ -112,7 +113,9 @@ def main() -> None:
     _lower_priority()
     torch.set_num_threads(1)  # the cores belong to training
     descriptor, *trainer = map(int, sys.argv[1:])
-    serve(Channel(socket.socket(fileno=descriptor)), watch_trainer(trainer[0]) if trainer else None)
+    end = socket.socket(fileno=descriptor)
+    watch_channel_itself(end)
+    serve(Channel(end), watch_trainer(trainer[0]) if trainer else None)
     sys.stderr.flush()
     os._exit(0)  # skips torch's slow cleanup, which this process does not need
 

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,11 +16,14 @@ from .writer_start import signals_blocked, take_early_writer
 from .writer_start import start_writer as start_writer  # `start_writers_by` replaces it
 
 _START_SECONDS = 180.0
+_QUIET_SECONDS = 20.0
 _END_SECONDS = 5.0
 
 
 class StartedWriter(Protocol):
     """A running writer, with the part of `subprocess.Popen` that `WriterProcess` uses."""
+
+    pid: int
 
     def poll(self) -> int | None:
         """Returns the exit status, negative for a signal; None while the writer runs."""
@@ -69,17 +73,27 @@ class WriterProcess:
             raise
 
     def wait_ready(self, timeout_seconds: float = _START_SECONDS) -> None:
-        """Waits until the writer has finished its imports.
+        """Waits until the writer has finished its imports; prints a line if that takes long.
 
         Raises:
             SaveFailedError: The writer ended, or did not start in time.
         """
         if self._is_ready:
             return
+        if timeout_seconds > _QUIET_SECONDS and not self._channel.has_message(_QUIET_SECONDS):
+            sys.stderr.write(
+                f"genesis-callbacks: the writer of checkpoints (process {self._process.pid}) has not imported torch in "
+                f"{_QUIET_SECONDS:g} s: the machine is busy, or a file system is slow or dead; training waits for it "
+                f"for {timeout_seconds:g} s more\n"
+            )
+            sys.stderr.flush()
         try:
             (_, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
-            raise SaveFailedError(f"the writer process did not start within {timeout_seconds:g} s") from error
+            raise SaveFailedError(
+                f"the writer process ({self._process.pid}) did not start within {timeout_seconds:g} s: it has not "
+                "imported torch; look for a slow or dead file system, or let a thread write (mode='thread')"
+            ) from error
         except (EOFError, OSError) as error:
             raise SaveFailedError(
                 f"the writer process ended at its start: {self._describe_end()}; start the run again, or let a thread "

@@ -1,6 +1,7 @@
 """Starts writer processes. Imports no torch: a writer can be started before its trainer has imported anything."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -45,7 +46,7 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a writer that serves `end`, in a session of its own, and returns its process."""
     # A new interpreter, and no fork: a fork of a process with threads and an accelerator's context may deadlock.
     # multiprocessing's spawn would import the main module, and with it Lightning, for many seconds.
-    return subprocess.Popen(
+    process = subprocess.Popen(
         # -P: no modules from the working directory, because its files may be untrusted.
         [sys.executable, "-P", "-m", _WRITER_MODULE, str(end.fileno())],
         pass_fds=[end.fileno()],
@@ -53,6 +54,17 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
         start_new_session=True,
         env=writer_environment(),
     )
+    # The kernel ends a writer whose trainer has closed its end, until the writer watches that by itself: a writer that
+    # hangs in its imports runs no code that could. A parent-death signal would follow the thread that starts it.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(end, fcntl.F_SETOWN, process.pid)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+    return process
+
+
+def watch_channel_itself(end: socket.socket) -> None:
+    """Ends what `start_writer` has asked of the kernel, in the writer: it watches its trainer from here on."""
+    fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 class EarlyWriter(NamedTuple):
