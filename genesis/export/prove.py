@@ -245,6 +245,7 @@ def _compare_models(
             "num_tokens": num_tokens,
             "longest_context": max(map(len, sequences)),
             "has_long_sequence": size.has_long_sequence or not _find_long_length(config),
+            "left_out_tokens": 0 if size.has_long_sequence else _find_long_length(config),
             "num_same_choice": num_same_choice,
             "largest_logit": largest,
             "largest_difference": difference,

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from genesis.available_memory import available_memory
 from genesis.checkpoint_reference import LATEST, Reference, read_reference
@@ -16,6 +16,7 @@ from genesis.device import is_host, read_free_memory
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
+from genesis.huggingface.weights import open_tensors
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
 from genesis.tokenizer.open import find_format, has_hash, has_same_ids, open_tokenizer
@@ -139,7 +140,7 @@ def _count_bytes(reference: Reference, dtype: torch.dtype | None) -> int:
     num_elements = 0
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with open_tensors(path) as file:
                 names = list(file.keys())
                 num_elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
         except (SafetensorError, OSError) as error:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.weights import open_tensors
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
 from genesis.model.expert_adapter import ADAPTER_SUFFIX, DOWN, GATE_UP
 from genesis_callbacks.checkpoint import Manifest
@@ -256,7 +257,7 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     path, content = directory / WEIGHTS_NAME, read_json(directory / CONFIG_NAME)
     options = _read_options(directory / CONFIG_NAME, content)
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             names = list(_name_of_text_model(path, file.keys(), family))
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
@@ -353,7 +354,7 @@ def read_adapters(
     _compare_options(directory / CONFIG_NAME, read_json(directory / CONFIG_NAME), config)
     path = directory / WEIGHTS_NAME
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             made_for = (file.metadata() or {}).get(FINGERPRINT)
             names = _name_of_text_model(path, file.keys(), family)
             tensors = {own: file.get_tensor(name) for own, name in names.items()}
