@@ -32,6 +32,12 @@ MAY_OPEN = {
 }
 OPENER = re.compile(r"\bfrom_pretrained\b|\bfrom_config\b|\bHFLM\b")
 START = re.compile(r"\bsubprocess\b|\bsystem\b|popen|spawn|\bfork|\bpty\b|runpy|create_subprocess|ProcessPool")
+MAY_READ = {
+    "safe_open(": {"genesis/huggingface/weights.py"},
+    "Tokenizer.from_str(": {"genesis/tokenizer/huggingface.py"},
+    "SentencePieceProcessor(model_proto": {"genesis/tokenizer/sentencepiece.py"},
+}
+"""Calls that follow what a file claims, and the module that compares the claims first."""
 FORBIDS = ("trust_remote_code=False", "'trust_remote_code': False")
 
 
@@ -77,6 +83,12 @@ def test_programs_are_started_and_models_opened_in_few_places(package: Path) -> 
     assert openers == {name: (found, True) for name, found in MAY_OPEN.items() if name in sources}, (
         "open models by genesis.export.theirs, which runs none of their code"
     )
+
+
+def test_what_a_file_claims_is_compared_in_one_place_before_it_is_opened() -> None:
+    texts = {str(file.relative_to(PACKAGES[0].parent)): file.read_text() for file in PACKAGES[0].rglob("*.py")}
+    found = {call: {name for name, text in texts.items() if call in text} for call in MAY_READ}
+    assert found == MAY_READ
 
 
 def test_a_start_and_an_opener_are_found_by_any_name() -> None:

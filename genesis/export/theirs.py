@@ -1,7 +1,7 @@
 """Opens models and tokenizers by transformers: no code that a model brings runs, and nothing is downloaded.
 
-A directory may name Python files, in it or on the Hub, that transformers would run if it were allowed to. It is told
-not to, and gets a directory with neither these files nor the keys that name them.
+A directory may name Python files, in it or on the Hub, that transformers would run if it were allowed to. It is not,
+and it opens a directory with neither these files nor the keys that name them.
 """
 
 import json

@@ -20,6 +20,7 @@ INDEX_NAME = "model.safetensors.index.json"
 CARD_NAME = "README.md"
 PROOF_NAME = "proof.json"
 _NUM_NAMED = 3
+_MAX_JSON_BYTES = 64 << 20
 _NOT_HASHED = (CARD_NAME, PROOF_NAME)
 """Files without a hash: users may edit the model card, and the proof contains the hashes."""
 DATA_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
@@ -115,14 +116,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file of the directory.
 
     Raises:
-        UserError: The file cannot be read, or is not a JSON object.
+        UserError: The file cannot be read, is larger than any configuration, or is not a JSON object.
     """
     try:
-        content = json.loads(path.read_bytes())
+        num_bytes = path.stat().st_size
+        content = json.loads(path.read_bytes()) if num_bytes <= _MAX_JSON_BYTES else None
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
+    if num_bytes > _MAX_JSON_BYTES:
+        raise UserError(f"{path} has {num_bytes:,} bytes: at most {_MAX_JSON_BYTES:,} are read")
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return content
