@@ -1,4 +1,4 @@
-"""Worker processes over a pipe; and processes found by a mark in their environment, to wait for them or kill them."""
+"""Starts every program; workers over a pipe; and processes found by a mark in their environment, to wait or kill."""
 
 import contextlib
 import os
@@ -8,11 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from genesis.errors import RunEndedError, UserError
 
@@ -34,6 +34,43 @@ WRITER_NAME = "genesis-writer"
 _WRITER_MODULE = b"genesis_callbacks.checkpoint.writer"
 _LAUNCHER_MODULE = b"genesis.supervise.launcher"
 _GENESIS_MODULES = (b"genesis", b"genesis.__main__")
+
+
+# ---- the start of a program
+
+
+def start_program(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a program that cannot read the standard input of this process, unless `stdin` gives it another one.
+
+    What a user types, or a script feeds, is for this process: another program might take it as a permission.
+
+    Args:
+        command: The program and its arguments.
+        options: As for `subprocess.Popen`.
+    """
+    return subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, **options})
+
+
+def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Runs a program as `start_program` starts it, until it ends; the options are those of `subprocess.run`."""
+    return subprocess.run(command, **{"stdin": subprocess.DEVNULL, "check": False, **options})
+
+
+@contextlib.contextmanager
+def without_input() -> Iterator[None]:
+    """Gives the programs that other libraries start in the block an empty standard input."""
+    try:
+        kept = os.dup(0)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        with Path(os.devnull).open("rb") as empty:
+            os.dup2(empty.fileno(), 0)
+        yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 # ---- workers over a pipe
@@ -74,7 +111,7 @@ class PipedWorker:
 def start_worker(module: str, descriptor: int) -> subprocess.Popen[bytes]:
     """Starts a process that runs `main(descriptor)` of a module."""
     program = f"from {module} import main; main({descriptor})"
-    return subprocess.Popen([sys.executable, "-P", "-c", program], pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+    return start_program([sys.executable, "-P", "-c", program], pass_fds=[descriptor])
 
 
 def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:
@@ -137,9 +174,8 @@ def run_limited(
     status: int | None = None
     with log.open("wb") as output:
         try:
-            process = subprocess.Popen(
+            process = start_program(
                 command,
-                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {}), mark.name: mark.value},
@@ -171,7 +207,7 @@ def run_together(module: str, arguments: Sequence[Sequence[str]], environments: 
         RunEndedError: A process failed.
     """
     processes = [
-        subprocess.Popen([sys.executable, "-m", module, *words], stdin=subprocess.DEVNULL, env={**os.environ, **own})
+        start_program([sys.executable, "-m", module, *words], env={**os.environ, **own})
         for words, own in zip(arguments, environments, strict=True)
     ]
     try:

@@ -12,6 +12,7 @@ from typing import IO, Any, Literal, Self
 
 from genesis.bench.workers.protocol import Burst, Ready, TimedWork
 from genesis.errors import UserError
+from genesis.processes import start_program
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WORKERS = Path(__file__).resolve().parent / "workers"
@@ -153,7 +154,7 @@ class WorkerProcess:
         self._log_path = log_path
         threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start_program(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

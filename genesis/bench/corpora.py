@@ -22,6 +22,7 @@ from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
 from genesis.data.order import build_order
 from genesis.data.shards import INDEX_ENTRY, hash_file, little_endian, shard_files
+from genesis.processes import run_program
 from genesis.tokenizer.train import BOS_ID, EOS_ID
 
 VOCAB_SIZE: Final = 49_152
@@ -97,7 +98,7 @@ def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
 def measure_opening(path: Path, num_windows: int = 1) -> Opening:
     """Returns the time and memory that a new process needs to open the corpus and to build `num_windows` windows."""
     command = [sys.executable, "-m", __name__, str(path), str(num_windows)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = run_program(command, check=True, stdout=subprocess.PIPE, text=True)
     return Opening(**json.loads(done.stdout))
 
 

@@ -21,6 +21,7 @@ import genesis
 from genesis.errors import UserError
 from genesis.export.importing import save_weights
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.processes import start_program
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
@@ -86,9 +87,8 @@ def _write_run(run: Path, size: dict[str, int]) -> None:
 def _serving(run: Path, kind: str, num_clients: int, log: Path) -> Iterator[str]:
     command = [sys.executable, "-c", _GENESIS, "serve", str(run), "--port", "0", "--device", kind]
     with log.open("wb") as output:
-        server = subprocess.Popen(
+        server = start_program(
             [*command, "--max_concurrent", str(num_clients)],
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
             text=True,

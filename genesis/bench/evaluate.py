@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_directory(model, directory / "imported", has_tokenizer=True, compares_models=False)
         loaded = load_decoder(directory / "imported")
         record["parameters"] = sum(parameter.numel() for parameter in loaded.decoder.parameters())
-        theirs = HFLM(str(model), device="cpu", dtype="float32")
+        theirs = HFLM(str(model), device="cpu", dtype="float32", trust_remote_code=False)
         for name in options.tasks.split(","):
             console.print(f"measuring: {name}", highlight=False)
             requests = make_requests(directory / name, options.questions, conversations)

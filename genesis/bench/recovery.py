@@ -32,6 +32,7 @@ from genesis.arguments import Parser
 from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.errors import RunEndedError, UserError
+from genesis.processes import start_program
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
@@ -134,7 +135,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Recovery]:
     command = [sys.executable, "-m", "genesis", "supervise", "--", *fit]
     chooser, console = random.Random(options.seed), Console(stderr=True, highlight=False)
     with log.open("wb") as output:
-        supervisor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        supervisor = start_program(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         beats = _wait_step(supervisor, run_dir, options.ranks, set(), log)
         recoveries = []

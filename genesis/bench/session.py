@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.session_plan import OUT, PYTEST, ROOT, SCRATCH, SessionPart, plan_session
 from genesis.device import check_available, is_host, name_device, read_properties
 from genesis.errors import UserError
-from genesis.processes import Ending, run_limited
+from genesis.processes import Ending, run_limited, run_program
 from genesis.scrub import scrub_all
 from genesis_callbacks.files import replace_file
 
@@ -156,7 +155,7 @@ def _read_commit() -> str | None:
     if git is None or not (ROOT / ".git").exists():
         return None
     command = [git, "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = run_program(command, capture_output=True, text=True)
     return found.stdout.strip() or None
 
 

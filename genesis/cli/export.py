@@ -11,6 +11,7 @@ from genesis.errors import UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
+from genesis.export.proof_size import WHOLE_LONG_TOKENS
 from genesis.export.tensors import DTYPES
 from genesis_callbacks.checkpoint import list_committed
 
@@ -112,7 +113,9 @@ def print_proof(proof: dict[str, Any]) -> None:
     if logits:
         print(f"logits: differ by at most {logits['largest_difference']:.2g} (allowed {logits['tolerance']:.2g})")
         if not logits.get("has_long_sequence", True):
-            print("logits: no sequence was longer than the window or the unscaled context: --proof full compares one")
+            is_compared = logits.get("left_out_tokens", 0) <= WHOLE_LONG_TOKENS
+            more = "--proof full compares one" if is_compared else f"a proof has at most {WHOLE_LONG_TOKENS:,} tokens"
+            print(f"logits: no sequence was longer than the window or the unscaled context: {more}")
     if adapters := proof.get("adapters"):
         allowed = f"(allowed {adapters['tolerance']:.2g})"
         print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")

@@ -14,6 +14,7 @@ from genesis.errors import check_is_named
 from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
 from genesis.export.staging import check_is_new
+from genesis.huggingface.directory import describe_code
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -48,6 +49,9 @@ def main(argv: list[str]) -> int:
         is_whole=arguments.proof == "full",
     )
     print(f"{arguments.out}: a checkpoint of {arguments.model}")
+    code = describe_code(directory)
+    if code is not None:
+        print(f"code of the model was not run: {code}; only the classes of Genesis and transformers were used")
     print_proof(proof)
     if not arguments.no_tokenizer:
         _print_turn_ends(open_tokenizer(arguments.out))

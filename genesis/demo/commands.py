@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from genesis.demo.plot import read_curve
+from genesis.processes import start_program
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
 
@@ -68,7 +69,7 @@ class Commands:
         """
         began = time.monotonic()
         command = self._show(*arguments)
-        status = _wait(subprocess.Popen(command))
+        status = _wait(start_program(command))
         if status:
             raise StepFailedError(command, status)
         self.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
@@ -82,7 +83,7 @@ class Commands:
         gap = min(3, num_steps // 20)  # at most half of the steps between two saves
         metrics = RunDirectory(run_dir).metrics
         command = self._show(*fit)
-        process = subprocess.Popen(command)
+        process = start_program(command)
         try:
             while _newest_step(run_dir) < num_steps // 2 or _last_step(metrics) <= _newest_step(run_dir) + gap:
                 if process.poll() is not None:

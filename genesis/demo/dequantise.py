@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 def main(argv: Sequence[str]) -> int:
     """Converts the GGUF file of the first argument into the directory of the second."""
     file, out = Path(argv[0]), Path(argv[1])
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    closed: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
+    read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **closed)
     shape = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     # The file holds this number in float32, which shows 1e-05 as 9.999999747378752e-06.
     shape["rms_norm_eps"] = float(f"{shape['rms_norm_eps']:.6g}")
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
+    AutoTokenizer.from_pretrained(file.parent, **closed).save_pretrained(out)
     return 0
 
 

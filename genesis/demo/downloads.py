@@ -4,13 +4,13 @@ No file is taken whose hash is another, and nothing is installed. Files that are
 """
 
 import hashlib
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from genesis.errors import UserError
+from genesis.processes import run_program
 
 _CHUNK_BYTES = 1 << 20
 
@@ -74,7 +74,7 @@ def fetch(package: Package, directory: Path) -> Path:
             *(sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"),
             *("--retries", "1", "--timeout", "20", *package.pip_options, "-r", str(requirements), "-d", unfinished),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_program(command, capture_output=True, text=True)
         if done.returncode:
             errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if "ERROR: " in line]
             reason = errors[-1] if errors else f"it ended with status {done.returncode}"

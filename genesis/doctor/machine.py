@@ -27,6 +27,7 @@ from genesis.device import (
     synchronize,
 )
 from genesis.doctor.probe import Probe, SkippedError
+from genesis.processes import run_program
 from genesis_callbacks.checkpoint import DeviceProof, prove_device
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
@@ -85,7 +86,7 @@ def read_driver() -> str | None:
     if program is not None:
         command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
-            found = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+            found = run_program(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
         except (OSError, subprocess.SubprocessError):
             return None
         return next(iter(found.stdout.split()), None)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, explain_other_formats
+from genesis.huggingface.directory import CONFIG_NAME, DATA_SUFFIXES, INDEX_NAME, WEIGHTS_NAME, explain_other_formats
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_index
 
 _NAME: Final = r"[A-Za-z0-9][\w.-]*"
 _REFERENCE: Final = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]+))?")
-_SMALL_SUFFIXES: Final = (".json", ".model", ".jinja", ".txt")
 _ADAPTER_NAME: Final = "adapter_config.json"
 
 T = TypeVar("T")
@@ -104,7 +103,8 @@ def download_model(model: HubModel, say: Callable[[str], None]) -> Download:
             weights = set(read_index(directory).values())
         except ValueError as error:
             raise UserError(f"{model}: {error}") from None
-    small = {name for name in sizes if name.endswith(_SMALL_SUFFIXES) and "/" not in name}
+    is_small = [suffix for suffix in DATA_SUFFIXES if suffix != Path(WEIGHTS_NAME).suffix]
+    small = {name for name in sizes if name.endswith(tuple(is_small)) and "/" not in name}
     num_bytes = sum(sizes.get(name, 0) for name in weights)
     say(f"downloading {model} at commit {commit[:12]}: {num_bytes / 1e6:,.0f} MB of weights")
     patterns = sorted(small | weights)

@@ -17,7 +17,7 @@ from genesis.errors import UserError
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
-from genesis.export.staging import check_is_new, staged
+from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
@@ -105,15 +105,17 @@ def import_directory(
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
-    found = read_weights(directory, config, family, scratch=out.parent if out.parent.is_dir() else None)
+    found = read_weights(
+        *(directory, config, family),
+        scratch=out.parent if out.parent.is_dir() else None,
+        check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
+    )
     with torch.device("meta"):
         kept = Decoder(config).list_float32()
     _check_lossless(directory, {name: tensor for name, tensor in found.items() if name not in kept}, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
     widened = {name: tensor for name, tensor in found.items() if dtype == torch.float32 or name in kept}
     num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
-    if compares_models:
-        check_proof_memory(num_bytes)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
         with stage("widening the weights", num_widened * torch.float32.itemsize, "bytes") as shown:
             state = found | _widen(widened, staging / _WIDENED_NAME, shown)
@@ -136,6 +138,13 @@ def import_directory(
         proof |= describe_source(download)
         write_proof(staging, proof)
     return proof
+
+
+def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:
+    num_bytes = num_values * torch.float32.itemsize
+    if compares_models:
+        check_proof_memory(num_bytes)
+    check_space(out, num_bytes + num_bytes // 10)
 
 
 def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:

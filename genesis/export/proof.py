@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from genesis.available_memory import available_memory
 from genesis.errors import RunEndedError, UserError
 from genesis.huggingface.directory import PROOF_NAME
+from genesis.processes import start_program
 from genesis.progress import SentStages, stage
 
 Layout = Literal["huggingface", "safetensors"]
@@ -111,9 +112,7 @@ def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedP
         ExitStack() as start,
     ):
         start.enter_context(stage("starting the proof"))
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=prove_environment(), stdin=subprocess.DEVNULL
-        )
+        process = start_program(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=prove_environment())
         lines = []
         try:
             assert process.stdout is not None

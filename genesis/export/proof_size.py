@@ -20,6 +20,10 @@ _MIN_NEW_TOKENS: Final = 4
 _NUM_PIECES: Final = 16_384
 _NUM_RUNS: Final = 4_096
 _NUM_SIDES: Final = 2
+_LONG_TOKENS: Final = 8_448
+"""The longest sequence: that of Llama 3.1. Masks and scores of attention have its square in memory."""
+WHOLE_LONG_TOKENS: Final = 2 * _LONG_TOKENS
+"""The longest one of a proof that leaves nothing else out."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def plan_proof(num_parameters: int, long_tokens: int, *, is_whole: bool) -> Proo
     Args:
         num_parameters: Of the model, of which each token uses all.
         long_tokens: Length of the long sequence, 0 for a model that needs none.
-        is_whole: Whether nothing is left out.
+        is_whole: Whether nothing is left out but a sequence that no machine has the memory for.
 
     Example:
         >>> plan_proof(135_000_000, 0, is_whole=False).num_sequences
@@ -60,14 +64,15 @@ def plan_proof(num_parameters: int, long_tokens: int, *, is_whole: bool) -> Proo
 num_runs=4096)
     """
     if is_whole:
-        return ProofSize()
+        return ProofSize(has_long_sequence=long_tokens <= WHOLE_LONG_TOKENS)
     num_tokens = int(_FLOPS / (_NUM_SIDES * 2 * max(1, num_parameters)))
     num_new = int(_READ_BYTES / (_NUM_SIDES * 4 * max(1, num_parameters)))
+    fits = num_tokens if long_tokens <= _LONG_TOKENS else 0
     num_sequences = min(_NUM_SEQUENCES, max(1, num_tokens // SEQUENCE_TOKENS))
     return ProofSize(
         num_sequences=num_sequences,
         sequence_tokens=min(SEQUENCE_TOKENS, max(_MIN_SEQUENCE_TOKENS, num_tokens)),
-        has_long_sequence=long_tokens == 0 or num_sequences * SEQUENCE_TOKENS + long_tokens <= num_tokens,
+        has_long_sequence=long_tokens == 0 or num_sequences * SEQUENCE_TOKENS + long_tokens <= fits,
         num_new_tokens=min(_NEW_TOKENS, max(_MIN_NEW_TOKENS, num_new)),
         num_pieces=_NUM_PIECES,
         num_runs=_NUM_RUNS,

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from genesis.errors import UserError
 from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
 from genesis.export.texts import SCRIPTS
+from genesis.export.theirs import load_model, load_tokenizer
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
@@ -173,7 +174,7 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool, size: ProofSize) -> dict[str, Any]:
     # Our tokenizers read the spelling of a control symbol as text; transformers does so with this option.
     is_of_others = is_import or FAST_NAME in ours.files
-    fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_of_others else {}))
+    fast: Any = load_tokenizer(directory, **({"split_special_tokens": True} if is_of_others else {}))
     bos = [] if ours.bos_id is None else [ours.bos_id]
     framed, plain = fast.encode("a"), fast.encode("a", add_special_tokens=False)
     # Without a tokenizer.json, versions of transformers differ in the ids that they add before a text.
@@ -244,6 +245,7 @@ def _compare_models(
             "num_tokens": num_tokens,
             "longest_context": max(map(len, sequences)),
             "has_long_sequence": size.has_long_sequence or not _find_long_length(config),
+            "left_out_tokens": 0 if size.has_long_sequence else _find_long_length(config),
             "num_same_choice": num_same_choice,
             "largest_logit": largest,
             "largest_difference": difference,
@@ -319,8 +321,7 @@ def _ask_transformers(
     directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int
 ) -> tuple[list[Tensor], list[int]]:
     with stage("loading transformers' model"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    model, loading = loaded
+        model, loading = load_model(directory)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             raise UserError(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from genesis.errors import UserError
+from genesis.export.theirs import load_model
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
 from genesis.huggingface.directory import WEIGHTS_NAME as BASE_NAME
@@ -111,8 +111,7 @@ def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
     with TemporaryDirectory() as directory:
         save_file(state, Path(directory, BASE_NAME), metadata={"format": "pt"})
         Path(directory, CONFIG_NAME).write_text(json.dumps(write_shape(family, config)), encoding="utf-8")
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, loaded = load(directory, dtype=torch.float32, output_loading_info=True)
+        model, loaded = load_model(Path(directory))
     left = [name for name in loaded["missing_keys"] if not (config.has_tied_embeddings and name == "lm_head.weight")]
     unexpected = [*left, *loaded["unexpected_keys"]]
     if unexpected:

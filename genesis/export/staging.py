@@ -32,11 +32,7 @@ def staged(out: Path, num_bytes: int) -> Iterator[Path]:
     check_is_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(out)
-    free = shutil.disk_usage(out.parent).free
-    if free < num_bytes:
-        raise UserError(
-            f"{out} needs {num_bytes:,} bytes, but {out.parent} has {free:,} free: free space, or choose another disk"
-        )
+    check_space(out, num_bytes)
     staging = out.parent / f"{out.name}.staging-{uuid.uuid4().hex[:8]}"
     staging.mkdir()
     try:
@@ -69,6 +65,20 @@ def _delete_leftovers(out: Path) -> None:
         with suppress(OSError), _open_directory(left_over) as descriptor:
             lock_file(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
             shutil.rmtree(left_over)
+
+
+def check_space(out: Path, num_bytes: int) -> None:
+    """Checks that there is space for `out`, whose directory need not exist.
+
+    Raises:
+        UserError: The disk has too little space.
+    """
+    place = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise UserError(
+            f"{out} needs {num_bytes:,} bytes, but {place} has {free:,} free: free space, or choose another disk"
+        )
 
 
 def check_is_new(out: Path) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
-import tokenizers
-
 from genesis.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.progress import stage
+from genesis.tokenizer.fast_form import FAST_NAME
+from genesis.tokenizer.huggingface import open_library
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _SPACE_MARK: Final = "\u2581"
@@ -29,10 +29,7 @@ def compare_fast_tokenizer(tokenizer: Tokenizer, fast: bytes, *, left_out: str =
     Raises:
         UserError: A text is encoded or decoded differently, or the content is not a tokenizer.
     """
-    try:
-        theirs = tokenizers.Tokenizer.from_str(fast.decode())
-    except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"tokenizer.json cannot be read ({' '.join(str(error).split())[:200]})") from None
+    theirs = open_library({FAST_NAME: fast})
     theirs.encode_special_tokens = True
     return compare_tokenizers(
         tokenizer,

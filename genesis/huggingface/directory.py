@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis_callbacks.checkpoint import hash_file
 from genesis_callbacks.untrusted import check_file, path_below, read_file
 
@@ -20,8 +20,18 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 CARD_NAME = "README.md"
 PROOF_NAME = "proof.json"
+_NUM_NAMED = 3
+_MAX_JSON_BYTES = 64 << 20
 _NOT_HASHED = (CARD_NAME, PROOF_NAME)
 """Files without a hash: users may edit the model card, and the proof contains the hashes."""
+DATA_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
+"""Suffixes of the files of a model that are read."""
+CODE_NAMES = (CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "processor_config.json")
+"""Files that may name Python code."""
+CODE_KEYS = frozenset(
+    {"auto_map", "attn_implementation", "custom_generate", "custom_pipelines", "experts_implementation"}
+)
+"""Their keys by which transformers finds Python code, in the directory or on the Hub."""
 _READ_SUFFIXES = (".json", ".safetensors", ".model")
 """Suffixes of files that genesis or transformers would read, whoever added them."""
 
@@ -47,6 +57,19 @@ def explain_other_formats(names: Iterable[str], where: str) -> str:
                 "save_pretrained)"
             )
     return "; other formats are not read"
+
+
+def describe_code(directory: Path) -> str | None:
+    """Returns what a model brings of Python code, none of which ever runs; None if it brings nothing."""
+    named = [
+        f"{key} in {name}"
+        for name in CODE_NAMES
+        if (directory / name).is_file()
+        for key in sorted(CODE_KEYS & read_json(directory / name).keys())
+    ]
+    files = sorted(path.name for path in directory.glob("*.py"))
+    found = [*named, *files[:_NUM_NAMED], *([f"{len(files) - _NUM_NAMED} more files"] if files[_NUM_NAMED:] else [])]
+    return printable(", ".join(found)) if found else None
 
 
 def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
@@ -94,10 +117,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file of the directory.
 
     Raises:
-        UserError: The file cannot be read, or is not a JSON object.
+        UserError: The file cannot be read, is larger than any configuration, or is not a JSON object.
     """
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(read_file(path, _MAX_JSON_BYTES))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
     except (ValueError, RecursionError) as error:

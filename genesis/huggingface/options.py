@@ -77,6 +77,9 @@ def read_windows(
     listed = content.get("layer_types")
     if listed is not None and (not isinstance(listed, list) or set(map(str, listed)) - {_WHOLE, _WINDOWED}):
         raise UserError(f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} and {_WINDOWED!r}")
+    num_layers = content["num_hidden_layers"]
+    if listed is not None and len(listed) != num_layers:
+        raise UserError(f"{path}: layer_types has {len(listed):,} entries; it must have one for each of {num_layers}")
     has_switch = family.windows in ("last", "without_rope")
     window = _read_window(path, content, family, has_switch=has_switch)
     if listed is not None and (not has_switch or window is None) and _WINDOWED in listed:
@@ -117,8 +120,6 @@ def _list_window_layers(
     """Returns the layers that have the window, counted from 0."""
     num_layers, listed = content["num_hidden_layers"], content.get("layer_types")
     if listed is not None:
-        if len(listed) != num_layers:
-            raise UserError(f"{path}: layer_types has {len(listed)} entries; it must have one for each of {num_layers}")
         return tuple(layer for layer, kind in enumerate(listed) if kind == _WINDOWED)
     if family.windows == "last":
         first = content["max_window_layers"]

@@ -47,7 +47,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_5,
     QWEN3_5_MOE,
 )
-_MAX_LAYERS: Final = 10_000
+_MAX_LAYERS: Final = 1_000
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
 _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})

@@ -1,9 +1,10 @@
 """The tensors of a directory of safetensors files, read strictly against a decoder's shape."""
 
 import json
+import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +17,39 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_file, path_below, read_file
+from genesis_callbacks.untrusted import open_file, path_below, read_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
+_PIECE_VALUES = 1 << 24
+_HELD_BYTES = 64 << 20
+_MAX_HOLES = 16
+"""How many times more than its data a file may claim: copies may leave out blocks of zeros."""
+_MAX_HEADER_BYTES = 16 << 20
+"""Of a file's header, and of an index: that of a model with 50,000 tensors has about 6 MB."""
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A tensor that old checkpoints of transformers contain; it follows from rope_theta and is skipped."""
 
 
 def read_weights(
-    directory: Path, config: DecoderConfig, family: Family | None, scratch: Path | None = None
+    directory: Path,
+    config: DecoderConfig,
+    family: Family | None,
+    scratch: Path | None = None,
+    check_size: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Tensor]:
     """Returns the decoder's state, in the dtypes of the files.
 
-    The tensors are views of the mapped files: they take memory only while they are read. Experts that files hold one by
-    one are stacked, which takes memory, or space in `scratch`.
+    Names, shapes and types are compared before any value is read: a file of holes may claim any size. The tensors are
+    views of the mapped files: they take memory only while they are read. Experts that files hold one by one are
+    stacked, which takes memory, or space in `scratch`.
 
     Args:
         directory: Holds safetensors files.
         config: The decoder's shape.
         family: The family whose names the files have; None for the decoder's own names.
         scratch: A directory for mapped files with stacks, which have no name there; None to stack in memory.
+        check_size: Gets the number of values before the first of them is read, and may raise.
 
     Raises:
         UserError: There are no safetensors files, or a tensor is missing, is unknown to the decoder, has a wrong shape
@@ -44,13 +57,34 @@ def read_weights(
     """
     if (directory / _ADAPTER_NAME).exists():
         raise UserError(f"{directory} has an adapter ({_ADAPTER_NAME}); merge it into the weights first, or remove it")
-    state = _read_state(directory, config, family, scratch)
+    claimed = _read_state(directory, config, family, torch.stack, device="meta")
+    _check_shapes(directory, claimed, config, family)
+    check_size(sum(tensor.numel() for tensor in claimed.values()))
+    stack = torch.stack if scratch is None else partial(_stack_in_file, scratch)
+    state = _read_state(directory, config, family, stack)
     for name, tensor in state.items():
-        _check_values(directory, _name_in_files(name, family), tensor)
-    if config.has_tied_embeddings and OUTPUT_WEIGHT in state and "embedding.weight" in state:
+        if not all(bool(piece.isfinite().all()) for piece in iterate_pieces(tensor)):
+            raise UserError(f"{directory}: {_name_in_files(name, family)} has values that are NaN or infinite")
+    if config.has_tied_embeddings and OUTPUT_WEIGHT in state:
         if not torch.equal(state[OUTPUT_WEIGHT], state["embedding.weight"]):
             raise UserError(f"{directory}: tie_word_embeddings is true, and lm_head.weight is not the embedding")
         del state[OUTPUT_WEIGHT]
+    return state
+
+
+def _check_shapes(directory: Path, state: Mapping[str, Tensor], config: DecoderConfig, family: Family | None) -> None:
+    for name, tensor in state.items():
+        if tensor.dtype not in _DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{directory}: {_name_in_files(name, family)} is {dtype}, but weights must be float32, bfloat16 or "
+                "float16; dequantise or convert the model with transformers, and save it again"
+            )
+    if len(state) < config.num_layers:  # before layers are built, which takes time for each
+        raise UserError(
+            f"{directory}: config.json requires {config.num_layers:,} layers, but the files have only {len(state):,} "
+            "tensors of them: one is missing, or num_hidden_layers is wrong"
+        )
     try:
         with torch.device("meta"):
             shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
@@ -59,6 +93,8 @@ def read_weights(
             f"{directory}: config.json requires a tensor of more than 2^63 bytes: correct its sizes, such as "
             f"vocab_size {config.vocab_size} and hidden_size {config.dim}"
         ) from None
+    if config.has_tied_embeddings and OUTPUT_WEIGHT in state:
+        shapes[OUTPUT_WEIGHT] = shapes["embedding.weight"]  # a copy, which some files have
     for name, shape in shapes.items():
         if name not in state:
             raise UserError(f"{directory}: {_name_in_files(name, family)} is missing")
@@ -69,18 +105,18 @@ def read_weights(
     if unknown:
         file_name = _name_in_files(unknown[0], family)
         raise UserError(f"{directory}: {file_name} is not a tensor of the model in config.json")
-    return state
 
 
-def _check_values(directory: Path, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _DTYPES:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(
-            f"{directory}: {name} is {dtype}, but weights must be float32, bfloat16 or float16; dequantise or convert "
-            "the model with transformers, and save it again"
-        )
-    if not bool(tensor.isfinite().all()):
-        raise UserError(f"{directory}: {name} has values that are NaN or infinite")
+def iterate_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields parts of a tensor that are small enough to compute with, in their order; all are views."""
+    if tensor.numel() <= _PIECE_VALUES:
+        yield tensor
+    elif len(tensor) == 1:
+        yield from iterate_pieces(tensor[0])
+    else:
+        step = max(1, len(tensor) * _PIECE_VALUES // tensor.numel())
+        for start in range(0, len(tensor), step):
+            yield from iterate_pieces(tensor[start : start + step])
 
 
 def _name_in_files(name: str, family: Family | None) -> str:
@@ -88,21 +124,26 @@ def _name_in_files(name: str, family: Family | None) -> str:
 
 
 def _read_state(
-    directory: Path, config: DecoderConfig, family: Family | None, scratch: Path | None
+    directory: Path,
+    config: DecoderConfig,
+    family: Family | None,
+    stack: Callable[[list[Tensor]], Tensor],
+    device: str | None = None,
 ) -> dict[str, Tensor]:
     if not (directory / WEIGHTS_NAME).exists() and not (directory / INDEX_NAME).exists():
         names = [path.name for path in directory.iterdir()]
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        tensors = iterate_tensors(directory, read_file_names(directory))
+        found = iterate_tensors(directory, read_file_names(directory))
+        tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
         if family is None:
             return dict(tensors)
         placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
-        return assemble(placed, family, torch.stack if scratch is None else partial(_stack_in_file, scratch))
+        return assemble(placed, family, stack)
     except UserError as error:
         raise UserError(f"{directory}: {error}") from None
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:  # the last one from mapping a file
         raise UserError(f"{directory} cannot be read: {' '.join(str(error).split())}") from None
 
 
@@ -117,17 +158,6 @@ def _stack_in_file(directory: Path, parts: list[Tensor]) -> Tensor:
     return stacked
 
 
-def open_tensors(path: Path) -> AbstractContextManager[Any]:
-    """Opens a safetensors file with `safe_open`.
-
-    Raises:
-        OSError: It is no regular file, or cannot be opened.
-        SafetensorError: It is damaged.
-    """
-    check_file(path)
-    return safe_open(path, framework="pt")
-
-
 def read_file_names(directory: Path) -> dict[str, str]:
     """Returns each tensor's file, as transformers finds it: an index is ignored if there is a `model.safetensors`.
 
@@ -140,6 +170,39 @@ def read_file_names(directory: Path) -> dict[str, str]:
     return read_index(directory)
 
 
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file, after comparing the size of its header with what a model needs.
+
+    Raises:
+        OSError: It is no regular file, or cannot be opened.
+        SafetensorError: It is damaged.
+        UserError: The header is larger, or the file is hardly more than a size: the rest are holes.
+    """
+    with open_file(path) as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        size, held = os.fstat(file.fileno()).st_size, _count_data(file.fileno())
+    if size > _HELD_BYTES and held * _MAX_HOLES < size:
+        raise UserError(f"{path} has {held:,} bytes of its {size:,} on the disk, the rest are holes: copy it again")
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise UserError(f"{path} has a header of {num_bytes:,} bytes: at most {_MAX_HEADER_BYTES:,} are read")
+    with safe_open(path, framework="pt") as opened:
+        yield opened
+
+
+def _count_data(descriptor: int) -> int:
+    """Returns the bytes of a file that are not holes, at least up to what is enough; all of them where nobody knows."""
+    size, place, held = os.fstat(descriptor).st_size, 0, 0
+    while held * _MAX_HOLES < size:
+        try:
+            start = os.lseek(descriptor, place, os.SEEK_DATA)
+        except OSError:  # only holes from here on
+            break
+        place = os.lseek(descriptor, start, os.SEEK_HOLE)
+        held += place - start
+    return held
+
+
 def read_index(directory: Path) -> dict[str, str]:
     """Returns each tensor's file by the index.
 
@@ -147,7 +210,7 @@ def read_index(directory: Path) -> dict[str, str]:
         ValueError: The index has no map of tensors to names of files beside it.
     """
     try:
-        index = json.loads(read_file(directory / INDEX_NAME, MAX_DOCUMENT_BYTES))
+        index = json.loads(read_file(directory / INDEX_NAME, _MAX_HEADER_BYTES))
     except RecursionError:
         raise ValueError(f"{INDEX_NAME} is nested too deeply") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

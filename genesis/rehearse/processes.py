@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from genesis.processes import Mark, find_kind, find_processes, kill_process
+from genesis.processes import Mark, find_kind, find_processes, kill_process, start_program
 
 MARK_NAME = "GENESIS_REHEARSAL"
 _POLL_SECONDS = 0.02
@@ -29,9 +29,8 @@ class Training:
     def __init__(self, command: Sequence[str], log: Path, mark: Mark) -> None:
         self._mark = mark
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process = start_program(
                 command,
-                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from genesis.errors import UserError
+from genesis.processes import run_program
 
 _OWN_OPTIONS = ("--run_dir", "--ckpt_path", "--print_config")
 
@@ -48,7 +49,7 @@ def resolve_recipe(fit: Sequence[str]) -> RehearsedRecipe:
         UserError: `genesis fit` refuses the arguments, or the resulting run cannot be rehearsed.
     """
     command = [sys.executable, "-m", "genesis", *fit, "--print_config"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(_read_complaint(done))
     return read_recipe(yaml.safe_load(done.stdout))

@@ -35,6 +35,7 @@ from genesis.parent import (
     launcher_kind,
     outlive_parent,
 )
+from genesis.processes import without_input
 from genesis_callbacks.checkpoint import Ranks, compare_mappings, hash_bytes
 
 EXIT_STATUS = 70
@@ -62,7 +63,8 @@ class Launcher(_SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER_NAME] = str(os.getpid())
             os.environ[NONCE_NAME] = uuid.uuid4().hex
-            self._call_children_scripts()
+            with without_input():
+                self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         is_over = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.procs, is_over), name="ranks-watch", daemon=True).start()

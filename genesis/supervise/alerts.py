@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from genesis.errors import UserError
+from genesis.processes import start_program
 from genesis.supervise.crashes import CrashRecord
 from genesis.supervise.observers import NullObserver
 from genesis.supervise.status import SupervisorStatus
@@ -176,7 +177,7 @@ class Alerts(NullObserver):
         variables = {"GENESIS_EVENT": str(alert["event"]), "GENESIS_RUN": str(alert["run"])}
         name = self._options.command[0]
         try:
-            process = subprocess.Popen(
+            process = start_program(
                 list(self._options.command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

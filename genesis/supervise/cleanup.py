@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from genesis.processes import Mark, find_kind, find_processes, kill_process
+from genesis.processes import Mark, find_kind, find_processes, kill_process, run_program
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import LOCK_NAME
@@ -147,7 +147,7 @@ def _find_on_devices(pids: Collection[int]) -> list[Held]:
         return []
     command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        done = run_program(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
     found = [line.partition(",")[::2] for line in done.stdout.splitlines()]

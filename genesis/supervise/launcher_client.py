@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import RunEndedError
-from genesis.processes import Mark
+from genesis.processes import Mark, start_program
 from genesis.supervise.launch_protocol import (
     MAX_PACKET_BYTES,
     SOCKET_NAME,
@@ -37,9 +37,8 @@ _POLL_SECONDS: Final = 0.02
 def start_launcher(directory: Path, mark: Mark) -> "subprocess.Popen[bytes]":
     """Starts the launcher of a run, in a session of its own, with its output in a file."""
     with (directory / "launcher.log").open("wb") as log:
-        return subprocess.Popen(
+        return start_program(
             [sys.executable, "-P", "-m", "genesis.supervise.launcher", str(directory), mark.value],
-            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

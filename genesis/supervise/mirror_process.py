@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from genesis.processes import run_program, start_program
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_manifest import read_local_marker
 from genesis.supervise.mirror_state import without_password
@@ -69,7 +70,7 @@ class MirrorProcess(NullObserver):
             if number:
                 time.sleep(min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 4**number))
             command = [*_genesis("mirror", "restore"), self._options.url, str(self._run_dir), "--or_none"]
-            status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+            status = run_program(command).returncode
             if status == 0:
                 return
         raise LaunchRefusedError(
@@ -92,9 +93,7 @@ class MirrorProcess(NullObserver):
             return
         command = [*_genesis("mirror"), str(self._run_dir), self._options.url, "--once", *self._options.arguments]
         try:
-            status_of_copy = subprocess.run(
-                command, stdin=subprocess.DEVNULL, check=False, timeout=self._options.finish_seconds
-            ).returncode
+            status_of_copy = run_program(command, timeout=self._options.finish_seconds).returncode
         except subprocess.TimeoutExpired:
             status_of_copy = -1
         if status_of_copy != 0:
@@ -130,7 +129,7 @@ class MirrorProcess(NullObserver):
         if now >= self._next_seconds:
             own = ["--parent", str(os.getpid())]  # a supervisor that is killed leaves no mirror behind
             command = [*_genesis("mirror"), str(self._run_dir), self._options.url, *own, *self._options.arguments]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            self._process = start_program(command)
             self._begin_seconds = now
 
 

@@ -13,8 +13,7 @@ from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.huggingface import (
     GENERATION_NAME,
     TEMPLATE_NAME,
-    iterate_missing_tokens,
-    read_config,
+    open_library,
     read_json,
 )
 from genesis.tokenizer.train import MODEL_NAME
@@ -65,9 +64,8 @@ def extend_huggingface(files: Mapping[str, bytes], addition: TokenAddition) -> d
     Raises:
         UserError: A token exists, or the token that is to be eos does not.
     """
-    built = tokenizers.Tokenizer.from_str(files[FAST_NAME].decode())
     # Tokens that only tokenizer_config.json adds have the next ids, so they join tokenizer.json before the new ones.
-    built.add_tokens(list(iterate_missing_tokens(read_config(files), built)))
+    built = open_library(files)
     _check_new(addition.tokens, built.get_vocab(with_added_tokens=True))
     built.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in addition.tokens])
     changed = {**files, FAST_NAME: built.to_str(pretty=True).encode()}

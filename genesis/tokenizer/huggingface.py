@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
+from genesis.tokenizer.limits import check_claims, check_stop_ids, iterate_steps
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -59,6 +60,7 @@ class HuggingFaceTokenizer:
         self.hash: str = identify(files)
         content = read_json(files, FAST_NAME)
         self._config = read_config(files)
+        check_claims(content, self._config)
         self._tokenizer = self._build(has_controls_in_text=False)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
@@ -176,11 +178,7 @@ class HuggingFaceTokenizer:
         return {by_spelling[self.literal.swap(one.content)]: token for token, one in self._specials.items()}
 
     def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
-        try:
-            built = tokenizers.Tokenizer.from_str(self.files[FAST_NAME].decode())
-            built.add_tokens(list(iterate_missing_tokens(self._config, built)))
-        except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        built = _open(self.files, self._config)
         built.no_truncation()
         built.no_padding()
         built.encode_special_tokens = not has_controls_in_text
@@ -245,7 +243,7 @@ def _find_spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
         UserError: No function is known to be correct for this tokenizer.
     """
     model = content.get("model") or {}
-    decoders = {one.get("type"): one for one in _iterate_steps(content.get("decoder"), "decoders")}
+    decoders = {one.get("type"): one for one in iterate_steps(content.get("decoder"), "decoders")}
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
         raise UserError(f"its model is {kind}; {_REMEDY}")
@@ -258,15 +256,6 @@ def _find_spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
         is_marked = "Metaspace" in decoders or _SPACE_MARK in str(decoders.get("Replace"))
         return _spell_marked_characters if is_marked else _spell_characters
     raise UserError(f"its decoder is {', '.join(map(str, decoders)) or None}; {_REMEDY}")
-
-
-def _iterate_steps(content: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    if isinstance(content, dict):
-        if content.get("type") == "Sequence":
-            for one in content.get(key, ()):
-                yield from _iterate_steps(one, key)
-        else:
-            yield content
 
 
 def _map_bytes() -> dict[str, int]:
@@ -294,6 +283,26 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{name} does not hold a JSON object")
     return content
+
+
+def open_library(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+    """Returns the library's tokenizer of a `tokenizer.json`, with the tokens that the file beside it adds.
+
+    Raises:
+        UserError: The files cannot be read, or claim more than any tokenizer has.
+    """
+    config = read_config(files)
+    check_claims(read_json(files, FAST_NAME), config)
+    return _open(files, config)
+
+
+def _open(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    try:
+        built = tokenizers.Tokenizer.from_str(files[FAST_NAME].decode())
+        built.add_tokens(list(iterate_missing_tokens(config, built)))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
+    return built
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -386,8 +395,10 @@ def _describe(added: tokenizers.AddedToken) -> tuple[Any, ...]:
 
 
 def _read_stop_ids(files: Mapping[str, bytes]) -> frozenset[int]:
-    ids = read_json(files, GENERATION_NAME).get("eos_token_id")
-    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
+    named = read_json(files, GENERATION_NAME).get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    check_stop_ids(ids)
+    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def _read_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:

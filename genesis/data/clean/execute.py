@@ -26,7 +26,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from genesis.errors import UserError
-from genesis.processes import PipedWorker, serve_pipe
+from genesis.processes import PipedWorker, run_program, serve_pipe, without_input
 from genesis_callbacks.locks import lock_file, open_lock
 from genesis_callbacks.untrusted import read_text
 
@@ -234,7 +234,7 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
         )
         executors.append(executor)
     try:
-        with _quiet():
+        with _quiet(), without_input():
             executors[-1].run()
     except FileNotFoundError as error:
         raise UserError(
@@ -257,7 +257,7 @@ def find_running_jobs(jobs: Sequence[str]) -> list[str]:
 def _is_running(job: str) -> bool:
     command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = run_program(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise UserError(
             f"Slurm job {job} was submitted, but its state is unknown without squeue; run this where jobs are submitted"

@@ -1,0 +1,47 @@
+"""Opens models and tokenizers by transformers: no code that a model brings runs, and nothing is downloaded.
+
+A directory may name Python files, in it or on the Hub, that transformers would run if it were allowed to. It is not,
+and it opens a directory with neither these files nor the keys that name them.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, DATA_SUFFIXES, read_json
+
+
+def load_tokenizer(directory: Path, **options: Any) -> Any:
+    """Returns transformers' tokenizer of a directory; the options are its own."""
+    with _without_code(directory) as data:
+        load: Any = AutoTokenizer.from_pretrained
+        return load(data, **options, trust_remote_code=False, local_files_only=True)
+
+
+def load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """Returns transformers' model of a directory in float32, and what transformers reports about its tensors."""
+    with _without_code(directory) as data:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+        model, report = load(data, dtype=torch.float32, output_loading_info=True, **closed)
+    return model, report
+
+
+@contextmanager
+def _without_code(directory: Path) -> Iterator[Path]:
+    """Yields a directory with links to the files that hold data, and with configurations that name no code."""
+    with TemporaryDirectory() as name:
+        data = Path(name)
+        for file in directory.iterdir():
+            if file.name in CODE_NAMES and CODE_KEYS & (content := read_json(file)).keys():
+                kept = {key: value for key, value in content.items() if key not in CODE_KEYS}
+                (data / file.name).write_text(json.dumps(kept), encoding="utf-8")
+            elif file.suffix in DATA_SUFFIXES:
+                (data / file.name).symlink_to(file.absolute())
+        yield data

@@ -1,0 +1,142 @@
+"""What the files of a tokenizer may claim, checked before anything has the size of a claim.
+
+The library `tokenizers` and our own tables follow the numbers in the files: an id makes a vocabulary of that size, and
+a step that replaces may double each text. The limits are far above what tokenizers need.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from genesis.errors import UserError
+
+_MAX_UNUSED_IDS: Final = 65_536
+"""Ids without a token that a vocabulary may have: some models leave gaps."""
+_MAX_ADDED: Final = 100_000
+_MAX_PIECE_CHARS: Final = 10_000
+_MAX_STEPS: Final = 64
+_MAX_STEP_CHARS: Final = 1_000
+_MAX_GROWTH: Final = 256
+"""How many times longer steps may make a text, apart from the forms of Unicode, which grow once."""
+_MAX_TEMPLATE_IDS: Final = 64
+_MAX_STOP_IDS: Final = 1_000
+_MAX_DIGITS: Final = 20
+_MAX_CHARSMAP_BYTES: Final = 64
+"""The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
+
+
+def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Checks what a `tokenizer.json` and a `tokenizer_config.json` claim.
+
+    Raises:
+        UserError: An id is far beyond the number of tokens, a token is too long, there are too many added tokens, or
+            the steps make texts many times longer.
+    """
+    tokens = list(_list_tokens(content, config))
+    limit = len(tokens) + _MAX_UNUSED_IDS
+    for piece, token in tokens:
+        if token is not None and not (type(token) is int and 0 <= token < limit):
+            raise UserError(
+                f"the token {_shorten(piece)} has the id {_shorten(token)}: with {len(tokens):,} tokens, an id is a "
+                f"number from 0 to {limit - 1:,}"
+            )
+        if isinstance(piece, str) and len(piece) > _MAX_PIECE_CHARS:
+            raise UserError(
+                f"the token {_shorten(piece)} has {len(piece):,} characters: at most {_MAX_PIECE_CHARS:,} are read"
+            )
+    for name, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
+        _check_growth(name, list(iterate_steps(content.get(name), inner)))
+    template = content.get("post_processor")
+    parts = template.get("special_tokens") if isinstance(template, dict) else None
+    for part in parts.values() if isinstance(parts, dict) else ():
+        ids = part.get("ids") if isinstance(part, dict) else None
+        if isinstance(ids, list) and len(ids) > _MAX_TEMPLATE_IDS:
+            raise UserError(f"its post_processor adds {len(ids):,} ids to a text: at most {_MAX_TEMPLATE_IDS} are read")
+
+
+def check_stop_ids(ids: list[Any]) -> None:
+    """Checks the number of ids that end a text.
+
+    Raises:
+        UserError: There are more than any model has.
+    """
+    if len(ids) > _MAX_STOP_IDS:
+        raise UserError(
+            f"generation_config.json lists {len(ids):,} ids in eos_token_id: at most {_MAX_STOP_IDS:,} are read"
+        )
+
+
+def check_charsmap(charsmap: bytes) -> None:
+    """Checks the normaliser of a SentencePiece model: a trie after its size, then texts that end with a zero byte.
+
+    Raises:
+        UserError: One character stands for a long text.
+    """
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    longest = max(map(len, texts.split(b"\0")), default=0)
+    if longest > _MAX_CHARSMAP_BYTES:
+        raise UserError(
+            f"its normaliser makes {longest:,} bytes of a character: at most {_MAX_CHARSMAP_BYTES} are read"
+        )
+
+
+def iterate_steps(content: Any, key: str) -> Iterator[Mapping[str, Any]]:
+    """Yields the steps of a normaliser, a pre-tokenizer or a decoder in their order; `key` has those of a sequence."""
+    waiting = [content]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict) and one.get("type") == "Sequence":
+            steps = one.get(key)
+            waiting += reversed(steps) if isinstance(steps, list) else ()
+        elif isinstance(one, dict):
+            yield one
+
+
+def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the piece and the id of each token; None for an id that the library chooses.
+
+    Raises:
+        UserError: There are too many added tokens.
+    """
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added, listed = content.get("added_tokens"), config.get("added_tokens_decoder")
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    num_added = sum(len(one) for one in (added, listed, extra) if isinstance(one, list | dict))
+    if num_added > _MAX_ADDED:
+        raise UserError(f"it has {num_added:,} added tokens: at most {_MAX_ADDED:,} are read")
+    yield from vocabulary.items() if isinstance(vocabulary, dict) else ()
+    for one in added if isinstance(added, list) else ():
+        yield (one.get("content"), one.get("id")) if isinstance(one, dict) else (one, None)
+    for key, one in listed.items() if isinstance(listed, dict) else ():
+        piece = one.get("content") if isinstance(one, dict) else one
+        yield piece, int(key) if key.isdecimal() and len(key) < _MAX_DIGITS else key
+    for one in extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ():
+        yield one.get("content") if isinstance(one, dict) else one, None
+
+
+def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
+    if len(steps) > _MAX_STEPS:
+        raise UserError(f"its {name} has {len(steps):,} steps: at most {_MAX_STEPS} are read")
+    growth = 1.0
+    for step in steps:
+        pattern = step.get("pattern")
+        searched = str(next(iter(pattern.values()), "")) if isinstance(pattern, dict) else ""
+        written = str(step.get("content") or step.get("prepend") or "")
+        longest = max(len(searched), len(written))
+        if longest > _MAX_STEP_CHARS:
+            raise UserError(f"its {name} has a text of {longest:,} characters: at most {_MAX_STEP_CHARS:,} are read")
+        if step.get("type") == "ByteLevel":
+            growth *= 2  # a character for each byte, of which the next step would make two bytes
+        elif step.get("type") == "Replace":
+            # A regular expression may match the empty text before each character.
+            is_plain = isinstance(pattern, dict) and bool(pattern.get("String"))
+            growth *= max(1.0, len(written) / len(searched)) if is_plain else 1 + len(written)
+    if growth > _MAX_GROWTH:
+        raise UserError(
+            f"its {name} makes a text up to {growth:,.0f} times longer: at most {_MAX_GROWTH:,} times is read"
+        )
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of many digits"
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,74 @@
+"""Code that a model brings runs in no command, whatever somebody types meanwhile."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.commands import PIPE, ForkedCommand
+from tests.data.corpus_support import write_jsonl
+from tests.planted import plant_code
+from tests.tokenizer.test_huggingface import TEXTS, qwen
+
+SHAPE = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_window_layers": 0}
+
+
+def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
+    """Runs a command while `y` is typed, and returns its output."""
+    words = [str(word) for word in arguments]
+    with ForkedCommand("genesis", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE) as command:
+        assert command.stdin is not None
+        with command.stdin:
+            command.stdin.write("y\n" * 1000)
+        out, err = command.communicate()
+    assert command.returncode in statuses, f"{words}: {err}"
+    return str(out)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> None:
+    theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
+    theirs.mkdir()
+    qwen(theirs)
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPE, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(theirs)
+    plant_code(theirs, marker)
+    own, back, corpora = tmp_path / "own", tmp_path / "back", tmp_path / "corpora"
+    lines = run("import", theirs, own).splitlines()
+    (line,) = [line for line in lines if line.startswith("code of the model was not run: ")]
+    assert "auto_map in config.json" in line
+    assert "configuration_planted.py" in line
+    run("import", theirs, tmp_path / "weights", "--no_tokenizer", "--proof", "weights")
+    plant_code(own, marker)
+    (own / "config.json").unlink()  # a run has none
+    write_jsonl(tmp_path / "web.jsonl", TEXTS)
+    sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
+    run("tokenizer", "inspect", "--tokenizer", theirs, "--sources", sources, statuses=(0, 1))
+    run("data", "prepare", "--name", "web", "--out", corpora, "--tokenizer", theirs, "--sources", sources)
+    run("generate", own, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
+    run("evaluate", own, "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
+    run("export", own, back)
+    plant_code(back, marker)
+    proof = json.loads((back / "proof.json").read_text())
+    (back / "proof.json").write_text(json.dumps({**proof, "files": hash_again(back, proof["files"])}))
+    run("generate", back, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
+    run("import", back, tmp_path / "again")
+    fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
+    small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")
+    run(*fit, *small, "--trainer.accelerator", "cpu")
+    assert not marker.exists()
+
+
+def hash_again(directory: Path, names: Iterable[str]) -> dict[str, object]:
+    """Returns what the proof of an export lists, as a stranger can write it."""
+    contents = {name: (directory / name).read_bytes() for name in names}
+    return {
+        name: {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }

@@ -1,0 +1,134 @@
+"""What a tokenizer's files claim is refused before anything has that size."""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genesis.errors import UserError
+from genesis.export.tokenizer import compare_fast_tokenizer
+from genesis.tokenizer.limits import check_charsmap
+from genesis.tokenizer.open import open_tokenizer
+from tests.tokenizer.test_huggingface import qwen
+
+Change = Callable[[dict[str, Any]], object]
+MAX_BYTES = 100 << 20
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def doubles(times: int, *, is_nested: bool = False) -> dict[str, Any]:
+    step: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    if is_nested:
+        step = {"type": "Sequence", "normalizers": [step, step]}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+def added(token: int) -> dict[str, Any]:
+    return {"id": token, "content": "<zz>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+
+
+def templates(number: int) -> dict[str, Any]:
+    special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0] * number, "tokens": ["<|endoftext|>"] * number}}
+    single = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+
+
+FORGED: dict[str, tuple[str, Change, str]] = {
+    "id of 20 million": ("tokenizer", lambda c: c["model"]["vocab"].update(zz=20_000_000), "'zz' has the id 20000000"),
+    "largest id": ("tokenizer", lambda c: c["model"]["vocab"].update(zz=2**32 - 1), "id 4294967295: with 606 tokens"),
+    "id of 60 digits": ("tokenizer", lambda c: c["model"]["vocab"].update(zz=10**60), "a number of many digits"),
+    "negative id": ("tokenizer", lambda c: c["model"]["vocab"].update(zz=-1), "has the id -1"),
+    "id of an added token": (
+        "tokenizer",
+        lambda c: c["added_tokens"].append(added(9**8)),
+        "'<zz>' has the id 43046721",
+    ),
+    "id in the configuration": (
+        *("tokenizer_config", lambda c: c.update(added_tokens_decoder={"20000000": {"content": "<zz>"}})),
+        "'<zz>' has the id 20000000",
+    ),
+    "a million added tokens": (
+        *("tokenizer_config", lambda c: c.update(extra_special_tokens=[""] * 1_000_000)),
+        "1,000,005 added tokens",
+    ),
+    "a piece of 2 MB": (
+        "tokenizer",
+        lambda c: c["model"]["vocab"].update({"z" * 2_000_000: 9}),
+        "2,000,000 characters",
+    ),
+    "30 doublings": ("tokenizer", lambda c: c.update(normalizer=doubles(30)), "1,073,741,824 times longer"),
+    "nested doublings": ("tokenizer", lambda c: c.update(normalizer=doubles(20, is_nested=True)), "times longer"),
+    "doublings by an expression": (
+        "tokenizer",
+        lambda c: c.update(
+            normalizer={
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"Regex": "."}, "content": "ab"}] * 30,
+            }
+        ),
+        "times longer",
+    ),
+    "a long replacement": (
+        *("tokenizer", lambda c: c.update(normalizer={"type": "Prepend", "prepend": "b" * 2_000_000})),
+        "a text of 2,000,000 characters",
+    ),
+    "bytes of bytes": (
+        *("tokenizer", lambda c: c.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 30})),
+        "its pre_tokenizer makes a text",
+    ),
+    "a thousand steps": (
+        *("tokenizer", lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1_000})),
+        "1,000 steps",
+    ),
+    "doublings while decoding": (
+        *("tokenizer", lambda c: c.update(decoder={"type": "Sequence", "decoders": doubles(30)["normalizers"]})),
+        "its decoder makes a text",
+    ),
+    "a long frame": ("tokenizer", lambda c: c.update(post_processor=templates(100_000)), "adds 100,000 ids to a text"),
+    "many stops": ("generation_config", lambda c: c.update(eos_token_id=[*range(500_000)]), "lists 500,000 ids"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_path: Path, name: str) -> None:
+    file, change, words = FORGED[name]
+    qwen(tmp_path)
+    path = tmp_path / f"{file}.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    change(content)
+    path.write_text(json.dumps(content))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError) as refused:
+        open_tokenizer(tmp_path)
+    assert words in str(refused.value)
+    assert len(str(refused.value).removeprefix(str(path))) < 400
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
+
+
+def test_gaps_and_ordinary_steps_are_read(tmp_path: Path) -> None:
+    qwen(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["zz"] = 40_000
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *doubles(3)["normalizers"]]}
+    path.write_text(json.dumps(content))
+    assert open_tokenizer(tmp_path).vocab_size == 40_001
+
+
+def test_the_fast_form_beside_another_tokenizer_is_checked_as_well(tmp_path: Path) -> None:
+    qwen(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": doubles(30)}
+    with pytest.raises(UserError, match="times longer"):
+        compare_fast_tokenizer(tokenizer, json.dumps(content).encode())
+
+
+def test_a_sentencepiece_model_whose_characters_grow_is_refused() -> None:
+    trie = (1024).to_bytes(4, "little") + bytes(1024)
+    check_charsmap(trie + b"ffi\0" + b"\xef\xb7\xba" * 11 + b"\0")
+    check_charsmap(b"")
+    with pytest.raises(UserError, match="makes 1,000,000 bytes of a character"):
+        check_charsmap(trie + b"a" * 1_000_000 + b"\0")
