@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
-from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.limits import check_claims, check_stop_ids, iterate_steps
+from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"

@@ -25,8 +25,8 @@ from sentencepiece import sentencepiece_model_pb2
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
-from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.limits import check_charsmap
+from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.tokenizer import find_offsets
 from genesis.tokenizer.train import MODEL_NAME
 
