@@ -279,7 +279,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
-    if schema not in _SHARD_READERS:
+    if not isinstance(schema, int) or schema not in _SHARD_READERS:
         raise UserError(f"{path} has schema {schema}, but this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
         for split in SPLITS:
@@ -291,7 +291,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
         if "chat" in raw:
             raw["chat"] = ChatRecord(**raw["chat"])
         return CorpusManifest(**raw)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
 
 
