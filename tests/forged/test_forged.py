@@ -1,4 +1,4 @@
-"""No forged input ends a command in anything but one line, and none takes much, hangs, writes elsewhere or runs code."""
+"""No forged input ends a command in more than a line, takes much, hangs, writes elsewhere or runs code."""
 
 import json
 from pathlib import Path
