@@ -128,7 +128,7 @@ def _run(arguments: list[str]) -> int:
     except (UserError, RunEndedError) as error:
         return _complain(str(error), error.exit_status)
     except OSError as error:
-        if error.errno not in _USERS_ERRORS:
+        if error.errno not in _USERS_ERRORS and error.filename is None:  # one that names a file is about the file
             raise
         remedy = find_remedy(error)
         problem = f"{error.filename or 'a file'}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")

@@ -33,6 +33,7 @@ _REMEDIES = {
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
+    errno.ELOOP: "remove the link, which leads to itself",
 }
 
 
