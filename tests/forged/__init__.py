@@ -1,6 +1,6 @@
 """Forged inputs of strangers, generated from a seed: what every command must refuse in one line, or take as it is.
 
-    python -m tests.forged DIRECTORY SEED [KIND ...] [--every N] [--only TEXT] [--record FILE]
+    python -m tests.forged DIRECTORY SEED [KIND ...] [--every N] [--only REGEX] [--results FILE]
 
 A case is an operator on a sound input and a command. Each runs in a process that is forked from one with all imports
 done (`runner.py`), and is watched: exit status, lines and characters of its output, processor time, memory, files

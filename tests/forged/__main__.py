@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +27,7 @@ def main() -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("kinds", nargs="*", default=[*KINDS, "request"])
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", type=re.compile, default="")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     runner = Runner(options.directory.resolve() / "forged")
@@ -36,8 +36,8 @@ def main() -> int:
         if kind == "request":
             found = requests.run(runner, options.seed, options.every)
         else:
-            cases = [case for case in KINDS[kind](options.seed, runner.mark) if options.only in case.name]
-            found = runner.run(cases[options.first :: options.every])
+            cases = [case for case in KINDS[kind](options.seed, runner.mark) if re.search(options.only, case.name)]
+            found = runner.run(cases[:: options.every])
         for outcome in found:
             outcomes.append(outcome)
             if options.results is not None:

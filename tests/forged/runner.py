@@ -40,8 +40,8 @@ _LARGEST_SECONDS: Final = 30
 _MAX_LINE: Final = 2100
 _SUBREAPER: Final = 36
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-_LINES: Final = re.compile(r"(genesis (?!error).*: .+\n|genesis: warning: .+\n)*genesis: error: .+\n")
-"""One line of error, after lines about what was passed over."""
+_LINES: Final = re.compile(r"((genesis )?(?!Traceback)[\w ]+: (?!error).+\n)*genesis: error: .+\n(  .+\n)*")
+"""One line of error, after lines of stages, warnings and what was passed over; bad rows have lines below it."""
 _YES: Final = b"y\n" * 200
 
 
