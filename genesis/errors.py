@@ -1,8 +1,11 @@
 """Errors that the command line prints in one line: a user's mistake (exit status 2), or a run that ended badly (1)."""
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from genesis_callbacks.errors import (
     MAX_QUOTED,
@@ -22,6 +25,7 @@ __all__ = [
     "UserError",
     "as_line",
     "blaming",
+    "blaming_directory",
     "check_is_named",
     "escape_controls",
     "find_remedy",
@@ -30,6 +34,9 @@ __all__ = [
     "printable",
     "printable_lines",
 ]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def check_is_named(value: str | None, option: str) -> None:
@@ -85,3 +92,25 @@ def blaming(what: object, remedy: str) -> Iterator[None]:
         reason = " ".join(str(error).split())
         found = f"{type(error).__name__}: {reason[:MAX_QUOTED]}" if reason else type(error).__name__
         raise UserError(f"{what} cannot be read ({found}): {remedy}") from error
+
+
+def blaming_directory(
+    remedy: str,
+) -> Callable[[Callable[Concatenate[Path, _Arguments], _Result]], Callable[Concatenate[Path, _Arguments], _Result]]:
+    """Returns a decorator that turns any error of a reader into one line about the directory, its first argument.
+
+    Args:
+        remedy: What the user can do.
+    """
+
+    def decorate(
+        read: Callable[Concatenate[Path, _Arguments], _Result],
+    ) -> Callable[Concatenate[Path, _Arguments], _Result]:
+        @functools.wraps(read)
+        def call(directory: Path, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with blaming(directory, remedy):
+                return read(directory, *args, **kwargs)
+
+        return call
+
+    return decorate

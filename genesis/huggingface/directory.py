@@ -3,18 +3,17 @@
 The `proof.json` of an export lists the hashes of the files that were proved; `check_files` compares them.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
-from genesis.errors import UserError, blaming
+from genesis.errors import UserError, blaming_directory
 from genesis_callbacks.checkpoint import hash_file
 from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import check_file, path_below, read_file
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+reads_directory = blaming_directory("download the model again, or correct its files")
+"""Decorates a reader whose first argument is such a directory."""
 CONFIG_NAME = "config.json"
 DECODER_NAME = "decoder.json"
 """The shape beside tensors under our own names, where there is no config.json."""
@@ -37,19 +36,6 @@ _OTHER_FORMATS = (
     (".h5", "TensorFlow", "from_pretrained(DIRECTORY, from_tf=True), in transformers 4"),
 )
 """Suffix of weight files that genesis does not read, their format, and how transformers loads them."""
-
-
-def reads_directory(
-    read: Callable[Concatenate[Path, _Arguments], _Result],
-) -> Callable[Concatenate[Path, _Arguments], _Result]:
-    """Turns any error of a reader into one line about the directory that it reads, its first argument."""
-
-    @functools.wraps(read)
-    def call(directory: Path, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with blaming(directory, "download the model again, or correct its files"):
-            return read(directory, *args, **kwargs)
-
-    return call
 
 
 def explain_other_formats(names: Iterable[str], where: str) -> str:
