@@ -169,6 +169,7 @@ OWN_WORDS = {
     "genesis/bench": "what benchmarks write and read themselves",
     "genesis/chat/conversation.py": "a conversation as `Document.text` holds it",
     "genesis/chat/pair.py": "the same of a pair",
+    "genesis/chat/pool.py": "what the processes that render send",
     "genesis/cli/checkpoint/show.py": "a manifest that was read and encoded again",
     "genesis/cli/command_record.py": "a file of the package",
     "genesis/cli/option_names.py": "a file of the package",
