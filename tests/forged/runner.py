@@ -37,6 +37,8 @@ SLACK_BYTES: Final = 64 << 20
 """What an allocator may keep by chance."""
 _LARGEST_BYTES: Final = 4 << 30
 _LARGEST_SECONDS: Final = 30
+_GRACE_SECONDS: Final = 3.0
+"""A worker notices the end of its pipe, and ends."""
 _MAX_LINE: Final = 2100
 _SUBREAPER: Final = 36
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -310,6 +312,9 @@ def _members(session: int) -> list[int]:
 
 def _end_left(session: int) -> int:
     """Kills what is left of a session and returns how many processes that were."""
+    deadline_seconds = time.monotonic() + _GRACE_SECONDS
+    while _members(session) and time.monotonic() < deadline_seconds:
+        time.sleep(0.02)
     left = len(members := _members(session))
     for pid in members:
         os.kill(pid, signal.SIGKILL)
