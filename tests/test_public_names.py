@@ -20,6 +20,7 @@ PUBLIC_MODULES = (
     "genesis_callbacks.gradients",
     "genesis_callbacks.heartbeats",
     "genesis_callbacks.host_group",
+    "genesis_callbacks.json_text",
     "genesis_callbacks.locks",
     "genesis_callbacks.phases",
     "genesis_callbacks.run_directory",

@@ -21,8 +21,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rich.console import Console
-
 from genesis.arguments import Parser
 from genesis.bench.checkpoint_modes import MODES, choose_modes, name_default_modes
 from genesis.bench.checkpoint_plot import plot_steps
@@ -35,6 +33,7 @@ from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import Recipe, plan_workload, read_recipe
 from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
 from genesis.bench.workers.protocol import Workload
+from genesis.console import Console
 from genesis.device import CPU, check_available, count_devices
 from genesis.errors import UserError
 from genesis.export.importing import save_weights

@@ -22,8 +22,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from genesis.arguments import Parser, read_size
 from genesis.bench.contenders import WorkerProcess
 from genesis.bench.corpora import measure_opening, write_sparse_corpus
@@ -32,6 +30,7 @@ from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.streaming import TextTask, measure_memory, measure_streaming
 from genesis.bench.workers.data_protocol import Reading, ReadTask
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 

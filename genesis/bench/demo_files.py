@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from genesis.console import Console
 from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.demo.finetune import dequantise, write_conversations
 

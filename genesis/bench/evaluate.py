@@ -23,7 +23,6 @@ from platform import python_version
 from typing import Any, Final, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -40,6 +39,8 @@ from genesis.model.decoder import Decoder
 
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after the imports that silence its warnings
+
+from genesis.console import Console
 
 BATCH_SIZES: Final = (1, 8, 64)
 """Batch sizes of the `hf` backend; it runs with the fastest of them."""

@@ -19,7 +19,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
 from genesis.arguments import Parser
@@ -27,6 +26,7 @@ from genesis.bench.contenders import Contender, Worker, find_peer
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.protocol import Burst, Ready, Workload
+from genesis.console import Console
 from genesis.device import CPU
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig

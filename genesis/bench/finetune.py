@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
 from genesis.arguments import Parser
@@ -34,6 +33,7 @@ from genesis.bench.workers.protocol import Burst, Ready
 from genesis.chat.conversation import read_conversation
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import RenderedChat, open_renderer
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.huggingface.peft import CONFIG_NAME, WEIGHTS_NAME, build_adapter_config, name_adapter_tensor
 from genesis.huggingface.shape import read_shape

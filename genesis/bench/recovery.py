@@ -26,11 +26,11 @@ from platform import python_version
 from typing import Any, Final
 
 import yaml
-from rich.console import Console
 
 from genesis.arguments import Parser
 from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
+from genesis.console import Console
 from genesis.errors import RunEndedError, UserError
 from genesis.processes import start_program
 from genesis_callbacks.event_reader import read_events

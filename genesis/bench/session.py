@@ -23,12 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from genesis import __version__
 from genesis.arguments import Parser, check_output
 from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.session_plan import OUT, PYTEST, ROOT, SCRATCH, SessionPart, plan_session
+from genesis.console import Console
 from genesis.device import check_available, is_host, name_device, read_properties
 from genesis.errors import UserError
 from genesis.processes import Ending, run_limited, run_program

@@ -11,10 +11,10 @@ from typing import Any, Final, cast
 
 import sentencepiece
 import zstandard
-from rich.console import Console
 
 from genesis.bench.pairs import compare_pairs
 from genesis.bench.tokenize import read_texts
+from genesis.console import Console
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
 from genesis.data.shards import little_endian, token_dtype

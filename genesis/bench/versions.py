@@ -20,8 +20,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from genesis.arguments import Parser
 from genesis.bench.checkpoint import MODELS as CHECKPOINT_MODELS
 from genesis.bench.checkpoint import Team
@@ -35,6 +33,7 @@ from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import plan_workload
 from genesis.bench.workers.checkpoint_protocol import Task
 from genesis.bench.workers.data_protocol import ReadTask
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 

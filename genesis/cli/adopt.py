@@ -4,9 +4,8 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console
-
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.console import Console
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.manifest import SPLITS
 from genesis.errors import UserError

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from genesis.arguments import read_text
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
+from genesis.cli.surroundings import own_output
 from genesis.errors import UserError
 from genesis.generate.ids import build_writer
 from genesis.generate.load import Loaded
@@ -68,11 +69,12 @@ def run_chat(arguments: Namespace, loaded: Loaded, options: GenerateOptions, sto
     chat_options = ChatOptions(template=arguments.chat_template, date=today)
     renderer = open_renderer(loaded.text_tokenizer, chat_options, is_training=False, learned=loaded.learned)
     chat = Chat(loaded, renderer, options, stop_ids, arguments.system)
-    for text in _read_turns(arguments.prompt, sys.stdin, sys.stdout):
+    out = own_output()
+    for text in _read_turns(arguments.prompt, sys.stdin, out):
         for piece in chat.answer(text):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+            out.write(piece)
+            out.flush()
+        out.write("\n")
     return 0
 
 

@@ -11,12 +11,12 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
+from genesis.console import Console
 from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.console import Console
 from genesis.errors import UserError, printable
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.supervise.crashes import CrashRecord, read_crashes

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends
 from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, parse
+from genesis.console import Console
 from genesis.data.conversations import ConversationCounts
 from genesis.data.corpus import open_corpus
 from genesis.data.inspect import (

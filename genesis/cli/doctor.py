@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.console import Console
 from genesis.doctor.advice import examine_machine
 from genesis.doctor.checks import Check, has_failed, list_plain, print_checks, write_json
 from genesis.doctor.facts import PlannedSaves, read_facts

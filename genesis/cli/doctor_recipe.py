@@ -12,13 +12,12 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from rich.console import Console
-
 from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
 from genesis.cli.plan import split_overrides
 from genesis.cli.quiet import errors_of_lightning
+from genesis.console import Console
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.doctor.capacity import measure_capacity
 from genesis.doctor.checks import list_plain, print_checks

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from genesis.arguments import Parser
 from genesis.chat.options import ChatOptions
 from genesis.checkpoint_reference import BEST, Reference, read_reference
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results

@@ -1,6 +1,5 @@
 """`genesis generate`."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TextIO
 from genesis.arguments import Parser, read_text
 from genesis.cli.chat import run_chat
 from genesis.cli.device import add_device_options, read_device
+from genesis.cli.surroundings import own_output
 from genesis.errors import UserError
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
 from genesis.generate.ids import build_writer, parse_ids, write_ids
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         return run_chat(arguments, loaded, options, stop_ids)
     prompts, shown = _read_prompts(arguments, loaded)
     tokens = generate(loaded.decoder, prompts, options, stop_ids)
-    printer = Printer(shown, None if arguments.prompt_ids else loaded.tokenizer, sys.stdout)
+    printer = Printer(shown, None if arguments.prompt_ids else loaded.tokenizer, own_output())
     for token in tokens:
         printer.feed(token.prompt, token.id, is_last=token.is_last)
     return 0

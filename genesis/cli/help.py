@@ -51,7 +51,8 @@ class PlainParser(ArgumentParser):
 
     def format_help(self) -> str:
         """Returns the help, with the options of all sections."""
-        return super().format_help() + format_sections(self)
+        # jsonargparse writes a backspace that a terminal applies.
+        return super().format_help().replace("\b", "") + format_sections(self)
 
 
 def describe_type(hint: Any, *, is_plural: bool = False) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
-from genesis.cli.surroundings import prepare_process, restart_in_utf8
+from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
-from genesis.errors import RunEndedError, UserError, find_remedy, printable, printable_lines
+from genesis.errors import RunEndedError, UserError, as_line, find_remedy
 from genesis.parent import end_with_parent, is_launched
 from genesis.recipe_imports import allowing, split_allowed
 from genesis.recipes import resolve_recipes
@@ -81,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         restart_in_utf8()
     prepare_process()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with escaped_streams():
+        return _run_to_end(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run_to_end(arguments: list[str]) -> int:
+    """Runs the command line, reports interruptions and readers that are gone, and returns the exit status."""
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -121,14 +126,13 @@ def _run(arguments: list[str]) -> int:
             with _no_interrupt_lost(), display:
                 return function(rest)
     except (UserError, RunEndedError) as error:
-        show = printable if error.is_one_line else printable_lines
-        return _complain(show(str(error)), error.exit_status)
+        return _complain(str(error), error.exit_status)
     except OSError as error:
-        if error.errno not in _USERS_ERRORS:
+        if error.errno not in _USERS_ERRORS and error.filename is None:  # one that names a file is about the file
             raise
         remedy = find_remedy(error)
         problem = f"{error.filename or 'a file'}: {error.strerror}" + ("" if remedy is None else f"; {remedy}")
-        return _complain(printable(problem), MISUSE)
+        return _complain(as_line(problem), MISUSE)
 
 
 def _end_interrupted(arguments: Sequence[str]) -> int:

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.quiet import warned_in_one_line
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
 from genesis.model.describe import (

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from genesis.arguments import Parser, read_size
 from genesis.cli.option_names import check
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.plan.content import apply_overrides, read_content

@@ -1,10 +1,10 @@
 """The tables of `genesis plan`."""
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from genesis.console import Console
 from genesis.plan.bill import PHASES
 from genesis.plan.report import Plan, Row
 from genesis.plan.speed import time_states

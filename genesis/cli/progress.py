@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Final, TextIO
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from genesis.console import Console
 from genesis.errors import printable
 from genesis.progress import Display, Stage, shown_by
 from genesis.supervise.goodput import format_seconds

@@ -7,10 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from genesis.arguments import Parser, check_output
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.rehearse.main import Options, rehearse
 from genesis.rehearse.recipe import check_extra

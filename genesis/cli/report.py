@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from genesis.arguments import Parser
+from genesis.console import Console
 from genesis.report.collect import find_run
 from genesis.report.write import write_report
 from genesis.run_directory import RunDirectory

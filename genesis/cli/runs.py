@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from genesis.arguments import Parser
+from genesis.console import Console
 from genesis.errors import UserError
 from genesis.run_directory import RUNS_NAME
 from genesis.supervise.goodput import format_seconds

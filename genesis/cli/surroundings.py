@@ -9,9 +9,14 @@ import contextlib
 import io
 import os
 import pwd
+import re
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
+
+from genesis.errors import escape_controls
 
 _UTF8_NAME = "PYTHONUTF8"
 _STREAMS_NAME = "PYTHONIOENCODING"
@@ -52,6 +57,55 @@ def prepare_process() -> None:
         # There may be no place for temporary files either, which the command reports if it matters.
         with contextlib.suppress(OSError):
             os.environ["HOME"] = str(_make_home())
+
+
+_MOVES = re.compile(r"(?:[\r\n]|\x1b\[A)*")
+"""How a bar of tqdm, which the downloads of other packages show, goes back over itself."""
+
+
+class EscapedStream:
+    """A stream in which names and values of others cannot write control characters.
+
+    Args:
+        stream: The stream below, which takes everything else.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream  # rich writes sequences of its own there; `genesis.console` escapes the rest
+        self._has_bars = stream is sys.stderr and stream.isatty()
+
+    def write(self, text: str) -> int:
+        """Writes a text with its control characters escaped, other than line ends and tabs."""
+        moves = _MOVES.match(text) if self._has_bars else None
+        start = 0 if moves is None else moves.end()
+        self.rich_proxied_file.write(text[:start] + escape_controls(text[start:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes each text as `write` does."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+@contextlib.contextmanager
+def escaped_streams() -> Iterator[None]:
+    """Escapes control characters in all that this process prints within the block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and EscapedStream(stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def own_output() -> TextIO:
+    """Returns where a model's own text goes: standard output, which escapes nothing unless it is a terminal."""
+    out = sys.stdout
+    below: TextIO = out if out.isatty() else getattr(out, "rich_proxied_file", out)
+    return below
 
 
 def _find_account() -> pwd.struct_passwd | None:

@@ -7,12 +7,12 @@ from typing import Final
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from genesis.arguments import Bytes
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.console import Console
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.data.tokenizer_training import Sample, train_in_worker
 from genesis.errors import UserError

@@ -5,7 +5,6 @@ is what the chat template writes, without bos and eos around it. A pair of answe
 other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -30,6 +29,7 @@ from genesis.data.sources import BadRow, Document, SourceOptions
 from genesis.errors import UserError
 from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 
@@ -140,7 +140,7 @@ def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path |
             "training"
         )
     if recorded is not None and recorded.exists() and (recorded.parents[1] / MANIFEST_NAME).exists():
-        seq_len = (json.loads(read_file(recorded)).get("chat") or {}).get("max_tokens")
+        seq_len = (load_json(read_file(recorded)).get("chat") or {}).get("max_tokens")
     return replace(chat, max_tokens=seq_len)
 
 

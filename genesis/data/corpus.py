@@ -40,7 +40,7 @@ from genesis.data.shards import (
     shard_path,
     stored_dtype,
 )
-from genesis.errors import UserError
+from genesis.errors import UserError, blaming_directory
 from genesis.tokenizer.open import find_format, has_tokenizer, list_file_names, open_tokenizer
 from genesis_callbacks.untrusted import path_below
 
@@ -321,6 +321,7 @@ class Corpus:
         return open_tokenizer(self.path).token_num_bytes
 
 
+@blaming_directory("prepare the corpus again")
 def open_corpus(
     path: Path,
     *,

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from genesis.errors import UserError
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
 
 SCHEMA_VERSION: Final = 5
@@ -270,15 +271,15 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     """
     path = corpus / MANIFEST_NAME
     try:
-        raw: dict[str, Any] = json.loads(read_file(path, MAX_DOCUMENT_BYTES))
+        raw: dict[str, Any] = load_json(read_file(path, MAX_DOCUMENT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise NotPreparedError(corpus) from None
     except RefusedFileError as error:
         raise UserError(f"{path} {error.strerror}; remove it and prepare the corpus again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
-    if schema not in _SHARD_READERS:
+    if not isinstance(schema, int) or schema not in _SHARD_READERS:
         raise UserError(f"{path} has schema {schema}, but this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
         for split in SPLITS:
@@ -290,7 +291,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
         if "chat" in raw:
             raw["chat"] = ChatRecord(**raw["chat"])
         return CorpusManifest(**raw)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
 
 

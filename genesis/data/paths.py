@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 TOKENIZER_PATHS: Final = (("data", "corpus"), ("data", "stream", "tokenizer"), ("data", "prompts", "tokenizer"))
@@ -145,7 +146,7 @@ def _read_records(run_dir: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        records = json.loads(read_file(path, _MAX_BYTES))
+        records = load_json(read_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, " ".join(str(error).split())) from None
     if not isinstance(records, dict) or not all(

@@ -49,6 +49,7 @@ from genesis.data.shards import hash_index, index_path, remedy
 from genesis.errors import UserError
 from genesis.progress import stage
 from genesis_callbacks.files import create_file, sync_directory
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
 from genesis_callbacks.untrusted import open_file, read_file
 
@@ -408,7 +409,7 @@ def _read_plan(directory: Path) -> Plan | None:
     if not directory.exists():
         return None
     try:
-        raw: dict[str, Any] = json.loads(read_file(path))
+        raw: dict[str, Any] = load_json(read_file(path))
         is_known = raw.pop("plan_version") == _PLAN_VERSION
         for name, record in raw["sources"].items() if is_known else ():
             raw["sources"][name] = PlanRecord(**{**record, "figures": PackingFigures(**record["figures"])})

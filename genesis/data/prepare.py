@@ -57,6 +57,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import has_hash, has_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
 from genesis_callbacks.untrusted import read_file
 
@@ -385,7 +386,7 @@ def _begin(
     plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
-        old = json.loads(read_file(path))
+        old = load_json(read_file(path))
         check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
         _compare_plans(old, plan, options.corpus, tokenizer)
     elif (options.corpus / MANIFEST_NAME).exists():
@@ -478,7 +479,7 @@ def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
 def _read_parts(corpus: Path) -> list[FinishedPart]:
     parts = []
     for path in sorted((corpus / PREPARE_DIRECTORY / "parts").glob("*.json")):
-        part = FinishedPart.read(json.loads(read_file(path)))
+        part = FinishedPart.read(load_json(read_file(path)))
         for shard in (part.train, part.validation):
             if shard is not None:
                 _check_present(corpus, shard)

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.rule import Rule
 
+from genesis.console import Console
 from genesis.demo.plot import read_curve
 from genesis.processes import start_program
 from genesis.run_directory import RunDirectory

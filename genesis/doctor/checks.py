@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from genesis.console import Console
 from genesis.scrub import scrub_all
 from genesis_callbacks.files import replace_file
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from genesis.arguments import Parser, check_output
+from genesis.console import Console
 from genesis.device import check_available, counts_memory, find_kind, is_host
 from genesis.doctor.parts import PARTS, Part, find_part
 from genesis.doctor.probe import Task, read_findings

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from genesis import __version__
+from genesis.console import Console
 from genesis.doctor.parts import Part
 from genesis.doctor.probe import Findings
 from genesis.processes import Ending

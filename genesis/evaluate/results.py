@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from genesis.errors import UserError
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 METRICS_NAME: Final = "metrics.csv"
@@ -106,7 +107,7 @@ def read_result(path: Path) -> Result:
         UserError: The file is not a result, or is of a newer version.
     """
     try:
-        content = json.loads(read_file(path))
+        content = load_json(read_file(path))
         schema, measures = content.pop("schema"), content.pop("measures")
         if schema > SCHEMA_VERSION:
             raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA_VERSION}: update genesis")

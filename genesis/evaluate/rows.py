@@ -9,7 +9,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from genesis.errors import UserError
-from genesis.json_text import load_json
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import check_file, path_below, read_file
 
 _MAX_BYTES: Final = 1 << 30

@@ -13,7 +13,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.errors import UserError, blaming
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
@@ -29,6 +29,7 @@ from genesis.run_directory import RunDirectory
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import (
     Ancestor,
@@ -56,9 +57,9 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
         tokenizer = open_tokenizer(directory)
         fast = directory / FAST_NAME
         if fast.exists() and FAST_NAME not in tokenizer.files:
-            compare_fast_tokenizer(
-                tokenizer, read_file(fast, MAX_DOCUMENT_BYTES), left_out=tokenizer.altered_characters
-            )
+            content = read_file(fast, MAX_DOCUMENT_BYTES)
+            with without_panics_printed(), blaming(fast, "remove it"):
+                compare_fast_tokenizer(tokenizer, content, left_out=tokenizer.altered_characters)
     except UserError as error:
         raise UserError(f"{error}; or {remedy}") from None
     if tokenizer.vocab_size > config.vocab_size:

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from genesis.available_memory import available_memory
-from genesis.errors import RunEndedError, UserError
+from genesis.errors import RunEndedError, UserError, blaming
 from genesis.huggingface.directory import PROOF_NAME
 from genesis.processes import start_program
 from genesis.progress import SentStages, stage
@@ -23,6 +23,7 @@ TokenizerForm = Literal["huggingface", "own", "none"]
 """The tokenizer's files in an export: its own and those for transformers, only its own, or none."""
 PROVE_MODULE = "genesis.export.prove"
 PROVE_ADAPTER_MODULE = "genesis.export.prove_adapter"
+_REMEDY: Final = "leave the logits out of the proof by --proof weights, or correct the directory's files"
 UNPROVED_TOKENIZER: Final = "no hash confirms that the model was trained with this tokenizer"
 
 
@@ -94,11 +95,26 @@ def run_proof_of(request: dict[str, Any], module: str) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         reason = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
-        raise RunEndedError(f"the proof did not finish, and the result was removed: {reason}")
+        raise RunEndedError(f"the proof did not finish, and the result was removed: {reason}; {_REMEDY}")
     result: dict[str, Any] = json.loads(lines[-1])
     if "problem" in result:
         raise RunEndedError(f"the proof failed, and the result was removed: {result['problem']}")
     return result
+
+
+def answer_request(argv: Sequence[str], prove: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    """Runs a proof in its process for the request, JSON in the first argument; prints the results as a line of JSON.
+
+    Whatever the libraries raise about the directory is a problem of the directory, in one line.
+    """
+    request = json.loads(argv[0])
+    try:
+        with blaming(request["directory"], _REMEDY):
+            result = prove(request)
+    except (UserError, OSError) as error:
+        result = {"problem": str(error)}
+    print(json.dumps(result))
+    return 0
 
 
 def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,6 @@ adapters     if merged: logits of the merged weights equal those of the base wit
 """
 
 import gc
-import json
 import math
 import platform
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from genesis.errors import UserError
+from genesis.export.proof import answer_request
 from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
 from genesis.export.texts import SCRIPTS
 from genesis.export.theirs import load_model, load_tokenizer
@@ -55,14 +55,8 @@ _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transfo
 
 def main(argv: Sequence[str]) -> int:
     """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
-    request = json.loads(argv[0])
-    try:
-        with sent_as_lines():
-            result = _prove(request)
-    except UserError as error:
-        result = {"problem": str(error)}
-    print(json.dumps(result))
-    return 0
+    with sent_as_lines():
+        return answer_request(argv, _prove)
 
 
 def _prove(request: dict[str, Any]) -> dict[str, Any]:

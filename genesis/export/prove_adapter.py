@@ -19,6 +19,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from genesis.errors import UserError
+from genesis.export.proof import answer_request
 from genesis.export.theirs import load_model
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
@@ -46,21 +47,11 @@ _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transfo
 
 def main(argv: Sequence[str]) -> int:
     """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
-    request = json.loads(argv[0])
-    try:
-        result = _prove(
-            Path(request["directory"]),
-            Path(request["checkpoint"]),
-            Path(request["base"]),
-            compares_models=request["compares_models"],
-        )
-    except UserError as error:
-        result = {"problem": str(error)}
-    print(json.dumps(result))
-    return 0
+    return answer_request(argv, _prove)
 
 
-def _prove(directory: Path, checkpoint: Path, base: Path, *, compares_models: bool) -> dict[str, Any]:
+def _prove(request: dict[str, Any]) -> dict[str, Any]:
+    directory, checkpoint, base = (Path(request[key]) for key in ("directory", "checkpoint", "base"))
     recipe = read_manifest(checkpoint).recipe
     family = find_family(build_decoder_config(recipe["model"]["decoder"], where=f"the recipe in {checkpoint}"))
     held, dtype = _compare_weights(directory, checkpoint, family)
@@ -68,7 +59,7 @@ def _prove(directory: Path, checkpoint: Path, base: Path, *, compares_models: bo
         "weights": held,
         "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
     }
-    if not compares_models:
+    if not request["compares_models"]:
         return result
     decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
     for parameter in decoder.parameters():

@@ -3,15 +3,17 @@
 The `proof.json` of an export lists the hashes of the files that were proved; `check_files` compares them.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from genesis.errors import UserError, printable
+from genesis.errors import UserError, blaming_directory, printable
 from genesis_callbacks.checkpoint import hash_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import check_file, path_below, read_file
 
+reads_directory = blaming_directory("download the model again, or correct its files")
+"""Decorates a reader whose first argument is such a directory."""
 CONFIG_NAME = "config.json"
 DECODER_NAME = "decoder.json"
 """The shape beside tensors under our own names, where there is no config.json."""
@@ -120,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file cannot be read, is larger than any configuration, or is not a JSON object.
     """
     try:
-        content = json.loads(read_file(path, _MAX_JSON_BYTES))
+        content = load_json(read_file(path, _MAX_JSON_BYTES))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import read_json
+from genesis.huggingface.directory import read_json, reads_directory
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.huggingface.weights import open_tensors
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
@@ -242,6 +242,7 @@ def is_adapter_export(directory: Path) -> bool:
     return (directory / CONFIG_NAME).is_file()
 
 
+@reads_directory
 def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     """Returns the options of adapters in PEFT's format; the layers are those that the file of weights has.
 
@@ -329,6 +330,7 @@ def _drop_suffix(name: str) -> str:
     return name if found is None else f"{name.removesuffix(found)}weight"
 
 
+@reads_directory
 def read_adapters(
     directory: Path,
     config: AdapterConfig,

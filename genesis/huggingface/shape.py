@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import CONFIG_NAME, read_json
+from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
 from genesis.huggingface.glm4_moe import GLM4_MOE
@@ -55,6 +55,7 @@ _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mr
 axes, which are equal for text."""
 
 
+@reads_directory
 def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     """Returns the family of a directory in Hugging Face's layout, and the decoder's shape from its `config.json`.
 

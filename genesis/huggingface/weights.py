@@ -1,6 +1,5 @@
 """The tensors of a directory of safetensors files, read strictly against a decoder's shape."""
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats
+from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats, reads_directory
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import open_file, path_below, read_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +31,7 @@ _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A tensor that old checkpoints of transformers contain; it follows from rope_theta and is skipped."""
 
 
+@reads_directory
 def read_weights(
     directory: Path,
     config: DecoderConfig,
@@ -162,7 +163,7 @@ def read_file_names(directory: Path) -> dict[str, str]:
     """Returns each tensor's file, as transformers finds it: an index is ignored if there is a `model.safetensors`.
 
     Raises:
-        ValueError: The index has no map of tensors to names of files beside it.
+        UserError: The index has no map of tensors to names of files beside it.
     """
     if (directory / WEIGHTS_NAME).exists():
         with open_tensors(directory / WEIGHTS_NAME) as file:
@@ -207,15 +208,17 @@ def read_index(directory: Path) -> dict[str, str]:
     """Returns each tensor's file by the index.
 
     Raises:
-        ValueError: The index has no map of tensors to names of files beside it.
+        UserError: The index has no map of tensors to names of files beside it.
     """
     try:
-        index = json.loads(read_file(directory / INDEX_NAME, _MAX_HEADER_BYTES))
+        index = load_json(read_file(directory / INDEX_NAME, _MAX_HEADER_BYTES))
     except RecursionError:
-        raise ValueError(f"{INDEX_NAME} is nested too deeply") from None
+        raise UserError(f"{INDEX_NAME} is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{INDEX_NAME} is not JSON: {error}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{INDEX_NAME} has no weight_map of tensors to files")
+        raise UserError(f"{INDEX_NAME} has no weight_map of tensors to files")
     for name in {str(name): name for name in weight_map.values()}.values():
         path_below(directory, name, INDEX_NAME)
     return weight_map

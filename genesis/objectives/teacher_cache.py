@@ -37,6 +37,7 @@ from genesis.errors import UserError
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.teacher import name_classes
 from genesis_callbacks.files import replace_file, replacing
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
 from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_file, open_file, path_below, read_file
 
@@ -431,7 +432,7 @@ def _show(value: Any) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_file(path, MAX_DOCUMENT_BYTES))
+        content = load_json(read_file(path, MAX_DOCUMENT_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); remove {path.parent}") from None
     if not isinstance(content, dict):

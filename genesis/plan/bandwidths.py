@@ -1,6 +1,5 @@
 """The bandwidths of a machine: measured by `genesis doctor --device`, given by the user, or assumed."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_text
 
 LINKS: Final = {"pcie": 12e9, "nvlink": 50e9, "nvswitch": 300e9}
@@ -67,7 +67,7 @@ def read_report(path: Path) -> Mapping[str, Any]:
         UserError: The file cannot be read.
     """
     try:
-        content = json.loads(read_text(path))
+        content = load_json(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read --rates {path}: {reason}") from None

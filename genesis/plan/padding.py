@@ -1,12 +1,12 @@
 """What a corpus's packings hold: the share of positions with a label, by the packings that were planned."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from genesis.data.plans import PLANS_DIRECTORY
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 
@@ -40,7 +40,7 @@ def read_packings(corpus: Path) -> list[PackingShare]:
 def _read_share(path: Path) -> PackingShare | None:
     """Returns the figures of a plan over its sources; None if the file is not a whole plan, which `fit` reports."""
     try:
-        content: Mapping[str, Any] = json.loads(read_file(path))
+        content: Mapping[str, Any] = load_json(read_file(path))
         figures = [source["figures"] for source in content["sources"].values()]
         num_sequences = sum(int(one["num_sequences"]) for one in figures)
         num_valid = sum(int(one["num_valid_tokens"]) for one in figures)

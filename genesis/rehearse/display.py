@@ -2,10 +2,10 @@
 
 from types import TracebackType
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from genesis.console import Console
 from genesis.rehearse.plan import Sight
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from rich.console import Console
-
+from genesis.console import Console
 from genesis.determinism import note_unrepeatable
 from genesis.errors import RunEndedError, UserError
 from genesis.processes import Mark, check_can_find, end_all, find_kind, wait_until_gone

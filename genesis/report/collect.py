@@ -4,7 +4,6 @@ A file that cannot be read leaves its part of the report out, with a note; only 
 """
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.runs import RunSummary, parse_recipe, summarise_run
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import Event
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import open_file
 
 MAX_RUNS: Final = 8
@@ -199,7 +199,7 @@ def _read_samples(directory: Path, notes: list[str]) -> list[Sample]:
 
 def _decode_sample(line: bytes) -> Sample | None:
     try:
-        content: Any = json.loads(line)
+        content: Any = load_json(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("text"), str):

@@ -1,6 +1,5 @@
 """The figures that a reader looks for first."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +14,7 @@ from genesis.report.memory import read_run_recipe
 from genesis.run_directory import RunDirectory
 from genesis.supervise.goodput import format_seconds
 from genesis_callbacks.errors import printable
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.run_directory import MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.symptoms import summarize_series
 from genesis_callbacks.untrusted import open_file
@@ -84,7 +84,7 @@ def _find_device(run: Run) -> tuple[str, str]:
     names = sorted(path.name for path in directory.glob("step-*") if is_checkpoint_name(path.name))
     try:
         with open_file(directory / names[-1] / MANIFEST_NAME) as file:
-            content: Any = json.loads(file.read(_MAX_MANIFEST_BYTES))
+            content: Any = load_json(file.read(_MAX_MANIFEST_BYTES))
         versions, ranks = content["versions"], int(content["world_size"])
         device = printable(str(versions.get("device", "CPU")))[:60]
     except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

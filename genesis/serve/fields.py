@@ -3,12 +3,12 @@
 import difflib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from genesis.serve.errors import ApiError
+from genesis_callbacks.json_text import RepeatedKeyError, load_json
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ def parse_object(body: bytes, table: FieldTable) -> "Fields":
         ApiError: The body is not a JSON object, or a field is unknown or not supported.
     """
     try:
-        content = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        content = load_json(body, _refuse_constant)
     except ApiError:
         raise
+    except RepeatedKeyError as error:
+        raise ApiError(f"the body has the field {show(error.key)} twice", param=error.key[:100]) from None
     except RecursionError:
         raise ApiError("the body is nested too deeply") from None
     except ValueError as error:
@@ -61,14 +63,6 @@ def parse_object(body: bytes, table: FieldTable) -> "Fields":
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ApiError(f"the body contains {name}, which is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ApiError(f"the body has the field {show(twice)} twice", param=twice[:100])
-    return content
 
 
 def refuse(param: str, problem: str) -> NoReturn:

@@ -40,7 +40,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_state import measure_lag, read_mirror_statuses
 from genesis.supervise.observers import NullObserver
@@ -74,7 +74,8 @@ class RunCollector(Collector):
         clock: Callable[[], float] = time.time,
         node: str | None = None,
     ) -> None:
-        self._run_dir, self._name, self._read, self._clock, self._node = run_dir, name, read, clock, node
+        self._run_dir, self._name, self._read, self._clock = run_dir, printable(name), read, clock
+        self._node = None if node is None else printable(node)
 
     def collect(self) -> Iterable[Metric]:
         """Returns all metrics; one that is unknown is left out."""

@@ -53,6 +53,7 @@ from genesis.supervise.mirror_state import (
     without_password,
     write_mirror_status,
 )
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import BEST_NAME, MANIFEST_NAME, PLACES_VARIABLE, base_name, is_checkpoint_name
 from genesis_callbacks.untrusted import RefusedFileError, read_file
@@ -226,7 +227,7 @@ class Mirror:
 
     def _read_marked(self) -> set[str]:
         try:
-            content = json.loads(self._read_marks() or b"{}")
+            content = load_json(self._read_marks() or b"{}")
             entries = [content, *content.get("others", [])] if content else []
             return {str(entry["name"]) for entry in entries}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -293,7 +294,7 @@ class Mirror:
         if data is None:
             return None
         try:
-            return str(json.loads(data)["owner"])
+            return str(load_json(data)["owner"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{self._status.url}/{OWNER_NAME} is not a file of a mirror ({error}); give this run another mirror"

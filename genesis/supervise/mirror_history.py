@@ -39,6 +39,7 @@ from genesis.supervise.mirror_place import Place
 from genesis.supervise.mirror_source import Pace
 from genesis.supervise.plain import count, text
 from genesis_callbacks.files import create_file, sync_directory
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME
 
 HISTORY: Final = "history"
@@ -307,7 +308,7 @@ def _read_history(place: Place, folder: str) -> History:
     if manifest is None or marker != f"blake3:{blake3(manifest).hexdigest()}":
         raise DamagedCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
     try:
-        content = json.loads(manifest)
+        content = load_json(manifest)
         files = tuple(_decode_file(each, folder) for each in content["files"])
         return History(folder, text(content["checkpoint"]), count(content["step"]), files)
     except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -5,7 +5,6 @@ from anywhere: names are checked before they become paths, and a restore verifie
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, Final, Protocol
 import blake3
 
 from genesis.errors import UserError
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME, checkpoint_name
 from genesis_callbacks.untrusted import RefusedFileError, read_file
 
@@ -129,7 +129,7 @@ def decode_listing(marker: str, manifest: bytes, where: str) -> CheckpointListin
     if hasher.hexdigest() != expected:
         raise DamagedCheckpointError(f"{where}: {MANIFEST_NAME} does not have the hash in {COMMITTED_NAME}")
     try:
-        return _decode(marker, manifest, json.loads(manifest))
+        return _decode(marker, manifest, load_json(manifest))
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{where}: {MANIFEST_NAME} cannot be read ({error}); upgrade genesis") from error
 

@@ -13,6 +13,7 @@ from genesis.errors import printable
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_manifest import decode_marker, read_local_marker
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.run_directory import COMMITTED_NAME, is_checkpoint_name
 from genesis_callbacks.untrusted import read_file
 
@@ -80,7 +81,7 @@ def write_mirror_status(path: Path, status: MirrorStatus) -> None:
 def read_mirror_status(path: Path) -> MirrorStatus | None:
     """Returns the status in a file; None if there is none, or none that this version writes."""
     try:
-        content = json.loads(read_file(path, _MAX_BYTES))
+        content = load_json(read_file(path, _MAX_BYTES))
         return _decode(content) if isinstance(content, dict) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):  # anything may lie there
         return None

@@ -1,12 +1,12 @@
 """Reads small JSON files that anybody may have written, and turns their values into dataclasses of plain fields."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import printable
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 MAX_BYTES: Final = 1 << 20
@@ -17,7 +17,7 @@ _MAX_ENTRIES: Final = 4096
 def read_object(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if there is no regular file of moderate size that holds one."""
     try:
-        content = json.loads(read_file(path, MAX_BYTES))
+        content = load_json(read_file(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -26,6 +26,8 @@ from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.limits import check_claims, check_stop_ids, iterate_steps
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
+from genesis.tokenizer.panics import refusing_panics
+from genesis_callbacks.json_text import load_json
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -88,11 +90,13 @@ class HuggingFaceTokenizer:
         self.is_lossless: bool = is_plain and self.decode(self.encode(_PROBE)) == _PROBE
         self._check()
 
+    @refusing_panics
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    @refusing_panics
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
         if num_threads == 1:  # the library starts one thread per processor
@@ -100,10 +104,12 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
+    @refusing_panics
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
         return self.encode_with_offsets(text)[0]
 
+    @refusing_panics
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
         if may_have_hidden(text):
@@ -124,6 +130,7 @@ class HuggingFaceTokenizer:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
         return b"".join([self._bytes[token] for token in ids])
 
+    @refusing_panics
     def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
         """Returns the text of `ids` as transformers gives it."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not has_controls)
@@ -277,7 +284,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         UserError: The file does not hold a JSON object.
     """
     try:
-        content = json.loads(files.get(name, b"{}"))
+        content = load_json(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {error}") from None
     if not isinstance(content, dict):

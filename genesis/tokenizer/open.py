@@ -13,11 +13,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final
 
-from genesis.errors import UserError
+from genesis.errors import UserError, blaming
 from genesis.tokenizer.addition import TokenAddition, extend_huggingface, extend_sentencepiece
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
 from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer, describe_ids, identify
+from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.sentencepiece import SentencePieceTokenizer, puts_space_before_text
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
@@ -205,6 +206,7 @@ def _find_entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 def _build(found: TokenizerFormat, files: Mapping[str, bytes], path: Path) -> Tokenizer:
     place = path / found.file_names[0] if path.is_dir() else path
     try:
-        return found.build(files)
+        with without_panics_printed(), blaming("it", f"download it again, or {TRAIN_REMEDY}"):
+            return found.build(files)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None

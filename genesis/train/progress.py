@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from genesis.console import Console
 from genesis.data.corpus_data import CorpusData
 from genesis.progress import Stage, numbered, stage
 from genesis_callbacks import TokenCounters

@@ -232,6 +232,11 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, words: Seq
         (RunEndedError("enough"), 1, "enough"),
         (OSError(errno.ENOSPC, "No space left on device", "shard"), 2, "shard: No space left on device; free space"),
         (
+            OSError(errno.ELOOP, "Too many levels of symbolic links", "a"),
+            2,
+            "a: Too many levels of symbolic links; remove",
+        ),
+        (
             PermissionError(errno.EACCES, "Permission denied", "run"),
             2,
             "run: Permission denied; make its directory writable",

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from .json_text import load_json
+
 _DUMPS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _LIMIT_SECONDS: Final = 2.0
 
@@ -44,7 +46,7 @@ def describe_last(record: bytes) -> str:
         'gloo:all_reduce [[4, 3]]'
     """
     try:
-        entries: list[dict[str, Any]] = json.loads(record)["entries"] if record else []
+        entries: list[dict[str, Any]] = load_json(record)["entries"] if record else []
         last = max(entries, key=lambda entry: int(entry.get("record_id", 0)), default=None)
     except (ValueError, TypeError, LookupError, AttributeError):
         return ""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from .errors import printable
 from .files import replace_file
+from .json_text import load_json
 from .phases import PHASES, Phase
 from .untrusted import open_file
 
@@ -139,7 +140,7 @@ def read_reports(folder: Path, world_size: int) -> list[HangReport]:
 def _read(path: Path) -> HangReport | None:
     try:
         with open_file(path) as file:
-            content: Mapping[str, Any] = json.loads(file.read(_MAX_BYTES))
+            content: Mapping[str, Any] = load_json(file.read(_MAX_BYTES))
         return HangReport(
             rank=int(content["rank"]),
             pid=int(content["pid"]),

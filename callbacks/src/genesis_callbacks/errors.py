@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "MAX_QUOTED",
     "QuietExit",
     "RunEndedError",
     "UserError",
+    "as_line",
     "describe_error",
     "find_remedy",
     "naming",
@@ -30,6 +33,7 @@ _REMEDIES = {
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
+    errno.ELOOP: "remove the link, which leads to itself",
 }
 
 
@@ -54,6 +58,28 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+MAX_QUOTED = 200
+"""Characters of a quoted value that a message shows."""
+_MAX_NAME = 255
+"""Characters of a name that no file system exceeds."""
+_MAX_LINE, _MAX_END = 2000, 600
+_QUOTED = re.compile(rf"(?<!\w)(['\"])((?:(?!\1)[^\\]|\\.){{{MAX_QUOTED + 1},}}?)\1(?!\w)", re.DOTALL)
+_LONG_WORD = re.compile(rf"[^\s/]{{{_MAX_NAME + 1},}}")
+
+
+def as_line(text: str) -> str:
+    """Returns a message as `printable` does, with long values cut, and its middle left out if it is still long.
+
+    A message quotes what files, requests and options of others contain, of any length. Its end has the remedy.
+    """
+    if len(text) > MAX_QUOTED:
+        text = _QUOTED.sub(lambda found: f"{found[1]}{found[2][:MAX_QUOTED]}\u2026{found[1]}", text)
+        text = _LONG_WORD.sub(lambda found: f"{found[0][:MAX_QUOTED]}\u2026", text)
+        if len(text) > _MAX_LINE:
+            text = f"{text[: _MAX_LINE - _MAX_END]} \u2026 {text[-_MAX_END:]}"
+    return printable(text)
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Adds the file name `path` to an `OSError` without one: a failed write knows its descriptor only."""
@@ -73,7 +99,18 @@ def find_remedy(error: BaseException) -> str | None:
 def describe_error(error: BaseException) -> str:
     """Returns the class and the text of an error, and the remedy if there is one."""
     remedy = find_remedy(error)
-    return f"{type(error).__name__}: {error}" + ("" if remedy is None else f"; {remedy}")
+    return as_line(f"{type(error).__name__}: {error}" + ("" if remedy is None else f"; {remedy}"))
+
+
+class _PrintableError(Exception):
+    """An error whose text is safe to print: whoever raises it may quote anything."""
+
+    is_one_line = True
+    """False for a class that writes line breaks of its own."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return as_line(text) if self.is_one_line else "\n".join(map(as_line, text.split("\n")))
 
 
 class QuietExit(SystemExit):
@@ -82,20 +119,17 @@ class QuietExit(SystemExit):
     ends_all_ranks = True
 
 
-class UserError(ValueError):
+class UserError(_PrintableError, ValueError):
     """A user's mistake, or a decision that only the user can make: one line with the value and the remedy."""
 
     exit_status = 2
-    is_one_line = True
-    """False for a class that writes line breaks of its own; the rest of such a text must be printable."""
     ends_all_ranks = False
     """Set to True on an error that all ranks have agreed on, so that none misses the others."""
 
 
-class RunEndedError(RuntimeError):
+class RunEndedError(_PrintableError, RuntimeError):
     """A run that must not continue: one line with the reason and the remedy."""
 
     exit_status = 1
-    is_one_line = True
     ends_all_ranks = False
     """As `UserError.ends_all_ranks`."""

@@ -41,6 +41,7 @@ from typing import Any, Final, Literal, get_args
 
 from ._plain_values import MAX_ENTRIES, read_count, read_entries, read_number
 from .errors import printable
+from .json_text import load_json
 from .run_directory import EventWriter, RunDirectory
 
 __all__ = ["Event", "EventKind", "EventLog", "EventWarning", "decode_event", "encode_event"]
@@ -137,7 +138,7 @@ def decode_event(line: bytes) -> Event | None:
     if len(line) > MAX_LINE_BYTES:
         return None
     try:
-        content = json.loads(line)
+        content = load_json(line)
         return _decode(content) if isinstance(content, dict) else None
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):  # anything may stand in a file
         return None

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from ._plain_values import read_count, read_entries, read_number
 from .errors import printable
+from .json_text import load_json
 from .phases import PHASES, Phase
 from .run_directory import RunDirectory
 from .untrusted import read_file
@@ -122,7 +123,7 @@ def read_heartbeats(run_dir: Path | str, ranks: Collection[int] | None = None) -
 
 def _read(path: Path) -> HeartbeatRecord | None:
     try:
-        return _decode(json.loads(read_file(path, _MAX_BYTES)))
+        return _decode(load_json(read_file(path, _MAX_BYTES)))
     # The file may be replaced, forged or unreadable: it is then no heartbeat, which the reader notices by its age.
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from genesis.checkpoint_reference import find_checkpoint
@@ -19,6 +18,7 @@ from genesis.cli.checkpoint.shared import (
     format_number,
     print_json,
 )
+from genesis.console import Console
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,

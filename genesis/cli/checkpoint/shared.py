@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from genesis.arguments import Parser
+from genesis.console import Console
 from genesis.errors import printable
 from genesis.progress import stage
 from genesis_callbacks.checkpoint import CheckpointError, DirectoryLock, InventoryEntry, VerifyLevel, find_problems

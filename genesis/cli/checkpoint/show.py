@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from genesis.cli.checkpoint.shared import (
     format_number,
     print_json,
 )
+from genesis.console import Console
 from genesis.data.usage import DataUsage, read_data_usage
 from genesis.errors import printable
 from genesis.recipe_yaml import dump_yaml

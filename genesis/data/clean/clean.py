@@ -38,6 +38,7 @@ from genesis.data.sources import InputFile, find_files, list_sources
 from genesis.data.sources.files import READING, check_reading
 from genesis.errors import UserError, find_remedy
 from genesis.tokenizer.open import open_tokenizer
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
 from genesis_callbacks.untrusted import read_text
 
@@ -190,7 +191,7 @@ def _locked(options: CleanOptions) -> Iterator[None]:
 def _refuse_running_jobs(options: CleanOptions) -> None:
     path = options.work / _JOBS_NAME
     if path.exists():
-        running = find_running_jobs(json.loads(read_text(path)))
+        running = find_running_jobs(load_json(read_text(path)))
         if running:
             raise UserError(
                 f"Slurm jobs {', '.join(running)} are running in {options.out}; wait for them or scancel them"
@@ -223,7 +224,7 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
             raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
-    before = json.loads(read_text(path))
+    before = load_json(read_text(path))
     check_reading(before, options.out, is_finished=(options.out / MANIFEST_NAME).exists())
     old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):

@@ -27,6 +27,7 @@ from genesis.data.sources.files import kind_of
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import open_file, read_text
 
 CONVERSATION = "conversation"
@@ -189,7 +190,7 @@ class TextWriter(PipelineStep):  # type: ignore[misc]
 
 def read_shard_records(records: Path) -> list[WrittenShard]:
     """Returns the shards of all tasks, in the order of the tasks."""
-    return [WrittenShard(**shard) for path in sorted(records.glob("*.json")) for shard in json.loads(read_text(path))]
+    return [WrittenShard(**shard) for path in sorted(records.glob("*.json")) for shard in load_json(read_text(path))]
 
 
 def write_durably(path: Path, data: bytes) -> None:

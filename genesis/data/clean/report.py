@@ -22,6 +22,7 @@ from genesis.data.clean.dedup import CLUSTER, read_kept
 from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
 from genesis.data.clean.stages import EXAMPLE_CHARACTERS
 from genesis.errors import UserError
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_text
 
 MANIFEST_NAME = "manifest.json"
@@ -184,7 +185,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         by_turn: list[tuple[int, dict[str, Any]]] = []
         for path in sorted((self._work / "examples" / label).glob("*.json")):
             turns: Counter[str] = Counter()
-            for example in json.loads(read_text(path)):
+            for example in load_json(read_text(path)):
                 by_turn.append((turns[example["reason"]], example))
                 turns[example["reason"]] += 1
         chosen: list[dict[str, Any]] = []
@@ -213,7 +214,7 @@ def read_report(out: Path) -> CleanReport:
     """
     path = out / MANIFEST_NAME
     try:
-        raw = json.loads(read_text(path))["report"]
+        raw = load_json(read_text(path))["report"]
         return CleanReport(
             tuple(
                 SourceReport(each["name"], Amount(**each["read"]), Amount(**each["kept"]), each.get("num_blank", 0))
@@ -244,7 +245,7 @@ def _read_totals(logs: Path, phase: str = "*") -> defaultdict[str, Counter[str]]
     """Returns the counts of each of datatrove's steps, over all tasks."""
     totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for path in sorted(logs.glob(f"{phase}/stats/*.json")):
-        for step in json.loads(read_text(path)):
+        for step in load_json(read_text(path)):
             for key, value in step["stats"].items():
                 totals[step["name"]][key] += value["total"] if isinstance(value, dict) else value
     return totals

@@ -7,7 +7,6 @@ DIRECTORY/dataset_dict.json                   in a directory with one such direc
 A row is a document. Ids are read in place from the Arrow file: nothing is decoded or copied.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from genesis.data.arrow_file import open_stream
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
 from genesis.errors import UserError
+from genesis_callbacks.json_text import load_json
 from genesis_callbacks.untrusted import read_file
 
 STATE_NAME: Final = "state.json"
@@ -124,7 +124,7 @@ def _check_companions(path: Path, batch: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(read_file(path))
+        found: dict[str, Any] = load_json(read_file(path))
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); give a directory that `save_to_disk` made"

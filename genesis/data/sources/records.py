@@ -11,7 +11,7 @@ from genesis.data.sources.files import READING, Span, compression_of, kind_of
 from genesis.data.sources.json_values import split_values
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
-from genesis.json_text import load_json
+from genesis_callbacks.json_text import load_json
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _HTML_DOCTYPE: Final = b"<!doctype html"

@@ -5,17 +5,11 @@ because no value is wrong when a disk is full: `except ValueError` must not swal
 line's.
 """
 
-from genesis_callbacks.errors import RunEndedError, UserError, printable, printable_lines
+from genesis_callbacks.errors import RunEndedError, UserError
 
 
 class CheckpointError(UserError):
-    """A problem with a checkpoint that the user can fix, or must know about; the base of all other errors here but one.
-
-    The message may quote the content of a checkpoint; control characters in it are escaped.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message) if self.is_one_line else printable_lines(message))
+    """A problem with a checkpoint that the user can fix, or must know about; the base of all others here but one."""
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -7,13 +7,13 @@ bounded. If the operating system refuses access (permissions, a failing disk, a 
 
 import contextlib
 import errno
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from genesis_callbacks import untrusted
+from genesis_callbacks.json_text import load_json
 
 from .errors import CorruptCheckpointError, UnreadableCheckpointError
 
@@ -128,7 +128,7 @@ def parse_json(data: bytes, name: str) -> Any:
     """
     check_json_size(data, name)
     try:
-        content = json.loads(data, parse_constant=_refuse_constant)
+        content = load_json(data, _refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name} is not JSON that this version reads: {error}") from error
     _check_depth(content, name)

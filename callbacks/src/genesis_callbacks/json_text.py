@@ -1,0 +1,44 @@
+"""Reads JSON strictly: an object with a key twice is refused, of which Python's reader keeps the last value alone.
+
+Two readers of such a text, of which one keeps the first value, would see different things.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["RepeatedKeyError", "load_json"]
+
+
+class RepeatedKeyError(ValueError):
+    """An object of a JSON text has a key twice.
+
+    Attributes:
+        key: The key.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key[:100]!r} is twice in one object")
+        self.key = key
+
+
+def load_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        text: The text.
+        parse_constant: Gets `NaN`, `Infinity` and `-Infinity`, which are no JSON; without it they are numbers.
+
+    Raises:
+        ValueError: The text is not JSON, or an object in it has a key twice.
+        RecursionError: The text is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=parse_constant)
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise RepeatedKeyError(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
+    return content
