@@ -134,7 +134,9 @@ class ChatRenderer:
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = np.array([span.start for span in spans], np.int64)
         places = np.array(offsets, np.int64).reshape(-1, 2)
-        is_across = ((places[:, :1] < starts) & (starts < places[:, 1:])).any(axis=0)
+        order = np.argsort(places[:, 0], kind="stable")
+        reach = np.concatenate(([0], np.maximum.accumulate(places[order, 1])))
+        is_across = reach[np.searchsorted(places[order, 0], starts)] > starts
         if not is_across.any():
             return ids, offsets
         cuts = [0, *starts[is_across].tolist(), len(text)]
@@ -334,11 +336,14 @@ def _mark(
 ) -> NDArray[np.bool_]:
     """Returns whether each token is learned; `spans` are the assistant's turns, `weights` 0 where one is not."""
     trained = np.full(len(offsets), labels == "all")
+    # A token may have no characters of its own, such as the space that a tokenizer adds before a text.
+    starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    # Tokens stand in the order of the text, and only those about a span are compared with it.
+    least, most = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
     for number, (span, weight) in enumerate(zip(spans, weights, strict=True)):
         is_wanted = bool(weight) and (labels == "assistant" or number + 1 == len(spans))
         if labels != "all" and not is_wanted:
             continue
-        # A token may have no characters of its own, such as the space that a tokenizer adds before a text.
-        ends = np.maximum(offsets[:, 1], offsets[:, 0] + 1)
-        trained[(offsets[:, 0] < span.end) & (ends > span.start)] = bool(weight)
+        near = slice(np.searchsorted(most, span.start, "right"), np.searchsorted(least, span.end))
+        trained[near][(starts[near] < span.end) & (ends[near] > span.start)] = bool(weight)
     return trained

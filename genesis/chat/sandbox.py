@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from genesis.chat.prefixes import Seen, WatchedMessages, change_template, read_beginnings
 from genesis.chat.template import ConversationError, Message, Span
 from genesis.errors import UserError
 
@@ -101,6 +102,38 @@ class SandboxedTemplate:
             )
         return text, spans
 
+    def measure_beginnings(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        text: str,
+        *,
+        has_prompt: bool = False,
+    ) -> dict[int, int]:
+        """Returns the lengths of what `render` writes for the first messages, by the number of messages.
+
+        Only those are returned that one rendering shows, and that begin the text of all messages.
+
+        Args:
+            messages: The turns.
+            tools: The definitions of the tools; None for none.
+            variables: Further variables of the template.
+            text: The text of all messages.
+            has_prompt: Whether the beginning of the assistant's next turn follows.
+        """
+        if self._changed is None:
+            return {}
+        seen = Seen()
+        given = self._given(messages, tools, variables, has_prompt=has_prompt)
+        try:
+            marked = self._write(
+                self._changed, {**given, "messages": WatchedMessages(messages, seen), **seen.functions()}
+            )
+        except UserError:
+            return {}
+        return read_beginnings(marked, seen, text)
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -110,7 +143,24 @@ class SandboxedTemplate:
         has_prompt: bool,
         is_marked: bool,
     ) -> str:
-        given = {
+        given = self._given(messages, tools, variables, has_prompt=has_prompt, is_marked=is_marked)
+        return self._write(self._compiled, given)
+
+    @cached_property
+    def _changed(self) -> jinja2.Template | None:
+        changed = change_template(lambda: self._environment.parse(self.text))
+        return None if changed is None else self._environment.from_string(changed)
+
+    def _given(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        has_prompt: bool = False,
+        is_marked: bool = False,
+    ) -> dict[str, Any]:
+        return {
             **(variables or {}),
             _IS_MARKED: is_marked,
             "messages": list(messages),
@@ -118,8 +168,10 @@ class SandboxedTemplate:
             "documents": None,
             "add_generation_prompt": has_prompt,
         }
+
+    def _write(self, compiled: jinja2.Template, given: Mapping[str, Any]) -> str:
         try:
-            text = self._compiled.render(given)
+            text = compiled.render(given)
         except (UserError, MemoryError):
             raise
         except Exception as error:  # a template may raise anything

@@ -7,15 +7,21 @@ messages adds to rendering the i messages before it with the prompt for the assi
 texts begins the text of the whole conversation, which is checked for every conversation.
 """
 
+import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from genesis.chat.conversation import TEMPLATE_KEYS
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError, LaidOut, Message, Span
 
 Tools = Sequence[Mapping[str, Any]]
+
+_MANY_TURNS: Final = 3
+"""From so many turns of the assistant on, it is quicker to measure all beginnings of a conversation at once."""
+_PART_MARK: Final = re.compile("\ue000([0-9]+) ([a-z_]+)\ue001")
 
 
 def lay_out(
@@ -44,8 +50,16 @@ def _find_turns(
 ) -> tuple[str, list[Span]]:
     text = template.render(messages, tools, variables)
     spans = []
+    wholes, prompts = {len(messages): len(text)}, {}
+    if sum(message["role"] == "assistant" for message in messages) >= _MANY_TURNS:
+        wholes |= template.measure_beginnings(messages, tools, variables, text)
+        prompts = template.measure_beginnings(messages, tools, variables, text, has_prompt=True)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
+            continue
+        start, end = prompts.get(number), wholes.get(number + 1)
+        if number and start is not None and end is not None and start <= end:
+            spans.append(Span(start, end))
             continue
         prompt = template.render(messages[:number], tools, variables, has_prompt=True) if number else ""
         whole = text if number + 1 == len(messages) else template.render(messages[: number + 1], tools, variables)
@@ -78,16 +92,17 @@ def _check_nothing_dropped(
     variables: Mapping[str, Any],
 ) -> None:
     # Whether a text occurs says nothing: "a" occurs in every text. A mark after each part is found only if the part is.
-    try:
-        shown = template.render(
-            [_add_marks(message, number) for number, message in enumerate(messages)], tools, variables
-        )
-    except ConversationError:
-        shown = ""
+    shown: set[tuple[int, str]] = set()
+    for keys in (("content", "reasoning_content", "tool_calls"), ("content", "reasoning_content")):
+        marked = [_add_marks(message, number, keys) for number, message in enumerate(messages)]
+        with contextlib.suppress(ConversationError):  # a template may know the names of functions
+            text_with_marks = template.render(marked, tools, variables)
+            shown = {(int(number), key) for number, key in _PART_MARK.findall(text_with_marks)}
+            break
     for number, message in enumerate(messages):
         for key in ("content", "reasoning_content", "tool_calls"):
             value = message.get(key)
-            if not value or (isinstance(value, str) and (not value.strip() or _part_mark(number, key) in shown)):
+            if not value or (isinstance(value, str) and not value.strip()) or (number, key) in shown:
                 continue
             others = [dict(other) for other in messages]
             others[number] = _without(message, key)
@@ -134,15 +149,24 @@ def _part_mark(number: int, key: str) -> str:
     return f"\ue000{number} {key}\ue001"
 
 
-def _add_marks(message: Message, number: int) -> Message:
-    """Returns the message with a mark after its content and after its reasoning."""
+def _add_marks(message: Message, number: int, keys: Sequence[str]) -> Message:
+    """Returns the message with a mark after its content, its reasoning and the names of the functions that it calls."""
     marked = dict(message)
-    for key in ("content", "reasoning_content"):
+    for key in keys:
         for name in (key, *_ALIASES.get(key, ())):
-            value = marked.get(name)
+            value, mark = marked.get(name), _part_mark(number, key)
             if isinstance(value, str) and value.strip():
-                marked[name] = value + _part_mark(number, key)
+                marked[name] = value + mark
+            elif key == "tool_calls" and value:
+                marked[name] = [_mark_call(call, mark) for call in value]
     return marked
+
+
+def _mark_call(call: Any, mark: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return call
+    return {**call, "function": {**function, "name": function["name"] + mark}}
 
 
 def _is_unchanged(render: Callable[[], str], text: str) -> bool:

@@ -7,7 +7,6 @@ equal weights are sorted.
 B  rows of a batch     V  vocabulary
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from genesis.device import send
-from genesis.errors import UserError
+from genesis.generate.sampling_options import SamplingOptions as SamplingOptions
 
 _SUM_BITS = 62
 """Bits of the sum of all weights, and of a weight together with its token's id: each must fit int64."""
@@ -25,48 +24,6 @@ _LEAST_TEMPERATURE = 1e-30
 
 _CPU_LOGITS = 1 << 16
 """Number of logits whose data fit a CPU's caches: with all rows at once the same work takes twice as long."""
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """The options that decide which tokens may be sampled.
-
-    Args:
-        temperature: Divisor of the logits; 0 takes the most likely token, with the lowest id among equal ones.
-        top_k: Only the k most likely tokens; None for all.
-        top_p: Only the most likely tokens that together reach this probability, after temperature and top-k. The token
-            that reaches it is one of them.
-
-    Raises:
-        UserError: A value is out of its range.
-
-    References:
-        Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv:1904.09751, section 3.1.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise UserError(
-                f"temperature is {self.temperature}: it must be a number of at least 0 (0: the most likely token)"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}: it must be at least 1")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether a token must be among the most likely tokens to be sampled."""
-        return not self.is_greedy and (self.top_k is not None or self.top_p < 1.0)
 
 
 @dataclass(frozen=True)

@@ -4,124 +4,22 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from genesis.errors import UserError
 from genesis.generate.batch import NewToken, Request
-from genesis.generate.ids import write_ids
 from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt
-from genesis.serve.conversation import encode_conversation
 from genesis.serve.errors import ApiError
 from genesis.serve.form import ChatForm, Form, Part, TextForm
-from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
-from genesis.serve.worker import Facts, PromptScores, Result, Ticket, Worker
-from genesis.tokenizer.tokenizer import encode_prompt
+from genesis.serve.prompt import EncodedPrompt, Facts
+from genesis.serve.request import CompletionRequest
+from genesis.serve.worker import PromptScores, Result, Ticket, Worker
 
 _END = b"data: [DONE]\n\n"
-
-
-class EncodedPrompt(NamedTuple):
-    """A prompt as tokens and as text, and the maximum number of new tokens."""
-
-    ids: tuple[int, ...]
-    text: str
-    max_new_tokens: int
-
-
-def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt]:
-    """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
-
-    Args:
-        asked: The request.
-        facts: The facts about the model.
-
-    Raises:
-        ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
-    """
-    if facts.tokenizer is None and asked.stop:
-        raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
-    return [_encode(prompt, asked, facts) for prompt in asked.prompts]
-
-
-def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:
-    context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
-    if isinstance(prompt, ChatPrompt):
-        _check_num_bytes(sum(map(_count_bytes, prompt.messages)), facts)
-        ids, text = encode_conversation(prompt, facts.tokenizer, facts.chat_template), ""
-    elif isinstance(prompt, str):
-        ids, text = _encode_text(prompt, facts)
-    else:
-        ids, text = prompt, _decode_ids(prompt, facts)
-    room = context - len(ids)
-    if room < (0 if max_new_tokens == 0 else 1):
-        raise _too_long(f"has {len(ids):,} tokens", context)
-    if max_new_tokens is not None and max_new_tokens > room:
-        raise ApiError(
-            f"max_tokens is {max_new_tokens:,}, but the prompt's {len(ids):,} tokens leave room for {room:,} in the "
-            f"model's context of {context:,}: set max_tokens to at most {room:,}",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    if max_new_tokens is None:
-        # OpenAI's defaults: a completion has 16 tokens; a turn of a chat has no limit of its own.
-        max_new_tokens = room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)
-    return EncodedPrompt(ids, text, max_new_tokens)
-
-
-def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
-    tokenizer = facts.tokenizer
-    if tokenizer is None:
-        raise ApiError(
-            "prompt is a text, but this model has no tokenizer: send a list of token ids (the response holds ids, too)",
-            param="prompt",
-            code="no_tokenizer",
-        )
-    _check_num_bytes(len(text.encode()), facts)
-    return encode_prompt(tokenizer, text), text
-
-
-def _check_num_bytes(num_bytes: int, facts: Facts) -> None:
-    """Refuses a text that is too long under any tokenization, which would take seconds for a text of megabytes.
-
-    Raises:
-        ApiError: The text does not fit the model's context.
-    """
-    context = facts.max_seq_len
-    if facts.tokenizer is not None and num_bytes > context * int(facts.tokenizer.token_num_bytes.max()):
-        raise _too_long(f"has more than {context:,} tokens", context)
-
-
-def _count_bytes(message: Mapping[str, Any]) -> int:
-    """Returns the bytes of a message's text; 0 for the assistant, of whose turns a template may leave out parts."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if message.get("role") == "assistant":
-        return 0
-    return sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
-
-
-def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
-    """Returns the text of a prompt's tokens; without a tokenizer, the token ids as numbers."""
-    vocab_size = facts.vocab_size if facts.tokenizer is None else facts.tokenizer.vocab_size
-    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise ApiError(
-            f"prompt has the token {str(wrong)[:30]}: token ids must be from 0 to {vocab_size - 1}", param="prompt"
-        )
-    return write_ids(ids) if facts.tokenizer is None else facts.tokenizer.decode(ids)
-
-
-def _too_long(problem: str, context: int) -> ApiError:
-    return ApiError(
-        f"prompt {problem}, more than the model's context of {context:,}: shorten the prompt",
-        param="prompt",
-        code="context_length_exceeded",
-    )
 
 
 class Completion:

@@ -1,4 +1,4 @@
-"""Turns a client's conversation into the ids after which the model writes the next turn."""
+"""Turns a client's conversation into the text after which the model writes the next turn."""
 
 import datetime
 from functools import lru_cache
@@ -12,8 +12,8 @@ from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer
 
 
-def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> tuple[int, ...]:
-    """Returns the ids of a conversation and of the beginning of the assistant's turn.
+def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> tuple[Tokenizer, str]:
+    """Returns the tokenizer, and the text of a conversation with the beginning of the assistant's turn.
 
     Args:
         prompt: The conversation.
@@ -39,14 +39,13 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
     try:
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
-        ids = renderer.render_prompt(prompt.messages, prompt.tools)
+        return tokenizer, renderer.prompt_text(prompt.messages, prompt.tools)
     except (ConversationError, EndlessTemplateError) as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
     except UserError as error:
         raise ApiError(str(error), param="chat_template_kwargs" if prompt.variables else "messages") from None
     except RunEndedError as error:
         raise ApiError(str(error), status=503, code="not_rendered") from None
-    return tuple(ids)
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 
 DEFAULT_NEW_TOKENS = 16
@@ -78,7 +78,9 @@ class CompletionRequest:
 
     Attributes:
         model: The id, as the client gave it.
-        prompts: Texts, lists of tokens, or one conversation.
+        is_chat: Whether the request is a conversation.
+        num_prompts: The number of prompts.
+        prompts: Texts, lists of tokens, or one conversation; none where a process of its own encodes them.
         max_new_tokens: New tokens per choice; None for the server's default.
         num_choices: Choices per prompt.
         stop: Texts that end a choice; they are not part of it.
@@ -90,6 +92,8 @@ class CompletionRequest:
     """
 
     model: str
+    is_chat: bool
+    num_prompts: int
     prompts: tuple[Prompt, ...]
     max_new_tokens: int | None
     sampling: SamplingOptions
@@ -102,14 +106,9 @@ class CompletionRequest:
     has_usage: bool
 
     @property
-    def is_chat(self) -> bool:
-        """Whether the request is a conversation."""
-        return isinstance(self.prompts[0], ChatPrompt)
-
-    @property
     def num_texts(self) -> int:
         """The number of texts to generate."""
-        return len(self.prompts) * self.num_choices
+        return self.num_prompts * self.num_choices
 
 
 def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
@@ -124,9 +123,12 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     """
     fields = parse_object(body, _COMPLETION)
     is_stream = fields.flag("stream")
+    prompts = _read_prompts(fields)
     request = CompletionRequest(
         model=fields.required_text("model"),
-        prompts=_read_prompts(fields),
+        is_chat=False,
+        num_prompts=len(prompts),
+        prompts=prompts,
         max_new_tokens=fields.integer("max_tokens", 0, _LARGEST_COUNT),
         sampling=_read_sampling(fields),
         num_choices=fields.integer("n", 1, max_texts) or 1,
@@ -171,6 +173,8 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
         refuse("top_logprobs", "requires logprobs: set logprobs to true, or remove top_logprobs")
     return CompletionRequest(
         model=fields.required_text("model"),
+        is_chat=True,
+        num_prompts=1,
         prompts=(ChatPrompt(_read_messages(fields), _read_tools(fields), _read_variables(fields)),),
         max_new_tokens=limits[0] or limits[1],
         sampling=_read_sampling(fields),
@@ -256,7 +260,11 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_stop(fields: Fields) -> tuple[str, ...]:

@@ -18,23 +18,30 @@ from genesis.chat.pool import POOL
 from genesis.errors import UserError
 from genesis.generate.load import Loaded
 from genesis.serve.catalogue import Catalogue, Entry
-from genesis.serve.completion import Completion, encode_prompts, error_event
+from genesis.serve.completion import Completion, error_event
+from genesis.serve.connections import KEEPALIVE_SECONDS, Connections, count_connections, find_connection
 from genesis.serve.errors import ApiError, as_api_error
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
-from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
+from genesis.serve.preparer import Preparer
+from genesis.serve.repeats import RepeatFilter
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 _SEND_BUFFER_BYTES: Final = 2**16
 """Size of the kernel's send buffer, which bounds the unsent data of a client that has stopped reading."""
 _SHUTDOWN_SECONDS: Final = 5.0
-_KEEPALIVE_SECONDS: Final = 75.0
-_BACKLOG: Final = 512
+_LINGER_SECONDS: Final = 2.0
+"""How long the rest of a body is read after an answer that did not need it, so that the client reads the answer."""
+_BODY_SECONDS: Final = 10.0
+_LEAST_BYTES_PER_SECOND: Final = 2**15
+"""A body has ten seconds, and a second more for each so many bytes that have come."""
+_BACKLOG: Final = 4096
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-_Parse = Callable[[bytes, int], CompletionRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
+_LOGGERS: Final = (__name__, f"{__name__}.http", "genesis.serve.connections", "genesis.serve.worker", "asyncio")
+"""The loggers whose repeated lines are counted: those of what clients can cause."""
 
 
 class Server:
@@ -56,10 +63,11 @@ class Server:
         limits: Limits,
         has_chat: Callable[[Entry], bool] = lambda _: True,
     ) -> None:
-        self._catalogue, self._guard, self._limits = catalogue, guard, limits
+        self._catalogue, self._guard, self.limits = catalogue, guard, limits
         self._has_chat = has_chat
         self._chats: dict[str, bool] = {}
         self.pool = ModelPool(load, limits)
+        self.preparer = Preparer(limits.max_concurrent)
         self._page = _read_page()
 
     def build_app(self) -> web.Application:
@@ -74,8 +82,8 @@ class Server:
                 web.get("/api/status", self._show_status),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._show_model),
-                web.post("/v1/completions", partial(self._complete, parse=parse_completion)),
-                web.post("/v1/chat/completions", partial(self._complete, parse=parse_chat)),
+                web.post("/v1/completions", partial(self._complete, is_chat=False)),
+                web.post("/v1/chat/completions", partial(self._complete, is_chat=True)),
             ]
         )
         return app
@@ -99,10 +107,13 @@ class Server:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        self._guard.check_site(request.headers)
-        if request.path != "/" and not request.path.startswith("/page/"):  # the page contains no data of the run
-            self._guard.check_token(request.headers)
-        return await handler(request)
+        connection = find_connection(request)
+        with connection.request():
+            self._guard.check_site(request.headers)
+            if request.path != "/" and not request.path.startswith("/page/"):  # the page contains no data of the run
+                self._guard.check_token(request.headers)
+                connection.is_known = True
+            return await handler(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(self._guard.answer_headers())
@@ -146,32 +157,54 @@ class Server:
         name = request.match_info["model"]
         return web.json_response(_describe_model(name, await asyncio.to_thread(self._catalogue.find, name)))
 
-    async def _complete(self, request: web.Request, parse: _Parse) -> web.StreamResponse:
-        deadline = asyncio.get_running_loop().time() + self._limits.max_request_seconds
+    async def _complete(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
-                asked = parse(await self._read(request), self._limits.max_concurrent)
-                entry = await asyncio.to_thread(self._catalogue.find, asked.model)
-                worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
-                facts = worker.loaded.result()
-                prompts = await asyncio.to_thread(encode_prompts, asked, facts)
+                with self.preparer.holding() as hold:
+                    body = await self._read(request, hold)
+                    connection = find_connection(request)
+                    stack.enter_context(connection.work())
+                    asked = await self.preparer.read(body, is_chat=is_chat, client=connection.client)
+                    entry = await asyncio.to_thread(self._catalogue.find, asked.model)
+                    worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
+                    facts = worker.loaded.result()
+                    prompts = await self.preparer.encode(asked, body, facts, client=connection.client)
+                del body
             completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts))
             if asked.is_stream:
                 return await self._stream(request, completion, deadline)
             async with asyncio.timeout_at(deadline):
                 return web.json_response(await completion.collect())
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.Request, hold: Callable[[int], None]) -> bytes:
         if request.content_type != "application/json":
             raise ApiError(
                 f"the body has type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
             )
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise ApiError("the body has a Content-Encoding: send the body without one", status=415)
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
+        body = bytearray()
+        begin = asyncio.get_running_loop().time()
         try:
-            return await request.read()
+            async with asyncio.timeout(_BODY_SECONDS) as limit:
+                while chunk := await request.content.readany():
+                    hold(len(chunk))
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(body))
+                    limit.reschedule(begin + _BODY_SECONDS + len(body) / _LEAST_BYTES_PER_SECOND)
         except web.RequestPayloadError:
             raise ApiError("the body is incomplete: the client closed it too early") from None
+        except TimeoutError:
+            raise ApiError(
+                f"the body arrived too slowly: only {len(body):,} bytes in "
+                f"{asyncio.get_running_loop().time() - begin:.0f} s; send it faster",
+                status=408,
+            ) from None
+        return bytes(body)
 
     async def _stream(self, request: web.Request, completion: Completion, deadline: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -179,24 +212,15 @@ class Server:
         try:
             async with asyncio.timeout_at(deadline):
                 async for event in completion.events():
-                    await self._write(request, response, event)
+                    await response.write(event)
         except UserError as error:
-            await self._write(request, response, error_event(self._tell(error)))
+            await response.write(error_event(self._tell(error)))
         except TimeoutError:
-            await self._write(request, response, error_event(self._timed_out()))
+            await response.write(error_event(self._timed_out()))
         except Exception:
             _hang_up(request)  # the response has begun, so that an error response would corrupt it
             raise
         return response
-
-    async def _write(self, request: web.Request, response: web.StreamResponse, event: bytes) -> None:
-        """Sends an event; disconnects a client that does not read it within `max_write_seconds`, to free its row."""
-        try:
-            async with asyncio.timeout(self._limits.max_write_seconds):
-                await response.write(event)
-        except TimeoutError:
-            _hang_up(request)
-            raise ConnectionResetError("the client does not read the response") from None
 
     def _tell(self, error: UserError) -> ApiError:
         """Returns the client's form of an error; on a public server the message contains no paths of this machine."""
@@ -206,7 +230,7 @@ class Server:
         return as_api_error(UserError("the model cannot be loaded; see the server's log for the cause"))
 
     def _timed_out(self) -> ApiError:
-        message = f"the request took longer than {self._limits.max_request_seconds:g} s: request fewer tokens"
+        message = f"the request took longer than {self.limits.max_request_seconds:g} s: request fewer tokens"
         return ApiError(message, status=503, code="request_timeout")
 
 
@@ -238,24 +262,33 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
     """Serves on `sock` inside the context; at its exit active requests get an error and all models are released."""
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_our_fault)
+    repeats = RepeatFilter()
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(repeats)
     runner = web.AppRunner(
         server.build_app(),
         handler_cancellation=True,  # a client that disconnects frees its row in the batch
         access_log=None,
         auto_decompress=False,
         logger=logger,
-        keepalive_timeout=_KEEPALIVE_SECONDS,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        lingering_time=_LINGER_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
+    assert runner.server is not None
+    connections = Connections(sock, runner.server, count_connections(), server.limits.max_write_seconds)
     try:
-        await web.SockSite(runner, sock, backlog=_BACKLOG).start()
         yield
     finally:
+        connections.close()
         server.pool.close()
         POOL.end()  # threads that wait for a template would keep the process
+        server.preparer.close()
         await runner.cleanup()
         await asyncio.to_thread(server.pool.join)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(repeats)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
@@ -310,6 +343,7 @@ def _answer(error: ApiError) -> web.Response:
     response = web.json_response(error.body(), status=error.status)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
+        response.force_close()  # further requests that a stranger has sent at once are not looked at
     if error.retry_after_seconds is not None:
         response.headers["Retry-After"] = str(error.retry_after_seconds)
     elif error.status >= 500:

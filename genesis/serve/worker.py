@@ -21,22 +21,9 @@ from genesis.generate.load import Loaded
 from genesis.generate.prompt_scores import ScoredToken, score_prompt
 from genesis.model.decoder import Decoder
 from genesis.serve.errors import ApiError, stopping
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.serve.prompt import Facts
 
 _log = logging.getLogger(__name__)
-
-
-class Facts(NamedTuple):
-    """Facts about a loaded model for other threads, without a reference to the model, whose memory must become free."""
-
-    tokenizer: Tokenizer | None
-    max_seq_len: int
-    vocab_size: int
-    weights_bytes: int
-    """The bytes of the weights, of which `shared_bytes` were in memory already."""
-    shared_bytes: int
-    chat_template: str | None = None
-    stop_ids: frozenset[int] = frozenset()
 
 
 class PromptScores(NamedTuple):

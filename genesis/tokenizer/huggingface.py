@@ -36,6 +36,9 @@ IDENTITY_NAMES: Final = (CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME)
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK: Final = "\u2581"
 _PROBE: Final = "Probe: 1234  two spaces\t\r\n \ufb01 \u0958e\u0301 \U0001f469\u200d\U0001f467 it's \u4f60\u597d\0 end "
+_MAX_COMPOSED: Final = 4
+"""By how much NFC may shorten a text: a character of UTF-8 is at most three times as long when it is decomposed."""
+_SPACES: Final = "a  \t\r\n\n b"
 _NEVER_IN_TEXT: Final = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 """Bytes that never occur in UTF-8."""
 _BEYOND_ASCII: Final = "".join(
@@ -88,6 +91,7 @@ class HuggingFaceTokenizer:
         self.named_tokens: Mapping[str, str] = {key: piece for key, piece in named.items() if piece is not None}
         is_plain = content.get("normalizer") is None and not self._missing
         self.is_lossless: bool = is_plain and self.decode(self.encode(_PROBE)) == _PROBE
+        self._longest = self._find_longest(content, list(added.values()))
         self._check()
 
     @refusing_panics
@@ -95,6 +99,15 @@ class HuggingFaceTokenizer:
         """Returns the ids of `text`, without bos and eos."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """Returns a number of ids that the text cannot go below: as if it had only the longest token.
+
+        Bytes without a token do not count.
+        """
+        if self._longest is None:
+            return 0
+        return -(-len(text.encode().translate(None, bytes(self._missing))) // self._longest)
 
     @refusing_panics
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
@@ -207,6 +220,21 @@ class HuggingFaceTokenizer:
         if start > 1:
             raise UserError(f"it puts {start} ids before a text, but a document begins with at most one")
         return framed[0] if start else None
+
+    def _find_longest(self, content: Mapping[str, Any], added: Sequence[tokenizers.AddedToken]) -> int | None:
+        """Returns the most bytes of a text that an id can stand for, beside bytes without a token; None if unknown."""
+        kinds = {one.get("type") for one in _iterate_steps(content.get("normalizer"), "normalizers")}
+        decoders = {one.get("type") for one in _iterate_steps(content.get("decoder"), "decoders")}
+        drops_spaces = self.decode_bytes(self.encode(_SPACES)).strip() != _SPACES.encode()
+        if (
+            "ByteLevel" not in decoders
+            or kinds - {"NFC"}
+            or drops_spaces
+            or any(one.lstrip or one.rstrip for one in added)
+        ):
+            return None
+        longest = max(1, *(len(one.content.encode()) for one in added), *map(len, self._bytes))
+        return longest * (_MAX_COMPOSED if kinds else 1)
 
     def _spell_text(self, text: str) -> str:
         return self.spell(self.encode(text), has_controls=False)

@@ -81,6 +81,8 @@ class SentencePieceTokenizer:
         }
         self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
         self.token_num_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._bytes], dtype=np.int32)
+        spelled = (len(piece.encode()) for piece in self.pieces)
+        self._longest = max(*spelled, int(self.token_num_bytes.max()), 1)
         self._space_mark_ids = np.array([self._byte_id(byte) for byte in _SPACE_MARK.encode()], dtype=np.int32)
         self._can_cut = not any(_SPACE_MARK in piece.lstrip(_SPACE_MARK) for piece in self._text_pieces())
         if self.decode(self.encode(_PROBE)) != _PROBE:
@@ -109,6 +111,10 @@ class SentencePieceTokenizer:
             encoded[start] if end - start == 1 else np.concatenate(encoded[start:end])
             for start, end in pairwise(bounds)
         ]
+
+    def min_num_tokens(self, text: str) -> int:
+        """Returns a number of ids that the text cannot go below: as if it had only the longest token."""
+        return -(-len(text.encode()) // self._longest)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8."""

@@ -98,6 +98,9 @@ class Tokenizer(Protocol):
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
 
+    def min_num_tokens(self, text: str) -> int:
+        """Returns a number of ids that `encode_with_controls` cannot go below, without encoding; 0 if none is known."""
+
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
 

@@ -83,9 +83,9 @@ def start(*arguments: str | Path, told: str | None = None, **environment: str) -
 
 
 @asynccontextmanager
-async def start_here(paths: Sequence[Path], limits: Limits) -> AsyncIterator[Running]:
+async def start_here(paths: Sequence[Path], limits: Limits, token: str | None = None) -> AsyncIterator[Running]:
     """Answers in the running event loop."""
-    server = Server(Catalogue(paths), lambda entry: load_decoder(entry.path), Guard(), limits)
+    server = Server(Catalogue(paths), lambda entry: load_decoder(entry.path), Guard(token), limits)
     with bind("127.0.0.1", 0) as sock:
         async with answering(server, sock):
             yield Running(sock.getsockname()[1])

@@ -181,6 +181,25 @@ def test_who_comes_beyond_the_queue_is_told_to_come_again_and_others_get_their_t
     run_with([long_run], scenario, max_concurrent=1, max_queue=1)
 
 
+def test_connections_at_work_never_give_way_and_one_too_many_is_told_to_come_again(long_run, monkeypatch):
+    monkeypatch.setattr("genesis.serve.server.count_connections", lambda: 8)  # 4 for one address
+
+    async def scenario(running):
+        streams = [await Stream.open(running) for _ in range(4)]
+        for stream in streams:
+            assert (await stream.head())[0] == 200
+        refused = await Stream.open(running)
+        status, headers = await refused.head()
+        assert (status, "retry-after: 1" in headers) == (503, True)
+        for stream in streams:
+            assert json.loads(await stream.event())["choices"]
+        await streams[0].leave()
+        await asyncio.sleep(0.1)
+        assert (await (await Stream.open(running)).head())[0] == 200
+
+    run_with([long_run], scenario, max_concurrent=5)
+
+
 @pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
     async def scenario(running):

@@ -24,13 +24,12 @@ from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.recipe import dump_decoder_config
 from genesis.serve.catalogue import Catalogue
-from genesis.serve.completion import encode_prompts
 from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
+from genesis.serve.prompt import Facts, encode_prompts
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
-from genesis.serve.worker import Facts
 from tests.linear_faults import CACHE_FAULTS
 from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.serve.support import Running, elsewhere, wait_until

@@ -22,7 +22,7 @@ def refused(**fields):
 
 
 def test_what_is_not_given_is_as_openai_has_it():
-    asked = CompletionRequest("m", ("a",), None, SamplingOptions(), 1, (), None, None, False, False, False)
+    asked = CompletionRequest("m", False, 1, ("a",), None, SamplingOptions(), 1, (), None, None, False, False, False)
     assert parse() == asked
     assert parse(**dict.fromkeys(("max_tokens", "n", "stop", "seed", "logprobs", "echo", "stream_options"))) == asked
 
@@ -48,7 +48,7 @@ def test_everything_that_is_given_arrives():
         frequency_penalty=0.0,
     )
     assert asked == CompletionRequest(
-        "m", ("a", (1, 2)), 5, SamplingOptions(0.0, 3, 0.5), 2, ("x", "yz"), -1, 0, False, True, True
+        "m", False, 2, ("a", (1, 2)), 5, SamplingOptions(0.0, 3, 0.5), 2, ("x", "yz"), -1, 0, False, True, True
     )
     assert asked.num_texts == 4
 

@@ -69,6 +69,9 @@ class ByteTokenizer:
             [self.pieces[token].encode() if self.is_control(token) else self._bytes[token] for token in ids],
         )
 
+    def min_num_tokens(self, text):
+        return 0
+
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
         if self.eos_id is None:

@@ -1,0 +1,116 @@
+"""Turns the prompts of a request into tokens, after a look at whether they can fit the model's context.
+
+This module imports no torch, so that a process that encodes starts fast.
+"""
+
+from typing import NamedTuple
+
+from genesis.generate.ids import write_ids
+from genesis.serve.conversation import write_conversation
+from genesis.serve.errors import ApiError
+from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
+from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
+
+
+class Facts(NamedTuple):
+    """Facts about a loaded model for other threads, without a reference to the model, whose memory must become free."""
+
+    tokenizer: Tokenizer | None
+    max_seq_len: int
+    vocab_size: int
+    weights_bytes: int
+    """The bytes of the weights, of which `shared_bytes` were in memory already."""
+    shared_bytes: int
+    chat_template: str | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as tokens and as text, and the maximum number of new tokens."""
+
+    ids: tuple[int, ...]
+    text: str
+    max_new_tokens: int
+
+
+def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt]:
+    """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
+
+    Args:
+        asked: The request.
+        facts: The facts about the model.
+
+    Raises:
+        ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
+    """
+    if facts.tokenizer is None and asked.stop:
+        raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
+    return [_encode(prompt, asked, facts) for prompt in asked.prompts]
+
+
+def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:
+    context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
+    if isinstance(prompt, ChatPrompt):
+        tokenizer, written = write_conversation(prompt, facts.tokenizer, facts.chat_template)
+        _check_length(tokenizer.min_num_tokens(written), context)
+        ids, text = tuple(tokenizer.encode_with_controls(written)), ""
+    elif isinstance(prompt, str):
+        ids, text = _encode_text(prompt, facts)
+    else:
+        _check_length(len(prompt), context)
+        ids, text = prompt, _decode_ids(prompt, facts)
+    room = context - len(ids)
+    if room < (0 if max_new_tokens == 0 else 1):
+        raise _too_long(f"has {len(ids):,} tokens", context)
+    if max_new_tokens is not None and max_new_tokens > room:
+        raise ApiError(
+            f"max_tokens is {max_new_tokens:,}, but the prompt's {len(ids):,} tokens leave room for {room:,} in the "
+            f"model's context of {context:,}: set max_tokens to at most {room:,}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if max_new_tokens is None:
+        # OpenAI's defaults: a completion has 16 tokens; a turn of a chat has no limit of its own.
+        max_new_tokens = room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)
+    return EncodedPrompt(ids, text, max_new_tokens)
+
+
+def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
+    tokenizer = facts.tokenizer
+    if tokenizer is None:
+        raise ApiError(
+            "prompt is a text, but this model has no tokenizer: send a list of token ids (the response holds ids, too)",
+            param="prompt",
+            code="no_tokenizer",
+        )
+    _check_length(tokenizer.min_num_tokens(text), facts.max_seq_len)
+    return encode_prompt(tokenizer, text), text
+
+
+def _check_length(num_tokens: int, context: int) -> None:
+    """Refuses what is too long.
+
+    Raises:
+        ApiError: So many tokens do not fit the context.
+    """
+    if num_tokens > context:
+        raise _too_long(f"has more than {context:,} tokens", context)
+
+
+def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
+    """Returns the text of a prompt's tokens; without a tokenizer, the token ids as numbers."""
+    vocab_size = facts.vocab_size if facts.tokenizer is None else facts.tokenizer.vocab_size
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            f"prompt has the token {str(wrong)[:30]}: token ids must be from 0 to {vocab_size - 1}", param="prompt"
+        )
+    return write_ids(ids) if facts.tokenizer is None else facts.tokenizer.decode(ids)
+
+
+def _too_long(problem: str, context: int) -> ApiError:
+    return ApiError(
+        f"prompt {problem}, more than the model's context of {context:,}: shorten the prompt",
+        param="prompt",
+        code="context_length_exceeded",
+    )
