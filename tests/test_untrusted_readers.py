@@ -85,6 +85,7 @@ EXCEPTIONS = {
     "callbacks/src/genesis_callbacks/checkpoint/lightning_file.py::_check_loads": MADE_HERE,
     "genesis/export/prove_adapter.py::_compare_weights": MADE_HERE,
     "genesis/processes.py::run_limited": MADE_HERE,
+    "genesis/processes.py::without_input": OF_THE_KERNEL,
     "genesis/release/leaks.py::read": "the user's own token of the Hub, at its own place",
 }
 """`path::function` of the calls that do not go through the one place, with the reason."""

@@ -223,8 +223,8 @@ class HuggingFaceTokenizer:
 
     def _find_longest(self, content: Mapping[str, Any], added: Sequence[tokenizers.AddedToken]) -> int | None:
         """Returns the most bytes of a text that an id can stand for, beside bytes without a token; None if unknown."""
-        kinds = {one.get("type") for one in _iterate_steps(content.get("normalizer"), "normalizers")}
-        decoders = {one.get("type") for one in _iterate_steps(content.get("decoder"), "decoders")}
+        kinds = {one.get("type") for one in iterate_steps(content.get("normalizer"), "normalizers")}
+        decoders = {one.get("type") for one in iterate_steps(content.get("decoder"), "decoders")}
         drops_spaces = self.decode_bytes(self.encode(_SPACES)).strip() != _SPACES.encode()
         if (
             "ByteLevel" not in decoders

@@ -81,7 +81,7 @@ def test_a_header_and_an_index_beyond_any_model_are_refused_unread(tmp_path: Pat
             read_state(tmp_path)
     path.rename(tmp_path / "model-1.safetensors")
     (tmp_path / INDEX_NAME).write_bytes(b"{" + b" " * (17 << 20))
-    with pytest.raises(UserError, match="at most 16,777,216 are read"):
+    with pytest.raises(UserError, match="has more than 16,777,216 bytes"):
         read_state(tmp_path)
 
 
