@@ -1,4 +1,4 @@
-"""What an export has beside weights to read and end texts as the model learned: tokenizer, template, stops."""
+"""Writes the files that read and end texts as a model learned: tokenizer, chat template and stops of an export."""
 
 import json
 from dataclasses import dataclass

@@ -30,6 +30,7 @@ from genesis.data.pair_windows import SomePairWindows
 from genesis.data.pairs import spread_validation
 from genesis.data.prompt_data import HeldOutWindows, PromptData
 from genesis.data.prompts import PromptOptions
+from genesis.data.sizes import Size
 from genesis.data.skipped import read_ranges
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
@@ -55,9 +56,10 @@ class CorpusDataModule(pl.LightningDataModule):
     Args:
         corpus: The directory that `genesis data prepare` wrote. Beside a stream it gives the validation set and the
             tokenizer alone, and may be left out.
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens of a sequence; `auto` for as many as the conversations of the corpus need, at most 2,048.
         micro_batch_size: Sequences of one forward and backward on one rank.
-        global_batch_size: Sequences of one step, over all ranks.
+        global_batch_size: Sequences of one step, over all ranks; `auto` for 1 to 32 conversations, by the size of the
+            corpus. A run that continues keeps its own.
         seed: The seed of the order.
         mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
             corpus was prepared with, or the stream's sources have.
@@ -91,9 +93,9 @@ class CorpusDataModule(pl.LightningDataModule):
         self,
         corpus: str | None = None,
         *,
-        seq_len: int,
+        seq_len: Size,
         micro_batch_size: int,
-        global_batch_size: int,
+        global_batch_size: Size,
         seed: int = 0,
         mix: dict[str, int] | None = None,
         max_epochs: dict[str, int] | None = None,
@@ -111,6 +113,9 @@ class CorpusDataModule(pl.LightningDataModule):
         num_tokens: int | None = None,
     ) -> None:
         super().__init__()
+        # `genesis fit` has put numbers in their place (`genesis.data.sizes`).
+        assert seq_len != "auto"
+        assert global_batch_size != "auto"
         options = TrainingOptions(
             *(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs),
             read_ranges(skip_positions),
