@@ -35,10 +35,10 @@ from genesis.data.skipped import read_ranges
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
-from genesis.data.validation_windows import ValidationWindows
+from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
-from genesis.errors import UserError, check_is_named
+from genesis.errors import QuietExit, UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
@@ -154,6 +154,8 @@ class CorpusDataModule(pl.LightningDataModule):
             _check_validation(self.trainer)
         if stage == "fit":
             self._set_up_rollouts()
+            if self.trainer is not None and isinstance(self.training, CorpusData):
+                make_plan_in_turn(self.training, self.trainer)
             self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
@@ -237,6 +239,14 @@ class CorpusDataModule(pl.LightningDataModule):
     def data_position(self) -> int:
         """The position after the last trained window, for `Heartbeat`."""
         return self.training.data_position
+
+    @property
+    def validation_measure(self) -> tuple[str | None, str | None]:
+        """What a validation measures, so that checkpoints know which of its losses can be compared (`name_measure`)."""
+        corpus = self.training.corpus if isinstance(self.training, CorpusData | StreamData) else None
+        if corpus is None:
+            return None, None
+        return name_measure(corpus, self.training.options.seq_len, self._limit_validation_sequences)
 
     @property
     def pads_pairs(self) -> bool:
@@ -335,6 +345,30 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _is_own(self, callback: pl.Callback) -> bool:
         return isinstance(callback, MoveDataPosition) and callback.data is self.training
+
+
+def make_plan_in_turn(data: CorpusData, trainer: pl.Trainer) -> None:
+    """Makes a missing packing plan on the first rank of each node, one node after the other; all ranks wait.
+
+    The first node's plan is the only one where nodes share the corpus: the others find it. Nodes with corpora of their
+    own make one each. So there are never two writers, also where a file system has no locks. Communicates.
+
+    Raises:
+        UserError: A plan cannot be made.
+        QuietExit: On another rank; that rank reports why.
+    """
+    for node in range(trainer.num_nodes):
+        failed: Exception | None = None
+        if (trainer.node_rank, trainer.local_rank) == (node, 0):
+            try:
+                data.make_plan()
+            except Exception as error:  # the others wait for the broadcast, and raised below
+                failed = error
+        has_failed = trainer.strategy.broadcast(failed is not None, src=node * trainer.num_devices)
+        if failed is not None:
+            raise failed
+        if has_failed:
+            raise QuietExit(UserError.exit_status)
 
 
 def _build_training_data(
