@@ -139,6 +139,7 @@ def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Famil
         shown.advance()
         with adapted.disable_adapter():
             without = adapted(input_ids=ids).logits.float()
+        shown.advance()
     largest, difference = float(theirs.abs().max()), float((ours - theirs).abs().max())
     tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
