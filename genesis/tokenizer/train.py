@@ -136,7 +136,7 @@ def _explain(message: str, options: TokenizerOptions) -> Exception:
 def read_model(model: bytes) -> Any:
     """Returns the content of a SentencePiece model's file as a message, whose fields can be changed.
 
-    protobuf, which takes long to import, is imported here: opening a tokenizer does not need it.
+    protobuf, which takes long to import, is imported here: other kinds of tokenizers do not need it.
     """
     content = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     content.ParseFromString(model)
