@@ -2,10 +2,11 @@
 
 One option says how long: `data.num_epochs`, `data.num_tokens`, `trainer.max_steps` or `trainer.max_epochs`. Given on
 the command line, it replaces the one that the recipe has. So do the forms of a warm-up and of a decay, and the learning
-rate, which is also that of adapters unless they get their own on the command line.
+rate, which is also that of adapters unless they get their own on the command line. Of two files the later one replaces
+in the same way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -73,14 +74,47 @@ def read_given(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def complete_arguments(arguments: Sequence[str]) -> list[str]:
+def complete_arguments(arguments: Sequence[str], in_files: Mapping[str, str] | None = None) -> list[str]:
     """Returns the words of a command line, and behind them the options that it replaces in recipes.
+
+    Args:
+        arguments: The words.
+        in_files: Options that later files replace in earlier ones, each with the value that means none.
 
     Example:
         >>> complete_arguments(["--schedule.decay_share=0.3"])[1:]
         ['--schedule.decay_updates=null', '--schedule.decay_tokens=null']
     """
-    return [*arguments, *(f"--{name}={none}" for name, none in find_replaced(read_given(arguments)).items())]
+    given = read_given(arguments)
+    kept = {name: none for name, none in (in_files or {}).items() if name not in given}
+    return [*arguments, *(f"--{name}={none}" for name, none in (kept | find_replaced(given)).items())]
+
+
+def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[dict[str, str], list[str]]:
+    """Returns the options of files that later files replace, each with the value that means none, and lines about them.
+
+    Args:
+        files: Name and options of each file, in their order.
+
+    Example:
+        >>> replace_in_files([("a", {"trainer.max_steps": "9"}), ("b", {"data.num_epochs": "2"})])
+        ({'trainer.max_steps': '-1'}, ['b: data.num_epochs 2 replaces trainer.max_steps 9 of a'])
+    """
+    held: dict[str, tuple[str, str]] = {}
+    replaced: dict[str, str] = {}
+    lines: list[str] = []
+    for file, given in files:
+        own = {name: value for name, value in given.items() if name in OPTIONS}
+        for name, none in find_replaced(own).items():
+            if name in held:
+                value, earlier = held.pop(name)
+                replaced[name] = none
+                by = next(each for each in own if name in find_replaced({each: own[each]}))
+                lines.append(f"{file}: {by} {own[by]} replaces {name} {value} of {earlier}")
+        for name in own:
+            replaced.pop(name, None)
+        held |= {name: (value, file) for name, value in own.items() if value not in _NO_NUMBER}
+    return replaced, lines
 
 
 def _read_option(name: str, text: str) -> Iterator[tuple[str, str]]:

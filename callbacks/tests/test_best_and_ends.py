@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from plain_project import CountedCheckpoint, PlainModel, build_strategy, full, run_training
 from torch.utils.data import DataLoader
 
@@ -353,6 +353,47 @@ def test_a_run_goes_on_from_marks_and_states_that_know_only_one_best(tmp_path):
     assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000005", 2.5)]
     fit_on(1, tmp_path, "single", 6, ckpt_path="latest", **options)  # and back to one
     assert json.loads((tmp_path / "checkpoints/best.json").read_text()) == mark
+
+
+class NamesMeasure(Callback):
+    """Names what the metric is measured on, as an application does."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def setup(self, trainer, pl_module, stage):
+        trainer.datamodule = LightningDataModule()
+        trainer.datamodule.validation_measure = (self.name, None)
+
+
+def test_the_best_of_another_measure_is_not_compared_and_stays_marked_until_the_next(tmp_path):
+    directory = tmp_path / "checkpoints"
+    options = {"monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
+    fit_on(1, tmp_path, "single", 4, callbacks=(NamesMeasure("short"),), **options)
+    assert marks_in(tmp_path) == [("step-00000004", 2.0)]
+    watch = BestWatch("validation/loss", "min")
+    watch.measure = "long"
+    line = watch.agree_with(directory)
+    assert line is not None
+    assert "the best checkpoint so far, step-00000004 with validation/loss 2, was measured on other" in line
+    assert (watch.best, marks_in(tmp_path)) == ((), [("step-00000004", 2.0)])
+    fit_on(1, tmp_path, "single", 5, ckpt_path="latest", callbacks=(NamesMeasure("long"),), **options)
+    assert marks_in(tmp_path) == [("step-00000005", 2.5)]  # not better, but of the measure that counts now
+    fit_on(1, tmp_path, "single", 7, ckpt_path="latest", callbacks=(NamesMeasure("long"),), **options)
+    assert read_best(tmp_path).measure == "long"
+    assert marks_in(tmp_path) == [("step-00000005", 2.5)]
+
+
+@pytest.mark.parametrize(("unnamed", "is_compared"), [("even", True), (None, False)])
+def test_marks_without_a_measure_are_of_the_one_that_earlier_versions_had(tmp_path, unnamed, is_compared):
+    fit_on(1, tmp_path, "single", 4, monitor="validation/loss", every_n_steps=1)
+    state = {"monitor": "validation/loss", "mode": "min", "step": 4, "value": 2.0, "others": []}
+    watch = BestWatch("validation/loss", "min")
+    watch.measure, watch.unnamed_measure = "even", unnamed
+    watch.load_state_dict(state)
+    assert bool(watch.best) == is_compared
+    assert (watch.agree_with(tmp_path / "checkpoints") is None) == is_compared
+    assert [one.step for one in watch.best] == ([4] if is_compared else [])
 
 
 def watch_of(*measured: tuple[int, float], count: int = 2, mode: MonitorMode = "min") -> BestWatch:

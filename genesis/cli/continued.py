@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from jsonargparse import Namespace
+from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.checkpoint_reference import Reference
 from genesis.cli.adapter import find_continued
+from genesis.cli.trainer import count_ranks
 from genesis.data.packing import CUT_EVENLY
+from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes
 from genesis.optim.build import NO_DECAY, read_adapter_decay
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
@@ -52,6 +55,28 @@ def keep_choices(config: Namespace, continued: Manifest | None) -> None:
     recipe = None if continued is None else continued.recipe
     if recipe is not None and config.get("data.packing") is None:
         config["data.packing"] = (recipe.get("data") or {}).get("packing", CUT_EVENLY)
+    for name in (SEQ_LEN, BATCH):
+        if recipe is not None and config.get(f"data.{name}") == AUTO:
+            config[f"data.{name}"] = recipe["data"][name]
     key = "model.optimizer.adapter_weight_decay"
     if config.get("model.adapter") is not None and config.get(key) is None:
         config[key] = NO_DECAY if recipe is None else read_adapter_decay(recipe)
+
+
+def start_sizes(config: Namespace, *, is_fit: bool) -> None:
+    """Puts numbers in the place of `auto` sizes of sequences and batches, and logs them.
+
+    Args:
+        config: The recipe, whose corpus can be found.
+        is_fit: Whether the command trains.
+    """
+    trainer, max_seq_len = config["trainer"], config.get("model.decoder.max_seq_len")
+    num_ranks = count_ranks(trainer["devices"], trainer["accelerator"]) * int(trainer.get("num_nodes") or 1)
+    sizes = resolve_sizes(config["data"].as_dict(), max_seq_len, num_ranks)
+    if sizes is None:
+        return
+    config[f"data.{SEQ_LEN}"], config[f"data.{BATCH}"] = sizes.seq_len, sizes.global_batch_size
+    if is_fit:
+        rank_zero_info(
+            f"data.{SEQ_LEN} is {sizes.seq_len} and data.{BATCH} {sizes.global_batch_size} (auto): {sizes.reason}"
+        )

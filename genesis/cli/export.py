@@ -69,7 +69,12 @@ def _export_adapter(arguments: Namespace) -> int:
         raise UserError("`genesis export --adapter` needs peft; pip install 'genesis-lm[export]'")
     checkpoint = _find(arguments.checkpoint[0], is_best=arguments.best)
     options = AdapterExportOptions(
-        dtype=arguments.dtype, base_name=arguments.base_name, compares_models=arguments.proof != "weights"
+        dtype=arguments.dtype,
+        base_name=arguments.base_name,
+        compares_models=arguments.proof != "weights",
+        tokenizer=arguments.tokenizer,
+        may_be_unproved=arguments.allow_unproved_tokenizer,
+        is_whole=arguments.proof == "full",
     )
     proof = export_adapter(checkpoint, arguments.out, options)
     print(f"{arguments.out}: the adapters of {checkpoint.name} in {arguments.dtype}")

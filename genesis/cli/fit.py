@@ -20,13 +20,13 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
-from genesis.cli.continued import keep_choices, read_continued
+from genesis.cli.continued import keep_choices, read_continued, start_sizes
 from genesis.cli.distillation import start_distillation
 from genesis.cli.fit_checks import (
     SECTIONS,
@@ -42,6 +42,7 @@ from genesis.cli.fit_checks import (
 )
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
+from genesis.cli.option_names import replace_in_recipes
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
@@ -111,7 +112,10 @@ class GenesisParser(PlainParser, LightningArgumentParser):
         """Returns the options of a command line, with deprecated names and other forms of them replaced."""
         renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
         _warn_of_deprecated(found)
-        return super().parse_args(complete_arguments(renamed), *a, **kwargs)
+        in_files, lines = replace_in_recipes(renamed)
+        for line in lines:
+            rank_zero_info(line)
+        return super().parse_args(complete_arguments(renamed, in_files), *a, **kwargs)
 
     def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in a YAML text, whose deprecated names it replaces."""
@@ -272,9 +276,13 @@ class GenesisCLI(LightningCLI):
         keep_choices(config, self._continued)
         self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
         self._learned = prepare_chat_template(config)
-        if reference is None:
-            return
-        run_dir = reference.run.path
+        if reference is not None:
+            self._find_data(config, reference.run.path)
+        start_sizes(config, is_fit=self.subcommand == "fit")
+
+    @staticmethod
+    def _find_data(config: Namespace, run_dir: Path) -> None:
+        """Finds the data of a run that continues, where the paths of its recipe lead nowhere."""
         for key in map(".".join, TOKENIZER_PATHS):
             given = config.get(key)
             if given is not None and not Path(given).exists():

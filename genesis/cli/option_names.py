@@ -23,6 +23,7 @@ from genesis.deprecated_options import is_removed, rename_in_arguments, rename_o
 from genesis.errors import UserError
 from genesis.recipe_imports import check_imports
 from genesis.recipe_yaml import RecipeLoader, list_imports
+from genesis.run_length import replace_in_files
 from genesis_callbacks.untrusted import read_file
 
 RECORD = Path(__file__).with_name("option_names.json")
@@ -193,6 +194,25 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
             path = Path(value if equals else "".join(arguments[position + 1 : position + 2]))
             if path.is_file():
                 yield path
+
+
+def replace_in_recipes(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns what later recipes replace in earlier ones, and lines about it (`genesis.run_length.replace_in_files`).
+
+    Args:
+        arguments: Of `genesis fit`, with its `--config` files.
+    """
+    paths = list(_config_files(arguments))
+    return replace_in_files((str(path), _read_values(path)) for path in (paths if len(paths) > 1 else ()))
+
+
+def _read_values(path: Path) -> dict[str, str]:
+    """Returns the single values in a file, as they are written."""
+    check_is_yaml(path)
+    root = yaml.compose(read_file(path), RecipeLoader)
+    assert root is not None, "it is a mapping"
+    found = ((rename_option(given), node) for given, node in _leaves(root))
+    return {name: node.value for name, node in found if isinstance(node, yaml.ScalarNode) and node.tag != _NULL_TAG}
 
 
 def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.arguments import Parser, read_size
-from genesis.cli.option_names import check
+from genesis.cli.option_names import check, replace_in_recipes
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
@@ -60,7 +60,10 @@ def _plan(argv: Sequence[str]) -> int:
         check_is_yaml(path)
     where = ", ".join(map(str, arguments.config))
     gpus = None if arguments.gpus is None else _read_gpus(arguments.gpus)
-    written = read_content(arguments.config)
+    in_files, lines = replace_in_recipes([f"--config={path}" for path in arguments.config])
+    for line in lines:
+        print(line, file=sys.stderr)
+    written = read_content(arguments.config, list(in_files.items()))
     content = apply_overrides(written, overrides)
     recipe = read_recipe(content, where, num_ranks=None if gpus is None else gpus[0], base_dtype=arguments.base_dtype,
                          teacher_file=arguments.teacher)  # fmt: skip

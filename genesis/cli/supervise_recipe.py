@@ -13,10 +13,12 @@ import yaml
 from genesis.arguments import respell
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.fit import fit_main
+from genesis.cli.trainer import count_ranks
 from genesis.cli.trainer import read_recipe as read_recipe_of
+from genesis.data.sizes import AUTO as AUTO_SIZE
+from genesis.data.sizes import resolve_recipe
 from genesis.data.skipped import read_ranges
 from genesis.determinism import AUTO, note_unrepeatable
-from genesis.device import count_devices, find_kind
 from genesis.errors import UserError
 from genesis.objectives import DPO
 from genesis.recipe_imports import allowing, split_allowed
@@ -52,17 +54,26 @@ def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
     for name in ("micro_batch_size", "global_batch_size"):
         if resolved["data"].get(name) is None:
             raise UserError(f"data.{name} is missing: give a recipe by --config")
+    num_ranks, num_nodes = count_ranks(trainer["devices"], trainer["accelerator"]), int(trainer.get("num_nodes") or 1)
     return RecipeFacts(
         run_dir=str(resolved["run_dir"]),
-        num_ranks=count_ranks(trainer["devices"], trainer["accelerator"]),
-        num_nodes=int(trainer.get("num_nodes") or 1),
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
         micro_batch_size=int(resolved["data"]["micro_batch_size"]),
         recipe_hash=hash_recipe(resolved),
-        global_batch_size=int(resolved["data"]["global_batch_size"]),
+        global_batch_size=_find_batch(resolved, num_ranks * num_nodes),
         unskippable=_find_unskippable(resolved),
         skip_positions=read_ranges(resolved["data"].get("skip_positions")),
         note=_note_kernels(resolved) or "",
     )
+
+
+def _find_batch(resolved: Mapping[str, Any], num_ranks: int) -> int:
+    """Returns the sequences of a step; a run that continues with `auto` keeps its own number."""
+    if resolved["data"]["global_batch_size"] == AUTO_SIZE:
+        kept = read_recipe_of(read_reference(LATEST, run_dir=Path(str(resolved["run_dir"]))))
+        resolved = kept or resolve_recipe(resolved, resolved["model"]["decoder"]["max_seq_len"], num_ranks)
+    return int(resolved["data"]["global_batch_size"])
 
 
 def _note_kernels(resolved: Mapping[str, Any]) -> str | None:
@@ -87,21 +98,3 @@ def hash_recipe(resolved: Mapping[str, Any]) -> str:
     trainer = {name: value for name, value in resolved["trainer"].items() if name != "num_nodes"}
     kept = {name: value for name, value in resolved.items() if name != "config"} | {"trainer": trainer}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def count_ranks(devices: Any, accelerator: Any) -> int:
-    """Returns the number of ranks for the Trainer's `devices`, as Lightning reads it.
-
-    Example:
-        >>> count_ranks(2, "cpu"), count_ranks("auto", "cpu"), count_ranks([0, 3], "gpu"), count_ranks("0,1", "gpu")
-        (2, 1, 2, 2)
-    """
-    if isinstance(devices, list):
-        return len(devices)
-    text = str(devices).strip()
-    if text.isdecimal():
-        return int(text)
-    if "," in text:
-        return len([part for part in text.split(",") if part.strip()])
-    kind = find_kind()  # "auto" and -1: all devices of a kind; the CPU counts as one
-    return 1 if accelerator == "cpu" or kind == "cpu" else max(1, count_devices(kind))

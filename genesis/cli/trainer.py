@@ -10,7 +10,7 @@ from genesis.checkpoint_reference import Reference
 from genesis.compilation import check_compilation, choose_compilation, read_compilation
 from genesis.determinism import AUTO as AUTO_DETERMINISTIC
 from genesis.determinism import check_deterministic, choose_deterministic
-from genesis.device import CPU, find_kind, leave_memory_unfilled
+from genesis.device import CPU, count_devices, find_kind, leave_memory_unfilled
 from genesis.errors import UserError
 from genesis.precision import AUTO, choose_precision, unify_precision
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
@@ -123,3 +123,21 @@ def read_recipe(restored: Reference) -> dict[str, Any] | None:
     except (UserError, CheckpointError, OSError):
         return None
     return recipe or None
+
+
+def count_ranks(devices: Any, accelerator: Any) -> int:
+    """Returns the number of ranks for the Trainer's `devices`, as Lightning reads it.
+
+    Example:
+        >>> count_ranks(2, "cpu"), count_ranks("auto", "cpu"), count_ranks([0, 3], "gpu"), count_ranks("0,1", "gpu")
+        (2, 1, 2, 2)
+    """
+    if isinstance(devices, list):
+        return len(devices)
+    text = str(devices).strip()
+    if text.isdecimal():
+        return int(text)
+    if "," in text:
+        return len([part for part in text.split(",") if part.strip()])
+    kind = find_kind()  # "auto" and -1: all devices of a kind; the CPU counts as one
+    return 1 if accelerator == "cpu" or kind == "cpu" else max(1, count_devices(kind))

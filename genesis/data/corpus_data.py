@@ -84,18 +84,24 @@ class CorpusData:
         manifest = read_manifest(self.path)
         return CUT_EVENLY if manifest.chat is None or manifest.is_paired else KEPT_WHOLE
 
+    def make_plan(self) -> None:
+        """Makes the packing plan of conversations, unless there is one; other data need none, or have their own.
+
+        Locks may not reach from node to node: of several ranks, one process at a time may call this method.
+
+        Raises:
+            UserError: An index of documents is damaged, or the disk refuses the files.
+        """
+        if self.packing != "chunk" and self.corpus.manifest.chat is not None:
+            require_plan(self.corpus, self.packing, self.options.seq_len)
+
     @cached_property
     def plans(self) -> tuple[SourcePlan, ...] | None:
-        """Returns the packing plan of each source; None for `chunk`, which needs no plan.
-
-        A missing plan of conversations is made now: of several ranks, the first one makes it and the others wait.
-        """
-        packing, seq_len = self.packing, self.options.seq_len
-        if packing == "chunk":
+        """Returns the packing plan of each source; None for `chunk`, which needs no plan."""
+        if self.packing == "chunk":
             return None
-        if self.corpus.manifest.chat is not None:
-            require_plan(self.corpus, packing, seq_len)
-        return open_plan(self.corpus, packing, seq_len, self._verify_hashes)
+        self.make_plan()
+        return open_plan(self.corpus, self.packing, self.options.seq_len, self._verify_hashes)
 
     @cached_property
     def pairs(self) -> PairSet | None:

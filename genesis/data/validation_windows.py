@@ -1,9 +1,13 @@
 """The windows of a validation set, in which every label counts once, and conversations stay whole."""
 
+import json
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
+from blake3 import blake3
 
+from genesis.data.corpus import Corpus
 from genesis.data.loader import (
     Ranks,
     SequenceFormat,
@@ -14,7 +18,10 @@ from genesis.data.loader import (
     read_row,
 )
 from genesis.data.packing import PackedSequences, pack_documents
+from genesis.data.plans import hash_shards
 from genesis.data.window import AccumulationWindow
+
+_NAME_DIGITS: Final = 16
 
 
 class ValidationWindows:
@@ -87,6 +94,23 @@ class ValidationWindows:
         source = int(np.searchsorted(self._last_of_source, in_set, side="right"))
         before = int(self._last_of_source[source - 1]) if source else 0
         return source, in_set - before
+
+
+def name_measure(corpus: Corpus, seq_len: int, limit_sequences: int | None) -> tuple[str, str | None]:
+    """Returns a name of what a validation measures, and that of earlier versions if they measured the same.
+
+    Losses under different names cannot be compared. Earlier versions cut conversations evenly, too.
+
+    Args:
+        corpus: The corpus, open.
+        seq_len: Tokens of a sequence.
+        limit_sequences: Number of sequences that are used; None for all.
+    """
+    are_whole = [source.has_conversations for source in corpus.validation]
+    hashes = [(record.name, hash_shards(record)) for record in corpus.manifest.validation]
+    content = json.dumps([are_whole, hashes, seq_len, limit_sequences])
+    name = blake3(content.encode()).hexdigest()[:_NAME_DIGITS]
+    return name, None if any(are_whole) else name
 
 
 def _pack_whole(source: TokenStream, seq_len: int) -> PackedSequences | None:

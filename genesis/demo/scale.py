@@ -8,8 +8,6 @@ MIN_STEPS = 40
 """The least number of steps; a shorter demo has too few steps between two saves for a kill between them."""
 
 _SCALED = (
-    "schedule.total_updates",
-    "schedule.warmup_updates",
     "checkpoint.every_n_steps",
     "checkpoint.keep_every_n_steps",
     "trainer.log_every_n_steps",

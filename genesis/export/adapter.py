@@ -11,7 +11,21 @@ from safetensors.torch import save_file
 
 from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
-from genesis.export.proof import PROVE_ADAPTER_MODULE, check_proof_memory, run_proof_of, write_proof
+from genesis.export.card import describe_reading
+from genesis.export.proof import (
+    PROVE_ADAPTER_MODULE,
+    UNPROVED_TOKENIZER,
+    check_proof_memory,
+    run_proof_of,
+    write_proof,
+)
+from genesis.export.reading import (
+    Reading,
+    check_choice,
+    find_reading,
+    write_generation_config,
+    write_tokenizer,
+)
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES
 from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
@@ -42,7 +56,8 @@ from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_tensors
 
-_OTHER_BYTES = 1 << 20
+_OTHER_BYTES = 64 << 20
+"""Upper bound for the size of all files other than weights."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,20 @@ class AdapterExportOptions:
         dtype: The type of the adapters in the file: a name in `DTYPES`.
         base_name: Name or path under which PEFT finds the base; None for no name.
         compares_models: Whether the proof compares logits, for which it loads the base twice, as float32.
+        tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
+        may_be_unproved: Whether to accept a `tokenizer` whose hash differs from the run's; proof and card report this.
+        is_whole: Whether the proof compares all texts of the tokenizer, however long that takes.
     """
 
     dtype: str = "float32"
     base_name: str | None = None
     compares_models: bool = True
+    tokenizer: Path | None = None
+    may_be_unproved: bool = False
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self.tokenizer, may_be_unproved=self.may_be_unproved)
 
 
 def read_adapter(manifest: Manifest, path: Path) -> AdapterConfig:
@@ -75,6 +99,8 @@ def read_adapter(manifest: Manifest, path: Path) -> AdapterConfig:
 def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -> dict[str, Any]:
     """Writes the directory `out` with the adapters of a checkpoint in PEFT's format and returns the proof.
 
+    The directory also has what a whole export has beside weights: tokenizer, chat template and stops.
+
     Args:
         checkpoint: A committed checkpoint with adapters; its base must be there.
         out: The directory to create; it must not exist.
@@ -82,7 +108,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
 
     Raises:
         UserError: The checkpoint has no adapters, no family of transformers represents the decoder, `base_name` is a
-            directory of another family, the memory is too small, or `out` exists.
+            directory of another family, the tokenizer is not the run's or has no exact fast form, the memory is too
+            small, or `out` exists.
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
@@ -92,6 +119,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
     family = find_family(config)
     _check_base_name(options.base_name, family)
+    given, permission = options.tokenizer, options.may_be_unproved
+    reading = find_reading(checkpoint, manifest, config.vocab_size, given, may_be_unproved=permission)
     with torch.device("meta"):
         decoder = Decoder(config)
     layers, linears = select_layers(decoder, adapter), find_linears(decoder)
@@ -127,19 +156,25 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         check_proof_memory(2 * num_elements * torch.float32.itemsize)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
     with staged(out, num_bytes + _OTHER_BYTES) as staging:
+        tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, "huggingface", staging)
+        write_generation_config(reading, staging)
         metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
         save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         imported_as = _find_other_type(base_manifest)
-        card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as)
+        described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
+        card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as, reading, described)
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         request = {
             "directory": str(staging),
             "checkpoint": str(checkpoint),
             "base": str(base),
+            "tokenizer": str(staging) if form == "huggingface" else None,
             "compares_models": options.compares_models,
+            "is_whole": options.is_whole,
         }
         proof = run_proof_of(request, PROVE_ADAPTER_MODULE)
+        proof |= {"tokenizer_origin": reading.origin, "tokenizer_form": form}
         proof["base"] = {"model_type": family.model_type, "imported_as": imported_as}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
@@ -172,6 +207,8 @@ def _write_card(
     base: Path,
     family: Family,
     imported_as: str | None,
+    reading: Reading,
+    described: str,
 ) -> str:
     assert manifest.base is not None
     head = yaml.safe_dump({"library_name": "peft", "tags": ["lora"]}, sort_keys=False)
@@ -183,6 +220,12 @@ def _write_card(
 imported from: some layers have other names there, and PEFT leaves out their adapters without a warning.
 """
     )
+    tokenizer = f"\n{described}\n" if described else ""
+    if reading.origin == "unproved":
+        tokenizer += f"\n**The tokenizer is unproved**: {UNPROVED_TOKENIZER}.\n"
+    names = "AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
+    names = names if described else names.replace(" AutoTokenizer,", "")
+    opened = 'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")\n' if described else ""
     return f"""---
 {head}---
 
@@ -193,12 +236,14 @@ Adapters of rank {adapter.rank} in PEFT's format, trained beside a frozen base o
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import {names}
 
-base = AutoModelForCausalLM.from_pretrained("BASE")
+{opened}base = AutoModelForCausalLM.from_pretrained("BASE")
 model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
+# PEFT keeps the stops of the base: this file has those that the adapters learned.
+model.generation_config = GenerationConfig.from_pretrained("THIS_DIRECTORY")
 ```
-{other}
+{tokenizer}{other}
 - `{checkpoint.name}`, step {manifest.step:,}, manifest `{read_committed_hash(checkpoint)}`
 - base `{base.name}`, manifest `{manifest.base.manifest_hash}`
 """

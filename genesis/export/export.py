@@ -8,42 +8,31 @@ from typing import Any
 
 import torch
 
-from genesis.chat.learned import find_stop_ids
 from genesis.checkpoint_reference import verify_shown
 from genesis.errors import UserError
 from genesis.export.adapter import read_adapter
 from genesis.export.card import describe_reading, write_card
 from genesis.export.proof import (
     Layout,
-    TokenizerForm,
-    TokenizerOrigin,
     check_proof_memory,
     run_proof,
     write_proof,
 )
+from genesis.export.reading import check_choice, find_reading, write_generation_config, write_tokenizer
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
-from genesis.export.tokenizer import compare_fast_tokenizer
-from genesis.generate.load import build_empty_decoder, find_learned_template, load_tokenizer
+from genesis.generate.load import build_empty_decoder
 from genesis.huggingface.directory import (
     CARD_NAME,
     CONFIG_NAME,
     DECODER_NAME,
-    GENERATION_CONFIG_NAME,
     hash_files,
-    read_json,
 )
 from genesis.huggingface.family import Family
 from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config, read_adapter_config
-from genesis.tokenizer.fast_form import FAST_NAME
-from genesis.tokenizer.files import write_files
-from genesis.tokenizer.huggingface import TEMPLATE_NAME
-from genesis.tokenizer.open import has_hash, open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.untrusted import read_file
 
 _OTHER_BYTES = 64 << 20
 """Upper bound for the size of all files other than weights."""
@@ -78,8 +67,7 @@ class ExportOptions:
             raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         if self.max_file_bytes < 1:
             raise UserError(f"max_file_bytes is {self.max_file_bytes}: it must be at least 1")
-        if self.may_be_unproved and self.tokenizer is None:
-            raise UserError("--allow_unproved_tokenizer needs --tokenizer: give both, or neither")
+        check_choice(self.tokenizer, may_be_unproved=self.may_be_unproved)
 
 
 def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOptions) -> dict[str, Any]:
@@ -103,26 +91,22 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     family = find_family(config) if options.layout == "huggingface" else None
     names = _name_tensors(sources, family)
     dtype = DTYPES[options.dtype]
-    tokenizer, origin = _take_tokenizer(sources[-1], options)
-    learned = find_learned_template(sources[-1].path, sources[-1].manifest)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
+    path, given = sources[-1].path, options.tokenizer
+    reading = find_reading(path, manifest, config.vocab_size, given, may_be_unproved=options.may_be_unproved)
     if options.compares_models and family is not None:
         # Of a merged model, the proof also holds the base beside its adapters.
         check_proof_memory(count_bytes(names, manifest, torch.float32) * (2 if options.is_merged else 1))
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
-        form = _write_tokenizer(tokenizer, config, options.layout, staging)
-        if tokenizer is not None and learned is not None:
-            (staging / TEMPLATE_NAME).write_bytes(read_file(learned))
+        tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, options.layout, staging)
         if family is not None:
-            stops = frozenset() if tokenizer is None else find_stop_ids(tokenizer, learned)
-            _write_configs(tokenizer, stops, config, family, options.dtype, staging)
+            _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **reading.ids, "dtype": options.dtype})
+            write_generation_config(reading, staging)
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
-        reading = "" if tokenizer is None or form != "huggingface" else describe_reading(tokenizer, staging)
-        card = write_card(out.name, sources, config, dtype, options.layout, origin, form, reading)
+        described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
+        card = write_card(out.name, sources, config, dtype, options.layout, reading.origin, form, described)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
@@ -133,7 +117,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             is_whole=options.is_whole,
             is_merged=options.is_merged,
         )
-        proof |= {"tokenizer_origin": origin, "tokenizer_form": form}
+        proof |= {"tokenizer_origin": reading.origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
@@ -156,27 +140,6 @@ def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
     if not is_alone:
         raise UserError("--merge takes one checkpoint: a mean of adapters is no adapter")
     return Source(checkpoint, manifest, read_adapter(manifest, checkpoint).scaling)
-
-
-def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer | None, TokenizerOrigin]:
-    """Returns the tokenizer to export, if the model has one, and whether the checkpoint's hash confirms it.
-
-    Raises:
-        UserError: The checkpoint does not confirm the tokenizer, and the options do not allow that.
-    """
-    wanted = source.manifest.identity.get("tokenizer_hash")
-    if options.may_be_unproved and options.tokenizer is not None:
-        given = open_tokenizer(options.tokenizer)
-        return given, "run" if wanted and has_hash(given, wanted) else "unproved"
-    tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
-    if tokenizer is None:
-        return None, "none"
-    if not wanted:
-        raise UserError(
-            f"{source.path} has no tokenizer hash, so that no tokenizer can be proved to be the run's; export one with "
-            "--tokenizer and --allow_unproved_tokenizer, which proof.json and the card report"
-        )
-    return tokenizer, "run"
 
 
 def _read_config(sources: Sequence[Source]) -> DecoderConfig:
@@ -208,49 +171,6 @@ def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str,
         raise UserError(f"{sources[0].path} has no decoder, or another one than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}
     return short if family is None else {name: family.their_pattern(ours) for name, ours in short.items()}
-
-
-def _write_tokenizer(
-    tokenizer: Tokenizer | None, config: DecoderConfig, layout: Layout, staging: Path
-) -> TokenizerForm:
-    """Writes the tokenizer's own files and, if possible, those for transformers; returns which were written."""
-    if tokenizer is None:
-        return "none"
-    write_files(tokenizer.files, staging)
-    files = tokenizer.huggingface_files(config.max_seq_len) if layout == "huggingface" else None
-    if files is None:
-        return "own"
-    # Before the weights, so that a tokenizer that cannot be exported is refused at once.
-    compare_fast_tokenizer(tokenizer, files[FAST_NAME], left_out=_left_out(tokenizer))
-    write_files(files, staging)
-    return "huggingface"
-
-
-def _left_out(tokenizer: Tokenizer) -> str:
-    """Returns the characters that an imported tokenizer changes."""
-    return tokenizer.altered_characters if FAST_NAME in tokenizer.files else ""
-
-
-def _write_configs(
-    tokenizer: Tokenizer | None, stops: frozenset[int], config: DecoderConfig, family: Family, dtype: str, staging: Path
-) -> None:
-    # Null means that there is no such token; for a missing key transformers would use its default.
-    ids = {
-        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
-        "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
-        "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
-    }
-    _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": dtype})
-    generation: dict[str, Any] = {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    if tokenizer is not None and GENERATION_CONFIG_NAME in tokenizer.files:  # an imported tokenizer has the file
-        generation = read_json(staging / GENERATION_CONFIG_NAME)
-        if isinstance(generation.get("eos_token_id"), list) and stops <= set(generation["eos_token_id"]):
-            return
-    first = [] if tokenizer is None or tokenizer.eos_id is None else [tokenizer.eos_id]
-    ordered = [*first, *sorted(stops.difference(first))]
-    if len(ordered) > 1:  # transformers stops at each of them
-        generation["eos_token_id"] = ordered
-    _write_json(staging / GENERATION_CONFIG_NAME, generation)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -46,11 +46,11 @@ from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
 _PROMPT_TOKENS = 16
-_NUM_CACHED = 4
 _GENERAL_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of transformers that follow `tokenizer.json`."""
+_NUM_CACHED = 4
 """Tensors of a checkpoint that stay in memory, because a file lists the three stacks of a layer's experts in turns."""
-_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers")
+PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,11 +64,11 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     checkpoints = [Path(path) for path in request["checkpoints"]]
     names = read_file_names(directory)
     ours = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
-    packages = (*_PACKAGES, *(() if ours is None else ours.packages))
+    packages = (*PACKAGES, *(() if ours is None else ours.packages))
     family = read_shape(directory)[0] if layout == "huggingface" else None
     manifest = read_manifest(checkpoints[0])
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=str(checkpoints[0]))
-    size = plan_proof(_count_parameters(manifest), _find_long_length(config), is_whole=request["is_whole"])
+    size = plan_proof(count_parameters(manifest), _find_long_length(config), is_whole=request["is_whole"])
     result: dict[str, Any] = {
         "weights": _compare_weights(directory, names, checkpoints, family, config, is_merged=request["is_merged"]),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
@@ -76,7 +76,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     if family is None:
         return result
     is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # passed to transformers
-    result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"], size) if ours and is_open else None
+    result["tokenizer"] = prove_tokenizer(directory, ours, request["is_import"], size) if ours and is_open else None
     if request["compares_models"]:
         result |= _compare_models(directory, names, config, family, ours, size)
     if request["compares_models"] and request["is_merged"]:
@@ -84,7 +84,8 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _count_parameters(manifest: Manifest) -> int:
+def count_parameters(manifest: Manifest) -> int:
+    """Returns the number of parameters of the decoder in a checkpoint."""
     return sum(math.prod(record.shape) for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX))
 
 
@@ -165,7 +166,12 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 # ---- tokenizer
 
 
-def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool, size: ProofSize) -> dict[str, Any]:
+def prove_tokenizer(directory: Path, ours: Tokenizer, is_import: bool, size: ProofSize) -> dict[str, Any]:
+    """Compares transformers' tokenizer of a directory with ours, and returns the results.
+
+    Raises:
+        UserError: They differ.
+    """
     # Our tokenizers read the spelling of a control symbol as text; transformers does so with this option.
     is_of_others = is_import or FAST_NAME in ours.files
     fast: Any = load_tokenizer(directory, **({"split_special_tokens": True} if is_of_others else {}))

@@ -1,6 +1,7 @@
 """The proof of exported adapters: a separate process that loads them with PEFT and compares them with the checkpoint.
 
 weights      every tensor in the directory equals, bit for bit, the checkpoint's tensor cast to its dtype
+tokenizer    equal ids and decoded text, as in the proof of a whole model
 logits       of transformers' model with PEFT and our decoder with its adapters, both in float32, on random tokens
 """
 
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from genesis.errors import UserError
 from genesis.export.proof import answer_request
+from genesis.export.proof_size import plan_proof
+from genesis.export.prove import PACKAGES, count_parameters, prove_tokenizer
 from genesis.export.theirs import load_model
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
@@ -36,32 +39,41 @@ from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.progress import sent_as_lines, stage
+from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
 _NUM_SEQUENCES = 4
 _SEQUENCE_TOKENS = 64
-_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "peft")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
-    return answer_request(argv, _prove)
+    with sent_as_lines():
+        return answer_request(argv, _prove)
 
 
 def _prove(request: dict[str, Any]) -> dict[str, Any]:
-    directory, checkpoint, base = (Path(request[key]) for key in ("directory", "checkpoint", "base"))
-    recipe = read_manifest(checkpoint).recipe
-    family = find_family(build_decoder_config(recipe["model"]["decoder"], where=f"the recipe in {checkpoint}"))
+    directory, checkpoint, base = (Path(request[name]) for name in ("directory", "checkpoint", "base"))
+    manifest = read_manifest(checkpoint)
+    config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
+    family = find_family(config)
     held, dtype = _compare_weights(directory, checkpoint, family)
+    tokenizer = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
+    packages = (*PACKAGES, "peft", *(() if tokenizer is None else tokenizer.packages))
     result: dict[str, Any] = {
         "weights": held,
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
+    if tokenizer is not None:
+        size = plan_proof(count_parameters(manifest), 0, is_whole=request["is_whole"])
+        result["tokenizer"] = prove_tokenizer(directory, tokenizer, is_import=False, size=size)
     if not request["compares_models"]:
         return result
-    decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
+    with stage("loading genesis's model"):
+        decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
     for parameter in decoder.parameters():
         if parameter.requires_grad:  # rounded to the dtype of the file
             parameter.data = parameter.data.to(dtype).float()
@@ -81,9 +93,10 @@ def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple
         ours[tied] = ours[name_adapter_tensor("embedding.weight", family)]
     if missing or not theirs.keys() <= ours.keys():
         raise UserError(f"the file has other tensors than the checkpoint, such as {min(missing or theirs.keys())}")
-    for name, tensor in theirs.items():
-        if not torch.equal(ours[name].to(tensor.dtype), tensor):
-            raise UserError(f"the values of {name} differ from the checkpoint's")
+    with stage("comparing the weights", len(theirs), "tensors") as shown:
+        for name, tensor in shown.each(theirs.items()):
+            if not torch.equal(ours[name].to(tensor.dtype), tensor):
+                raise UserError(f"the values of {name} differ from the checkpoint's")
     num_values = sum(tensor.numel() for tensor in theirs.values())
     compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
     return compared, next(iter(theirs.values())).dtype
@@ -112,17 +125,21 @@ def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
 
 def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Family) -> dict[str, Any]:
     config = decoder.config
-    model = _build_theirs(base, config, family)
-    with warnings.catch_warnings():
+    with stage("loading transformers' model with PEFT"), warnings.catch_warnings():
+        model = _build_theirs(base, config, family)
         warnings.simplefilter("error", RuntimeWarning)  # PEFT warns if the config and the file name different layers
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         adapted: Any = PeftModel.from_pretrained(model, str(directory)).eval()
     length = min(_SEQUENCE_TOKENS, config.max_seq_len)
     ids = torch.randint(config.vocab_size, (_NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        theirs, ours = adapted(input_ids=ids).logits.float(), decoder(ids)
+    with torch.no_grad(), stage("logits of PEFT, of genesis, and of the base", 3, "forwards") as shown:
+        theirs = adapted(input_ids=ids).logits.float()
+        shown.advance()
+        ours = decoder(ids)
+        shown.advance()
         with adapted.disable_adapter():
             without = adapted(input_ids=ids).logits.float()
+        shown.advance()
     largest, difference = float(theirs.abs().max()), float((ours - theirs).abs().max())
     tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:

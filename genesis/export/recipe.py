@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.data.sizes import AUTO
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import dump_decoder_config
 from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 
-_SEQ_LEN: Final = 2048
 _NUM_EPOCHS: Final = 3
 _RATES: Final = {"lr": 2e-5, "adapter_lr": 2e-4}
 """Adapters start at zero and are small: in 20 updates on conversations the rate of all weights taught them nearly
@@ -17,6 +17,7 @@ _HEAD: Final = """\
 # Trains from the imported weights, with your own corpus:
 #   genesis fit --config {recipe} --data.corpus corpora/NAME
 # {corpus}
+# Sequences and batches are as large as the corpus asks for; the start prints both.
 # It trains for data.num_epochs; --trainer.max_steps N or --data.num_tokens N replaces that. Adapters
 # (--model.adapter.rank 16) learn at adapter_lr; --model.optimizer.lr replaces both rates.
 # To resume a run that was stopped:
@@ -55,9 +56,9 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
         "model": {"decoder": dump_decoder_config(config), "optimizer": {"name": "adamw", **_RATES}},
         "data": {
             **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),
-            "seq_len": min(_SEQ_LEN, config.max_seq_len),
+            "seq_len": AUTO,
             "micro_batch_size": 1,
-            "global_batch_size": 4,
+            "global_batch_size": AUTO,
             "num_epochs": _NUM_EPOCHS,
         },
         "schedule": {"by": "updates", "warmup_share": 0.05},

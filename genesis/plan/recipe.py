@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.data.sizes import resolve_recipe
 from genesis.errors import UserError
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig
@@ -128,14 +129,15 @@ def read_recipe(
     if objective not in OBJECTIVES:
         assumptions.append(f"objective {objective} is counted as CrossEntropy")
         objective = "CrossEntropy"
-    seq_len = read.count("data.seq_len", decoder.max_seq_len)
-    micro_batch_size = read.count("data.micro_batch_size", 1)
     num_ranks = num_ranks or _read_devices(read, assumptions)
     if num_ranks > MOST_RANKS:
         raise UserError(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
     layout = _read_layout(read, num_ranks)
+    read = Reader(resolve_recipe(content, decoder.max_seq_len, num_ranks), where)
+    seq_len = read.count("data.seq_len", decoder.max_seq_len)
+    micro_batch_size = read.count("data.micro_batch_size", 1)
     global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
     num_rows = 0
     if objective == "GSPO":

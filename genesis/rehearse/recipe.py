@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from genesis.data.sizes import resolve_recipe as resolve_recipe_sizes
 from genesis.errors import UserError
 from genesis.processes import run_program
 
@@ -77,7 +78,8 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         )
     if trainer.get("logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    return RehearsedRecipe(max_steps, every_n_steps, resolved["data"]["seq_len"])
+    data = resolve_recipe_sizes(resolved, resolved["model"]["decoder"]["max_seq_len"], num_ranks=1)["data"]
+    return RehearsedRecipe(max_steps, every_n_steps, data["seq_len"])
 
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:

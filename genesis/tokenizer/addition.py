@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
@@ -16,7 +15,7 @@ from genesis.tokenizer.huggingface import (
     open_library,
     read_json,
 )
-from genesis.tokenizer.train import MODEL_NAME
+from genesis.tokenizer.train import MODEL_NAME, read_model
 
 _MAX_CHARS: Final = 200
 
@@ -95,8 +94,7 @@ def extend_sentencepiece(files: Mapping[str, bytes], addition: TokenAddition) ->
             "a SentencePiece tokenizer keeps its eos and holds no chat template: leave out --eos and --chat_template, "
             "and give the template to the commands that render conversations"
         )
-    content = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when it is imported
-    content.ParseFromString(files[MODEL_NAME])
+    content = read_model(files[MODEL_NAME])
     _check_new(addition.tokens, {one.piece: token for token, one in enumerate(content.pieces)})
     for token in addition.tokens:
         content.pieces.add(piece=token, score=0.0, type=content.SentencePiece.CONTROL)

@@ -15,12 +15,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
-from sentencepiece import sentencepiece_model_pb2
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
@@ -28,7 +27,7 @@ from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
 from genesis.tokenizer.limits import check_charsmap
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.tokenizer import find_offsets
-from genesis.tokenizer.train import MODEL_NAME
+from genesis.tokenizer.train import MODEL_NAME, read_model
 
 _SPACE_MARK: Final = "\u2581"
 """SentencePiece's stand-in for a space inside pieces."""
@@ -60,7 +59,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError):
             raise UserError(f"not a SentencePiece model; {TRAIN_REMEDY}") from None
-        check_charsmap(_parse(model).normalizer_spec.precompiled_charsmap)
+        check_charsmap(read_model(model).normalizer_spec.precompiled_charsmap)
         self._prefix = " " if _has_dummy_prefix(self._processor) else ""
         if self._prefix:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=_drop_dummy_prefix(model))
@@ -277,15 +276,9 @@ def _has_dummy_prefix(processor: sentencepiece.SentencePieceProcessor) -> bool:
 
 
 def _drop_dummy_prefix(model: bytes) -> bytes:
-    content = _parse(model)
+    content = read_model(model)
     content.normalizer_spec.add_dummy_prefix = False
     return bytes(content.SerializeToString())
-
-
-def _parse(model: bytes) -> Any:
-    content = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when it is imported
-    content.ParseFromString(model)
-    return content
 
 
 def _is_utf8(data: bytes) -> bool:

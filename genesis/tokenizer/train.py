@@ -10,11 +10,13 @@ The ids of a trained tokenizer begin the same way at any vocabulary size:
 Ids below 16 are control symbols: no text is encoded to them, not even the text `<|user|>`.
 """
 
+import importlib
 import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
@@ -129,3 +131,13 @@ def _explain(message: str, options: TokenizerOptions) -> Exception:
     if "sentences_.empty()" in message:
         return UserError("the sources have no text to train a tokenizer on; give other paths")
     return RuntimeError(message)
+
+
+def read_model(model: bytes) -> Any:
+    """Returns the content of a SentencePiece model's file as a message, whose fields can be changed.
+
+    protobuf, which takes long to import, is imported here: other kinds of tokenizers do not need it.
+    """
+    content = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
+    content.ParseFromString(model)
+    return content

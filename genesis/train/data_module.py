@@ -30,14 +30,15 @@ from genesis.data.pair_windows import SomePairWindows
 from genesis.data.pairs import spread_validation
 from genesis.data.prompt_data import HeldOutWindows, PromptData
 from genesis.data.prompts import PromptOptions
+from genesis.data.sizes import Size
 from genesis.data.skipped import read_ranges
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
-from genesis.data.validation_windows import ValidationWindows
+from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
-from genesis.errors import UserError, check_is_named
+from genesis.errors import QuietExit, UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
@@ -55,9 +56,10 @@ class CorpusDataModule(pl.LightningDataModule):
     Args:
         corpus: The directory that `genesis data prepare` wrote. Beside a stream it gives the validation set and the
             tokenizer alone, and may be left out.
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens of a sequence; `auto` for as many as the conversations of the corpus need, at most 2,048.
         micro_batch_size: Sequences of one forward and backward on one rank.
-        global_batch_size: Sequences of one step, over all ranks.
+        global_batch_size: Sequences of one step, over all ranks; `auto` for 1 to 32 conversations, by the size of the
+            corpus. A run that continues keeps its own.
         seed: The seed of the order.
         mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
             corpus was prepared with, or the stream's sources have.
@@ -91,9 +93,9 @@ class CorpusDataModule(pl.LightningDataModule):
         self,
         corpus: str | None = None,
         *,
-        seq_len: int,
+        seq_len: Size,
         micro_batch_size: int,
-        global_batch_size: int,
+        global_batch_size: Size,
         seed: int = 0,
         mix: dict[str, int] | None = None,
         max_epochs: dict[str, int] | None = None,
@@ -111,6 +113,9 @@ class CorpusDataModule(pl.LightningDataModule):
         num_tokens: int | None = None,
     ) -> None:
         super().__init__()
+        # `genesis fit` has put numbers in their place (`genesis.data.sizes`).
+        assert seq_len != "auto"
+        assert global_batch_size != "auto"
         options = TrainingOptions(
             *(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs),
             read_ranges(skip_positions),
@@ -149,6 +154,8 @@ class CorpusDataModule(pl.LightningDataModule):
             _check_validation(self.trainer)
         if stage == "fit":
             self._set_up_rollouts()
+            if self.trainer is not None and isinstance(self.training, CorpusData):
+                make_plan_in_turn(self.training, self.trainer)
             self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
@@ -232,6 +239,14 @@ class CorpusDataModule(pl.LightningDataModule):
     def data_position(self) -> int:
         """The position after the last trained window, for `Heartbeat`."""
         return self.training.data_position
+
+    @property
+    def validation_measure(self) -> tuple[str | None, str | None]:
+        """What a validation measures, so that checkpoints know which of its losses can be compared (`name_measure`)."""
+        corpus = self.training.corpus if isinstance(self.training, CorpusData | StreamData) else None
+        if corpus is None:
+            return None, None
+        return name_measure(corpus, self.training.options.seq_len, self._limit_validation_sequences)
 
     @property
     def pads_pairs(self) -> bool:
@@ -330,6 +345,30 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _is_own(self, callback: pl.Callback) -> bool:
         return isinstance(callback, MoveDataPosition) and callback.data is self.training
+
+
+def make_plan_in_turn(data: CorpusData, trainer: pl.Trainer) -> None:
+    """Makes a missing packing plan on the first rank of each node, one node after the other; all ranks wait.
+
+    The first node's plan is the only one where nodes share the corpus: the others find it. Nodes with corpora of their
+    own make one each. So there are never two writers, also where a file system has no locks. Communicates.
+
+    Raises:
+        UserError: A plan cannot be made.
+        QuietExit: On another rank; that rank reports why.
+    """
+    for node in range(trainer.num_nodes):
+        failed: Exception | None = None
+        if (trainer.node_rank, trainer.local_rank) == (node, 0):
+            try:
+                data.make_plan()
+            except Exception as error:  # the others wait for the broadcast, and raised below
+                failed = error
+        has_failed = trainer.strategy.broadcast(failed is not None, src=node * trainer.num_devices)
+        if failed is not None:
+            raise failed
+        if has_failed:
+            raise QuietExit(UserError.exit_status)
 
 
 def _build_training_data(

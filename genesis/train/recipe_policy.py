@@ -1,6 +1,7 @@
 """The keys of a genesis recipe that may change when a run continues."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 from genesis.compilation import unify_compilation
@@ -11,6 +12,7 @@ from genesis.model.recipe import unify_decoder
 from genesis.optim.build import read_adapter_decay
 from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
+from genesis_callbacks.schedule import Schedule, ScheduleOptions
 
 _FREE: Final = (
     # Where the run executes, and the paths of its files.
@@ -66,6 +68,35 @@ def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mappi
     return {**recipe, "model": {**model, "attention": kernel}}
 
 
+_SCHEDULE: Final = {field.name for field in fields(ScheduleOptions)}
+
+
+def align_schedule(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe with the schedule of an earlier one, if both are the same: lengths have several spellings.
+
+    A schedule of 5,000 updates with a warm-up of 100 is one with a warm-up of 0.02 that ends with a run of 5,000 steps.
+    """
+    planned = _plan_schedule(before)
+    if planned is None or planned != _plan_schedule(now):
+        return now
+    return {**now, "schedule": before["schedule"]}
+
+
+def _plan_schedule(recipe: Mapping[str, Any]) -> tuple[Schedule, Mapping[str, Any]] | None:
+    """Returns the schedule of a recipe and its other options; None if it depends on the data, or there is none."""
+    trainer, options = recipe.get("trainer"), recipe.get("schedule")
+    max_steps = trainer.get("max_steps") if isinstance(trainer, Mapping) else None
+    if not isinstance(options, Mapping):
+        return None
+    others = {name: value for name, value in options.items() if name not in _SCHEDULE}
+    try:
+        known = {name: value for name, value in options.items() if name in _SCHEDULE}
+        schedule = ScheduleOptions(**known).plan(max_steps if isinstance(max_steps, int) else -1)
+    except (TypeError, ValueError, ArithmeticError):  # of an untrusted manifest, or a length in epochs
+        return None
+    return None if schedule is None else (schedule, {"by": options.get("by"), **others})
+
+
 RECIPE_POLICY: Final = DriftPolicy(
     rules=(
         ("allow", "model.decoder.dropout"),
@@ -95,5 +126,6 @@ RECIPE_POLICY: Final = DriftPolicy(
     ),
     remedy="--checkpoint.allow_changed '{keys}'",
     unify=unify_recipe,
+    align=align_schedule,
 )
 """Keys in neither list (learning rate, schedule, max_steps, mix, precision, ...) need permission by name to change."""

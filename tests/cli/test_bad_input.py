@@ -78,7 +78,7 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
     [
         ("--data.seqlen", "16", ("--data.seqlen", "did you mean 'data.seq_len'?")),
         ("--model.decoder.dmi", "16", ("--model.decoder.dmi", "did you mean 'model.decoder.dim'?")),
-        ("--data.seq_len", "many", ("error: data.seq_len is many: give a whole number\n",)),
+        ("--data.seq_len", "many", ("error: data.seq_len is 'many': give a whole number or one of auto\n",)),
         ("--trainer.max_steps", "4.5", ("trainer.max_steps is '4.5': give a whole number",)),
         ("--model.optimizer.name", "adam", ("adamw", "muon", "adam")),
         ("--schedule.shape", "cosin", ("schedule.shape", "cosine", "cosin")),

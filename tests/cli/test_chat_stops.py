@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from genesis.run_directory import RunDirectory
 from tests.chat.support import CHATML
@@ -42,6 +43,7 @@ def write_corpus(genesis: Genesis, directory: Path, template: str, name: str = "
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_a_model_that_learned_a_format_stops_in_every_command(
     genesis: Genesis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,6 +55,13 @@ def test_a_model_that_learned_a_format_stops_in_every_command(
     fitted = genesis("fit", "--config", str(write_recipe(tmp_path / "recipe.yaml", recipe)))
     assert fitted.status == 0, fitted.err
     assert RunDirectory(run).chat_template.read_text() == TEMPLATE
+    tuned = build_chat_recipe(corpus, tmp_path / "tuned", "best_fit", 2) | {"ckpt_path": str(run)}
+    tuned["model"]["adapter"] = {"rank": 2}
+    tuned["model"]["optimizer"] |= {"lr": 1e-4}
+    tuned["checkpoint"]["restore"] = "weights"
+    del tuned["trainer"]["val_check_interval"]
+    adapted = genesis("fit", "--config", str(write_recipe(tmp_path / "tuned.yaml", tuned)))
+    assert adapted.status == 0, adapted.err
     shutil.rmtree(corpus / "chat")  # the run has its own
 
     greedy = ("--prompt", ASKED, "--temperature", "0", "--max_new_tokens", "40")
@@ -86,3 +95,18 @@ def test_a_model_that_learned_a_format_stops_in_every_command(
         answers = pipeline("text-generation", model=model, tokenizer=tokenizer)
         written = answers(asked["messages"], do_sample=False, max_new_tokens=40)[0]["generated_text"][-1]
         assert written == {"role": "assistant", "content": ANSWER}
+
+    # Adapters alone, as their card says: the base stops at its eos, and has its own template.
+    exported = genesis("export", str(tmp_path / "tuned"), str(tmp_path / "adapter"), "--adapter")
+    assert exported.status == 0, exported.err
+    assert "texts with equal ids" in exported.out
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    base.generation_config.eos_token_id = EOS
+    peft: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    peft.generation_config = GenerationConfig.from_pretrained(tmp_path / "adapter")
+    assert peft.generation_config.eos_token_id == [EOS, END]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    prompt = tokenizer.apply_chat_template(asked["messages"], add_generation_prompt=True, return_tensors="pt")
+    ids = peft.generate(**prompt, do_sample=False, max_new_tokens=40)[0, prompt["input_ids"].shape[1] :].tolist()
+    assert (ids[-1], tokenizer.decode(ids, skip_special_tokens=True)) == (END, ANSWER)
+    assert "GenerationConfig.from_pretrained" in (tmp_path / "adapter/README.md").read_text()

@@ -13,6 +13,7 @@ from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.export.recipe import build_recipe as build_imported
 from genesis.model.decoder import DecoderConfig
+from genesis.recipe_yaml import load_yaml
 from genesis.train import progress
 from tests.chat.support import write_tokenizer
 from tests.cli.conftest import Genesis
@@ -146,6 +147,61 @@ def test_what_the_command_line_cannot_mean_is_one_line(
     assert line in printed
 
 
+def test_the_sizes_of_an_import_follow_the_corpus_are_kept_and_drop_nothing(
+    fit: Fit, genesis: Genesis, corpus: Path, tmp_path: Path
+) -> None:
+    auto = IMPORTED | {"data.seq_len": "auto", "data.global_batch_size": "auto", "data.micro_batch_size": 1}
+    printed, rows = fit(auto, "--data.num_epochs", "1")
+    assert rows, printed
+    assert "data.seq_len is 96 and data.global_batch_size 1 (auto): a step learns from about" in printed
+    assert "of 37 conversations" in printed
+    assert (len(rows), "no sequences are dropped" in printed) == (count_sequences(corpus), True)
+    recorded = load_yaml((tmp_path / "run/config.yaml").read_text(), "config.yaml")["data"]
+    assert (recorded["seq_len"], recorded["global_batch_size"]) == (96, 1)
+
+    planned = genesis("plan", "--config", str(tmp_path / "fit.yaml"), "--data.num_epochs", "1", "--json")
+    assert json.loads(planned.out)["run"]["num_steps"] == len(rows), planned.err
+    resume = ("--ckpt_path", "latest", "--data.num_epochs", "1")
+    printed, _ = fit(auto, *resume, "--data.global_batch_size", "2")
+    assert "data.global_batch_size is 2 and was 1" in printed
+    more = ("--ckpt_path", "latest", "--data.num_epochs", "2", "--checkpoint.allow_changed", "[data.num_epochs]")
+    printed, longer = fit(auto, *more)
+    assert len(longer) == 2 * len(rows), printed
+    assert "(auto)" not in printed  # the run's own
+
+
+def test_the_length_and_the_rate_of_a_later_recipe_replace_those_of_an_earlier_one(
+    fit: Fit, genesis: Genesis, tmp_path: Path
+) -> None:
+    later, last = tmp_path / "later.yaml", tmp_path / "last.yaml"
+    later.write_text("data: {num_epochs: 1}\nschedule: {warmup_share: 0.1}\n")
+    last.write_text("trainer: {max_steps: 3}\n")
+    options = ("--config", str(later), "--config", str(last))
+    printed, rows = fit(EARLIER, *options)
+    assert [row["step"] for row in rows] == ["1", "2", "3"], printed
+    assert float(rows[-1]["optim/lr_factor"]) < 0.4
+    for file, what in (
+        (later, "data.num_epochs 1 replaces trainer.max_steps 1000 of"),
+        (later, "schedule.warmup_share 0.1 replaces schedule.warmup_updates 50 of"),
+        (last, "trainer.max_steps 3 replaces data.num_epochs 1 of"),
+    ):
+        assert f"{file}: {what}" in printed
+    planned = genesis("plan", "--config", str(tmp_path / "fit.yaml"), *options, "--json")
+    assert json.loads(planned.out)["run"]["num_steps"] == 3
+    assert f"{last}: trainer.max_steps 3 replaces" in planned.err
+
+
+def test_a_run_that_began_with_lengths_in_updates_resumes_by_the_same_ones_as_shares(fit: Fit) -> None:
+    written = {"data.num_epochs": None, "trainer.max_steps": 4, "schedule.total_updates": 4}
+    printed, rows = fit(written | {"schedule.warmup_updates": 1})
+    assert rows, printed
+    shares = {"data.num_epochs": None, "trainer.max_steps": 4, "schedule.total_updates": None}
+    printed, _ = fit(shares | {"schedule.warmup_share": 0.5}, "--ckpt_path", "latest")
+    assert "schedule.warmup_share, schedule.warmup_updates changed" in printed
+    printed, rows = fit(shares | {"schedule.warmup_share": 0.25}, "--ckpt_path", "latest")
+    assert rows, printed
+
+
 def test_tokens_are_a_length_of_steps_with_padding(fit: Fit) -> None:
     printed, rows = fit(EARLIER, "--data.num_tokens", str(4 * BATCH * SEQ_LEN - 1), *SHARE)
     assert int(rows[-1]["step"]) == 4, printed
@@ -191,6 +247,7 @@ def test_the_recipe_of_an_import_has_one_length_a_rate_for_adapters_and_a_warm_u
     assert recipe["data"]["num_epochs"] in (2, 3)
     assert not {"max_steps", "max_epochs"} & recipe["trainer"].keys()
     assert not {"total_updates", "warmup_updates"} & recipe["schedule"].keys()
+    assert (recipe["data"]["seq_len"], recipe["data"]["global_batch_size"]) == ("auto", "auto")
     assert "packing" not in recipe["data"]  # conversations are kept whole by default
     rates = recipe["model"]["optimizer"]
     assert rates["adapter_lr"] == pytest.approx(10 * rates["lr"])

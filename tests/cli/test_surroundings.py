@@ -139,7 +139,7 @@ def test_a_plain_word_has_one_type_in_every_reader_and_after_it_was_written(word
     [
         ("--trainer.max_steps", "12:30:45", "trainer.max_steps is '12:30:45': give a whole number or null"),
         ("--trainer.enable_progress_bar", "no", "trainer.enable_progress_bar is 'no': give true or false"),
-        ("--data.seq_len", "1_6", "data.seq_len is 1_6: give a whole number"),
+        ("--data.seq_len", "1_6", "data.seq_len is '1_6': give a whole number or one of auto"),
     ],
 )
 def test_a_word_of_another_type_is_refused_by_the_parser_of_fit(

@@ -17,7 +17,6 @@ from tests.demo.picture import check_picture
 STEPS = 60
 RECIPE = {
     "trainer": {"max_steps": 1000, "log_every_n_steps": 5, "val_check_interval": 200},
-    "schedule": {"total_updates": 1000, "warmup_updates": 20},
     "checkpoint": {"every_n_steps": 100, "keep_every_n_steps": 200},
 }
 
@@ -27,8 +26,6 @@ def test_everything_that_counts_steps_is_scaled() -> None:
     assert dict(zip(words[::2], words[1::2], strict=True)) == {
         "--trainer.max_steps": "60",
         "--data.limit_validation_sequences": "64",
-        "--schedule.total_updates": "60",
-        "--schedule.warmup_updates": "1",
         "--checkpoint.every_n_steps": "6",
         "--checkpoint.keep_every_n_steps": "12",
         "--trainer.log_every_n_steps": "1",

@@ -1,6 +1,7 @@
 """Exports of adapters: PEFT loads them, a merged model is the same model, and adapters of others are read strictly."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from genesis.huggingface.peft import FINGERPRINT, WEIGHTS_NAME
 from genesis.model.adapter import AdapterConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.train.adapter_base import AdapterBase, find_adapter_base, read_start
+from tests.commands import run_prove
 from tests.tiny_runs import build_decoder, save, save_adapted
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
@@ -53,10 +55,20 @@ def adapt(tmp_path: Path, base: Path, **adapter: Any) -> Path:
 @pytest.mark.each
 @pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_peft_loads_exported_adapters_with_equal_logits(
-    tmp_path: Path, base: Path, exported_base: Path, kind: str
+    tmp_path: Path, base: Path, exported_base: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = adapt(tmp_path, base, **KINDS[kind])
+    sent: list[str] = []
+
+    def record(request: str, module: str) -> subprocess.CompletedProcess[str]:
+        done = run_prove(request, module)
+        sent.append(done.stdout)
+        return done
+
+    monkeypatch.setattr("genesis.export.proof.run_prove", record)
     proof = export_adapter(checkpoint, tmp_path / "out", AdapterExportOptions(base_name=str(exported_base)))
+    for name in ("comparing the weights", "loading transformers' model with PEFT", "logits of PEFT"):
+        assert f'genesis-stage {{"name": "{name}' in sent[0]
     assert proof["logits"]["largest_difference"] <= proof["logits"]["tolerance"]
     assert proof["logits"]["largest_change_by_the_adapters"] > 100 * proof["logits"]["tolerance"]
     model: Any = AutoModelForCausalLM.from_pretrained(exported_base, dtype=torch.float32)

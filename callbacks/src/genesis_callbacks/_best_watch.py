@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+
 from .checkpoint.best import Measured, MonitorMode, mark_best, rank, read_best
 from .checkpoint.errors import CheckpointError
 from .run_directory import step_of
@@ -18,10 +20,16 @@ class BestWatch:
         monitor: Key of a metric that validation logs.
         mode: Whether smaller (`min`) or larger (`max`) is better.
         count: How many are the best.
+
+    Attributes:
+        measure: What the metric is measured on: values of different measures are never compared. None for no name.
+        unnamed_measure: The measure of values that were recorded without a name, by earlier versions.
     """
 
     def __init__(self, monitor: str, mode: MonitorMode, count: int = 1) -> None:
         self._monitor, self._mode, self._count = monitor, mode, count
+        self.measure: str | None = None
+        self.unnamed_measure: str | None = None
         self._ranked: tuple[Measured, ...] = ()  # the best first; more than `count` while one of them is open
         self._open: frozenset[int] = frozenset()  # steps that are being saved
 
@@ -29,6 +37,15 @@ class BestWatch:
     def best(self) -> tuple[Measured, ...]:
         """The best so far, in their order, with those that are being saved."""
         return self._ranked[: self._count]
+
+    def read_measure(self, trainer: pl.Trainer) -> None:
+        """Takes the measure that the data module names, if it does, before a state is loaded.
+
+        `validation_measure` of a data module is a name, such as a hash of the validation data, and the name that values
+        without one have.
+        """
+        data = vars(trainer).get("datamodule")
+        self.measure, self.unnamed_measure = getattr(data, "validation_measure", (None, None))
 
     def read(self, metrics: Mapping[str, Any]) -> float:
         """Returns the monitored metric.
@@ -78,21 +95,35 @@ class BestWatch:
         self._mark(directory, [one for one in self._ranked if one.step not in self._open])
 
     def _mark(self, directory: Path, measured: Sequence[Measured]) -> list[Measured]:
-        return mark_best(directory, rank(measured, self._mode), self._monitor, self._mode, count=self._count)
+        ranked = rank(measured, self._mode)
+        return mark_best(directory, ranked, self._monitor, self._mode, count=self._count, measure=self.measure)
 
-    def agree_with(self, directory: Path) -> None:
+    def _is_comparable(self, monitor: Any, mode: Any, measure: Any) -> bool:
+        named = self.unnamed_measure if measure is None else measure
+        return bool((monitor, mode, named) == (self._monitor, self._mode, self.measure))
+
+    def agree_with(self, directory: Path) -> str | None:
         """Merges the marks on the disk with this state, when a run begins or continues. Rank 0 calls it.
 
         By now the directory holds only checkpoints of this run's past. The marks may be newer than the restored state,
         because a step is saved before it is validated. After a kill, the restored state may be newer than the marks.
-        A step whose checkpoint was removed is forgotten.
+        A step whose checkpoint was removed is forgotten. Marks of another measure stay until a new one replaces them.
+
+        Returns:
+            A line about marks of another measure, which are not compared; None without such marks.
         """
         found = read_best(directory)
         known = list(self._ranked)
-        if found is not None and (found.monitor, found.mode) == (self._monitor, self._mode):
-            known += [Measured(step_of(one.name), one.value) for one in found.ranked]
         self._open = frozenset()
+        if found is not None and self._is_comparable(found.monitor, found.mode, found.measure):
+            known += [Measured(step_of(one.name), one.value) for one in found.ranked]
+        elif found is not None and (found.monitor, found.mode) == (self._monitor, self._mode) and not known:
+            return (
+                f"the best checkpoint so far, {found.name} with {found.monitor} {found.value:.6g}, was measured on "
+                "other validation data or by another rule: it is not compared, and stays marked until a validation"
+            )
         self._ranked = tuple(self._mark(directory, known))
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values: the best one, and the others beside it."""
@@ -100,6 +131,7 @@ class BestWatch:
         return {
             "monitor": self._monitor,
             "mode": self._mode,
+            "measure": self.measure,
             "step": None if first is None else first.step,
             "value": None if first is None else first.value,
             "others": [{"step": one.step, "value": one.value} for one in self.best[1:]],
@@ -108,7 +140,7 @@ class BestWatch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` returned, if the metric is the same. Older states hold the best step alone."""
         # Values of another metric, or of the other direction, cannot be compared: the run begins without a best step.
-        if (state["monitor"], state["mode"]) != (self._monitor, self._mode):
+        if not self._is_comparable(state["monitor"], state["mode"], state.get("measure")):
             return
         first = [] if state["step"] is None else [Measured(state["step"], state["value"])]
         others = [Measured(one["step"], one["value"]) for one in state.get("others", ())]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
@@ -117,7 +117,7 @@ class FitSession:
 
     # ---- getting in
 
-    def open(self, *, is_dry: bool) -> None:
+    def open(self, trainer: Trainer) -> None:
         """Takes the directory, and starts the writer process, which imports while the rest of the setup runs.
 
         Communicates.
@@ -128,14 +128,16 @@ class FitSession:
         # `attempt` gathers each rank's error before any rank raises, so that no rank waits forever for one that
         # has failed. It also keeps the other ranks here until rank 0 has cleared the files of the rank watch.
         self.ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
-        self._is_dry = is_dry
+        self._is_dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it
+        if self._best is not None:
+            self._best.read_measure(trainer)
         run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
         if lost_rank_seconds is not None and self.ranks.world_size > 1:
             self._rank_watch = RankWatch(run_dir, self.ranks.rank, self.ranks.world_size, lost_rank_seconds)
-        if not is_dry:
+        if not self._is_dry:
             self.events = FitEvents(run_dir, self.ranks)
             self.events.start()
-        if self._options.mode == "process" and not is_dry:
+        if self._options.mode == "process" and not self._is_dry:
             self._writer = WriterProcess()
 
     def _take_directory(self) -> None:
@@ -275,8 +277,9 @@ class FitSession:
                 else f"training starts over {'from step 0' if start is None else f'from {start.path}'}"
             )
             rank_zero_warn(f"{begin}: {what} moved to {target}, and nothing was deleted")
-        if self._best is not None:
-            self._best.agree_with(self._directory)
+        line = None if self._best is None else self._best.agree_with(self._directory)
+        if line is not None:
+            rank_zero_info(line)
 
     def watch(self) -> None:
         """Starts to watch signals and the other ranks. No communication."""

@@ -334,7 +334,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._session = FitSession(
                 self._options, ranks, history=self._history, statistics=self.statistics, best=self._best
             )
-            self._session.open(is_dry=trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it
+            self._session.open(trainer)
             self._proved = prove_device(trainer.strategy.root_device, self.device_proofs)
             for failure in self._proved.failures:
                 warnings.warn(failure, SlowDeviceWarning, stacklevel=2)

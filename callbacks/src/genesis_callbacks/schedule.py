@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from genesis_callbacks.errors import UserError
 
-__all__ = ["Schedule", "Shape", "lr_factor"]
+__all__ = ["Clock", "Schedule", "ScheduleOptions", "Shape", "lr_factor"]
 
 Shape = Literal["cosine", "wsd", "linear", "constant"]
+Clock = Literal["updates", "tokens_updated", "tokens_seen"]
+"""What the lengths of a schedule count."""
+_DECAY_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,97 @@ def lr_factor(clock: int, schedule: Schedule, ahead: int = 1) -> float:
     progress = (clock - start) / (schedule.total - start)
     fallen = (1 - math.cos(math.pi * progress)) / 2 if schedule.shape == "cosine" else progress
     return 1.0 - (1.0 - schedule.floor) * fallen
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """The options of a schedule, whose lengths have several spellings; `plan` gives what they mean.
+
+    The arguments are those of `genesis_callbacks.SkipAwareLR`.
+
+    Raises:
+        ValueError: The lengths contradict each other, or don't fit into the given total.
+    """
+
+    shape: Shape | Literal["own"] = "cosine"
+    by: Clock = "updates"
+    total_updates: int | None = None
+    total_tokens: int | None = None
+    warmup_updates: int | None = None
+    warmup_tokens: int | None = None
+    warmup_share: float | None = None
+    decay_updates: int | None = None
+    decay_tokens: int | None = None
+    decay_share: float | None = None
+    floor_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self._decay is not None and self.shape != "wsd":
+            raise UserError(f"a decay length is given, but the shape is {self.shape!r}: only wsd has a decay length")
+        _ = self._warmup  # lengths that contradict each other are refused at once
+        if self._total is not None:
+            self.plan(-1)
+
+    def plan(self, max_steps: int) -> Schedule | None:
+        """Returns the schedule of a run; None for `own`.
+
+        Args:
+            max_steps: The steps of the run, the end of a schedule in updates without an own one; -1 if unknown.
+
+        Raises:
+            ValueError: The schedule has no end, or its parts don't fit into the whole.
+        """
+        if self.shape == "own":
+            return None
+        total = self._find_total(max_steps)
+        decay = (_DECAY_SHARE if self._decay is None else self._decay) if self.shape == "wsd" else 0
+        warmup = _resolve(self._warmup or 0, total)
+        return Schedule(self.shape, total, warmup=warmup, decay=_resolve(decay, total), floor=self.floor_share)
+
+    @property
+    def _unit(self) -> str:
+        return "updates" if self.by == "updates" else "tokens"
+
+    @property
+    def _total(self) -> int | float | None:
+        return _pick("total", self._unit, self.total_updates, self.total_tokens, None)
+
+    @property
+    def _warmup(self) -> int | float | None:
+        return _pick("warmup", self._unit, self.warmup_updates, self.warmup_tokens, self.warmup_share)
+
+    @property
+    def _decay(self) -> int | float | None:
+        return _pick("decay", self._unit, self.decay_updates, self.decay_tokens, self.decay_share)
+
+    def _find_total(self, max_steps: int) -> int:
+        total = self._total
+        if total is not None:
+            return int(total)
+        if self.by == "updates" and max_steps > 0:
+            return max_steps
+        if self.shape == "constant" and not isinstance(self._warmup, float):
+            return max(1, self._warmup or 0)  # a constant has no end
+        other = ", or max_steps to the Trainer" if self.by == "updates" else ""
+        raise UserError(f"the schedule has no end: give total_{self._unit}{other}")
+
+
+def _pick(name: str, unit: str, updates: int | None, tokens: int | None, share: float | None) -> int | float | None:
+    """Returns the one length that is given: a whole number in the clock's unit, or a share as a float."""
+    lengths: dict[str, int | float | None] = {"updates": updates, "tokens": tokens, "share": share}
+    given = {key: value for key, value in lengths.items() if value is not None}
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give only one of them")
+    for key, value in given.items():
+        if key not in (unit, "share"):
+            raise UserError(
+                f"{name}_{key} is given, but the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
+            )
+        if key == "share" and not 0.0 <= value <= 1.0:
+            raise UserError(f"{name}_share is {value}: it is a share of the total, 0 to 1")
+        return float(value) if key == "share" else int(value)
+    return None
+
+
+def _resolve(length: int | float, total: int) -> int:
+    return round(length * total) if isinstance(length, float) else length

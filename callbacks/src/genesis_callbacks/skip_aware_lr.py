@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from genesis_callbacks.errors import UserError
-from genesis_callbacks.schedule import Schedule, lr_factor
+from genesis_callbacks.schedule import Clock, Schedule, ScheduleOptions, lr_factor
 from genesis_callbacks.token_counters import TokenCounters
 
 from ._argument_types import checking
@@ -29,8 +29,6 @@ LR = "optim/lr"
 LR_OF_GROUP = "optim/lr_{name}"
 LR_FACTOR = "optim/lr_factor"
 REPLAYS = "optim/replays"
-
-Clock = Literal["updates", "tokens_updated", "tokens_seen"]
 
 _STATE_VERSION = 1
 
@@ -86,15 +84,11 @@ class SkipAwareLR(pl.Callback):
     ) -> None:
         if max_replays < 0:
             raise UserError(f"max_replays is {max_replays}: it must be at least 0")
-        unit = "updates" if by == "updates" else "tokens"
-        self._shape, self._by, self._floor, self._max_replays = shape, by, floor_share, max_replays
-        self._total = _pick("total", unit, total_updates, total_tokens, None)
-        self._warmup = _pick("warmup", unit, warmup_updates, warmup_tokens, warmup_share)
-        self._decay = _pick("decay", unit, decay_updates, decay_tokens, decay_share)
-        if self._decay is not None and shape != "wsd":
-            raise UserError(f"a decay length is given, but the shape is {shape!r}: only wsd has a decay length")
-        if self._total is not None:
-            self._plan(int(self._total))
+        self._shape, self._by, self._max_replays = shape, by, max_replays
+        lengths = (total_updates, total_tokens, warmup_updates, warmup_tokens, warmup_share)
+        self._options = ScheduleOptions(
+            shape, by, *lengths, decay_updates, decay_tokens, decay_share, floor_share=floor_share
+        )
         self._schedule: Schedule | None = None
         self._factor = 1.0
         self._counters: TokenCounters | None = None
@@ -147,8 +141,7 @@ class SkipAwareLR(pl.Callback):
             raise UserError(
                 "SkipAwareLR reads the clocks of TokenCounters: add TokenCounters() to the Trainer's callbacks"
             )
-        if self._shape != "own":
-            self._schedule = self._plan(self._find_total(trainer.max_steps))
+        self._schedule = self._options.plan(trainer.max_steps)
         self._restored_peaks = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -205,30 +198,6 @@ class SkipAwareLR(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the module's hooks and the optimizers' learning rates back."""
         self._leave(trainer)
-
-    # ---- planning
-
-    def _find_total(self, max_steps: int) -> int:
-        if self._total is not None:
-            return int(self._total)
-        if self._by == "updates" and max_steps > 0:
-            return max_steps
-        if self._shape == "constant" and not isinstance(self._warmup, float):
-            return max(1, self._warmup or 0)  # a constant has no end
-        unit = "updates" if self._by == "updates" else "tokens"
-        other = ", or max_steps to the Trainer" if unit == "updates" else ""
-        raise UserError(f"the schedule has no end: give total_{unit}{other}")
-
-    def _plan(self, total: int) -> Schedule:
-        assert self._shape != "own"
-        decay = (0.2 if self._decay is None else self._decay) if self._shape == "wsd" else 0
-        return Schedule(
-            self._shape,
-            total,
-            warmup=_resolve(self._warmup or 0, total),
-            decay=_resolve(decay, total),
-            floor=self._floor,
-        )
 
     def _refuse_mismatch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         num_schedulers = len(trainer.lr_scheduler_configs)
@@ -334,27 +303,6 @@ class SkipAwareLR(pl.Callback):
             # `on_fit_start` reads the peaks from the optimizers: another fit must find them unscaled.
             self._set_lrs(trainer, 1.0)
         self._peaks = []
-
-
-def _pick(name: str, unit: str, updates: int | None, tokens: int | None, share: float | None) -> int | float | None:
-    """Returns the one length that is given: a whole number in the clock's unit, or a share as a float."""
-    lengths: dict[str, int | float | None] = {"updates": updates, "tokens": tokens, "share": share}
-    given = {key: value for key, value in lengths.items() if value is not None}
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give only one of them")
-    for key, value in given.items():
-        if key not in (unit, "share"):
-            raise UserError(
-                f"{name}_{key} is given, but the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
-            )
-        if key == "share" and not 0.0 <= value <= 1.0:
-            raise UserError(f"{name}_share is {value}: it is a share of the total, 0 to 1")
-        return float(value) if key == "share" else int(value)
-    return None
-
-
-def _resolve(length: int | float, total: int) -> int:
-    return round(length * total) if isinstance(length, float) else length
 
 
 def _set_lr(group: dict[str, Any], lr: float) -> None:

@@ -25,7 +25,7 @@ from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 MonitorMode = Literal["min", "max"]
 _MODES: dict[str, MonitorMode] = {"min": "min", "max": "max"}
-_OTHERS = "others"
+_OTHERS, _MEASURE = "others", "measure"
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Best:
         mode: Whether smaller (`min`) or larger (`max`) values are better.
         value: Value of the metric.
         others: The next best checkpoints, in this order.
+        measure: What the values were measured on, as the run names it; None if it does not.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Best:
     mode: MonitorMode
     value: float
     others: tuple[Marked, ...] = ()
+    measure: str | None = None
 
     @property
     def ranked(self) -> tuple[Marked, ...]:
@@ -115,7 +117,7 @@ def read_best(directory: Path | str) -> Best | None:
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path} is not a mark of a best checkpoint: {error}; delete it") from error
     there = [marked for marked in best.ranked if _find_hash(directory / marked.name) == marked.manifest_hash]
-    return _combine(there, best.monitor, best.mode)
+    return _combine(there, best.monitor, best.mode, best.measure)
 
 
 def _find_hash(path: Path) -> str | None:
@@ -125,11 +127,11 @@ def _find_hash(path: Path) -> str | None:
         return None
 
 
-def _combine(ranked: Sequence[Marked], monitor: str, mode: MonitorMode) -> Best | None:
+def _combine(ranked: Sequence[Marked], monitor: str, mode: MonitorMode, measure: str | None) -> Best | None:
     if not ranked:
         return None
     first, *others = ranked
-    return Best(first.name, first.manifest_hash, monitor, mode, first.value, tuple(others))
+    return Best(first.name, first.manifest_hash, monitor, mode, first.value, tuple(others), measure)
 
 
 def _decode(content: Any) -> Best:
@@ -138,17 +140,20 @@ def _decode(content: Any) -> Best:
     Raises:
         CorruptCheckpointError: The JSON holds no valid marks.
     """
-    fields = _names_of(Best) - {_OTHERS}
-    if not isinstance(content, dict) or content.keys() not in (fields, fields | {_OTHERS}):
+    optional = {_OTHERS, _MEASURE}
+    if not isinstance(content, dict) or content.keys() | optional != _names_of(Best):
         raise CorruptCheckpointError("it has other fields")
-    monitor, others = content["monitor"], content.get(_OTHERS, [])
-    if not isinstance(monitor, str) or not isinstance(others, list):
+    if not _names_of(Best) - optional <= content.keys():
+        raise CorruptCheckpointError("a field is missing")
+    monitor, others, measure = content["monitor"], content.get(_OTHERS, []), content.get(_MEASURE)
+    if not isinstance(monitor, str) or not isinstance(others, list) or not isinstance(measure, str | None):
         raise CorruptCheckpointError("a field has another type")
     mode = _MODES.get(content["mode"]) if isinstance(content["mode"], str) else None
     if mode is None:
         raise CorruptCheckpointError("a field has no meaning")
     first = _decode_marked({name: content[name] for name in _names_of(Marked)})
-    return Best(first.name, first.manifest_hash, monitor, mode, first.value, tuple(map(_decode_marked, others)))
+    marked = tuple(map(_decode_marked, others))
+    return Best(first.name, first.manifest_hash, monitor, mode, first.value, marked, measure)
 
 
 def _decode_marked(content: Any) -> Marked:
@@ -188,7 +193,13 @@ def read_marked_names(directory: Path | str) -> list[str]:
 
 
 def mark_best(
-    directory: Path, ranked: Collection[Measured], monitor: str, mode: MonitorMode, *, count: int
+    directory: Path,
+    ranked: Collection[Measured],
+    monitor: str,
+    mode: MonitorMode,
+    *,
+    count: int,
+    measure: str | None = None,
 ) -> list[Measured]:
     """Marks the first `count` of `ranked` that are committed checkpoints, and returns these.
 
@@ -201,12 +212,12 @@ def mark_best(
     hashes = ((one, _find_hash(directory / checkpoint_name(one.step))) for one in ranked)
     there = [(one, found) for one, found in hashes if found is not None][:count]
     marks = [Marked(checkpoint_name(one.step), found, one.value) for one, found in there]
-    best = _combine(marks, monitor, mode)
+    best = _combine(marks, monitor, mode, measure)
     if best is None:
         (directory / BEST_NAME).unlink(missing_ok=True)
         return []
     content = dataclasses.asdict(best)
-    if not best.others:
-        del content[_OTHERS]  # the format of earlier versions, which they can read
+    # Without these, the file has the format of earlier versions, which they can read.
+    content = {name: value for name, value in content.items() if value or name not in (_OTHERS, _MEASURE)}
     replace_file(directory / BEST_NAME, (json.dumps(content) + "\n").encode())
     return [one for one, _ in there]

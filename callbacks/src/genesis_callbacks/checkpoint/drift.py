@@ -53,12 +53,15 @@ class DriftPolicy:
         remedy: How a user allows a change; `{keys}` becomes a JSON list of keys.
         unify: Returns a recipe in a canonical form for comparison, if several recipes can describe the same run. The
             argument is plain JSON, possibly from an untrusted manifest. None for recipes with only one form.
+        align: Returns this run's recipe, the second argument, written as the checkpoint's, the first, wherever both
+            mean the same. Both are unified. None if that never depends on the other recipe.
     """
 
     rules: tuple[tuple[Kind, str], ...] = ()
     areas: tuple[tuple[str, str], ...] = ()
     remedy: str = "allow_changed={keys}"
     unify: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    align: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def kind_of(self, key: str) -> Kind:
         """Returns the kind of `key`: free, allow or never."""
@@ -164,6 +167,8 @@ def find_drift(
         recipes: tuple[Any, Any] = manifest.recipe, _as_json("recipe", recipe)
         if policy.unify is not None:
             recipes = policy.unify(recipes[0]), policy.unify(recipes[1])
+        if policy.align is not None:
+            recipes = recipes[0], policy.align(*recipes)
         reported = {difference.key for difference in found}
         found += [
             Difference(key, policy.area_of(key), before, now, judge(key))
