@@ -190,9 +190,12 @@ def test_only_a_worker_compiles_a_chat_template() -> None:
         if "jinja2" in (text := file.read_text()) or "chat.sandbox" in text
     }
     users = {name for name, modules in found.items() if modules} - others
-    assert users == {"chat/sandbox.py", "chat/worker.py", "chat/turns.py"}
+    assert users == {"chat/sandbox.py", "chat/worker.py", "chat/turns.py", "chat/prefixes.py"}
     assert not [
-        name for name in root.rglob("*.py") if "genesis.chat.turns" in name.read_text() and name.stem != "worker"
+        name
+        for name in root.rglob("*.py")
+        if re.search(r"genesis\.chat\.(?:turns|prefixes)\b", name.read_text())
+        and name.stem not in ("worker", "turns", "sandbox")
     ]
 
 

@@ -183,7 +183,10 @@ def test_without_the_extra_the_command_names_it(
     monkeypatch.setattr("genesis.cli.export.find_spec", lambda name: None)
     outcome = genesis("export", str(imported), str(tmp_path / "out"))
     check_is_one_line(outcome, "needs transformers", "genesis-lm[export]")
-    ours = ("genesis.cli.export", "genesis.export.export", "genesis.export.tokenizer", "genesis.tokenizer.huggingface")
+    ours = (
+        *("genesis.cli.export", "genesis.export.export", "genesis.export.adapter", "genesis.export.reading"),
+        *("genesis.export.tokenizer", "genesis.tokenizer.huggingface"),
+    )
     for module in (*ours, "tokenizers"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

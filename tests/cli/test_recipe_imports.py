@@ -284,6 +284,7 @@ IMPORTERS = {
     "genesis/strategies/replicated.py": "one module of torch",
     "genesis/supervise/forked_writer.py": "one module of ours",
     "genesis/supervise/launcher.py": "modules that its supervisor names, by a socket of the same user",
+    "genesis/tokenizer/train.py": "one module of SentencePiece",
     "genesis/train/reward.py": "what --allow_reward_code allows",
     "genesis/train/wandb_log.py": "an optional package",
 }

@@ -34,14 +34,14 @@ def test_a_tokenizer_that_transformers_opens_as_one_of_its_own_is_refused_by_its
     exported: Path, tmp_path: Path
 ) -> None:
     ours = open_tokenizer(exported)
-    assert prove._compare_tokenizers(exported, ours, False, ProofSize())["num_different"] == 0
+    assert prove.prove_tokenizer(exported, ours, False, ProofSize())["num_different"] == 0
     copy = copytree(exported, tmp_path / "copy")
     shape = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_5_moe_text"}))
     with pytest.raises(
         UserError, match=r"no exact fast form.*opens every tokenizer of this family as Qwen3_5Tokenizer"
     ):
-        prove._compare_tokenizers(copy, ours, False, ProofSize())
+        prove.prove_tokenizer(copy, ours, False, ProofSize())
 
 
 def test_merged_values_are_not_called_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from genesis.rehearse.recipe import RehearsedRecipe, check_extra, read_recipe
 def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None) -> dict[str, Any]:
     return {
         "trainer": {"max_steps": max_steps, "logger": logger},
+        "model": {"decoder": {"max_seq_len": 256}},
         "data": {"seq_len": 256},
         "checkpoint": {"every_n_steps": every_n_steps, "mode": "sync"},
     }

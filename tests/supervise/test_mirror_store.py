@@ -291,6 +291,7 @@ def test_any_store_of_fsspec_is_a_place_also_for_bases(tmp_path: Path, monkeypat
         shutil.rmtree(tmp_path / "runs")
         assert restore(url, tmp_path / "runs" / "a").step == 3
         verify(tmp_path / "runs" / "a" / "checkpoints" / "step-00000003", "deep")
-        assert (tmp_path / "runs" / "base" / "checkpoints" / "step-00000000").is_dir()
+        (restored,) = (tmp_path / "runs" / "a" / "bases").iterdir()
+        verify(restored, "deep")
     finally:
         fsspec.filesystem("memory").rm("/mirrors", recursive=True)
