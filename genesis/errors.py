@@ -79,19 +79,27 @@ def blaming(what: object, remedy: str) -> Iterator[None]:
         remedy: What the user can do.
 
     Raises:
-        UserError: The block raised an error. Those that are one line already, and of the operating system, pass.
+        UserError: The block raised an error. Those that are one line already, and those that no file causes, pass.
     """
     try:
         yield
     except (UserError, RunEndedError):
         raise
     except BaseException as error:
-        is_of_parser = isinstance(error, Exception) or is_panic(error)
-        if not is_of_parser or (isinstance(error, OSError) and error.errno is not None):
+        if _is_ours(error):
             raise
         reason = " ".join(str(error).split())
         found = f"{type(error).__name__}: {reason[:MAX_QUOTED]}" if reason else type(error).__name__
+        if isinstance(error, MemoryError) or "can't allocate memory" in reason:  # the latter is torch's
+            raise UserError(f"{what} needs more memory than there is ({found}): free some, or {remedy}") from error
         raise UserError(f"{what} cannot be read ({found}): {remedy}") from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether no file is to blame: for a mistake of the program, the operating system, or an end that was asked for."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, AssertionError | ImportError) or not (isinstance(error, Exception) or is_panic(error))
 
 
 def blaming_directory(

@@ -59,13 +59,27 @@ def test_a_quoted_value_is_cut_and_the_remedy_stays(text: str) -> None:
     assert as_line(shown) == shown
 
 
+def test_a_list_to_paste_stays_whole() -> None:
+    keys = [f"recipe.schedule.key_{number}" for number in range(20)]
+    text = f"the recipe has changed: give --checkpoint.allow_changed '{json.dumps(keys)}'"
+    assert str(UserError(text)) == text
+
+
 def test_a_path_and_a_message_of_usual_length_stay_whole() -> None:
     path = "/".join(["directory"] * 100)
     text = f"{path}: genesis's file isn't one of those models' files; it's a mistake of the users'"
     assert str(UserError(text)) == text
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), RecursionError(), MemoryError("b" * 900), OSError("no number")])
+def test_missing_memory_is_no_fault_of_the_file_alone_and_a_mistake_of_ours_is_none() -> None:
+    with pytest.raises(UserError, match="^x/y needs more memory than there is .*: free some, or repair it$"):
+        with blaming("x/y", "repair it"):
+            raise MemoryError("b" * 900)
+    with pytest.raises(AssertionError), blaming("x/y", "repair it"):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), RecursionError(), OSError("no number")])
 def test_any_error_of_a_parser_is_one_line_about_the_file(error: Exception) -> None:
     with (
         pytest.raises(UserError, match=f"^x/y cannot be read \\({type(error).__name__}.*\\): repair it$"),

@@ -204,7 +204,7 @@ def test_logged_counts_are_exact_beyond_what_float32_holds(tmp_path: Path) -> No
 
 
 def test_a_wrong_option_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"count_fn is 'os\.getpid': give a function"):
+    with pytest.raises(TypeError, match=r"count_fn is 'os\.getpid': give a function"):
         TokenCounters(count_fn="os.getpid")
     with pytest.raises(ValueError, match="max_consecutive_skips is 0"):
         TokenCounters(max_consecutive_skips=0)

@@ -56,8 +56,9 @@ def keep_choices(config: Namespace, continued: Manifest | None) -> None:
     if recipe is not None and config.get("data.packing") is None:
         config["data.packing"] = (recipe.get("data") or {}).get("packing", CUT_EVENLY)
     for name in (SEQ_LEN, BATCH):
-        if recipe is not None and config.get(f"data.{name}") == AUTO:
-            config[f"data.{name}"] = recipe["data"][name]
+        kept = None if recipe is None else (recipe.get("data") or {}).get(name)
+        if kept is not None and config.get(f"data.{name}") == AUTO:
+            config[f"data.{name}"] = kept
     key = "model.optimizer.adapter_weight_decay"
     if config.get("model.adapter") is not None and config.get(key) is None:
         config[key] = NO_DECAY if recipe is None else read_adapter_decay(recipe)

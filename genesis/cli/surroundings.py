@@ -61,6 +61,8 @@ def prepare_process() -> None:
 
 _MOVES = re.compile(r"(?:[\r\n]|\x1b\[A)*")
 """How a bar of tqdm, which the downloads of other packages show, goes back over itself."""
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+"""How other packages, such as wandb, write in colours: it moves nothing."""
 
 
 class EscapedStream:
@@ -72,13 +74,24 @@ class EscapedStream:
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream  # rich writes sequences of its own there; `genesis.console` escapes the rest
-        self._has_bars = stream is sys.stderr and stream.isatty()
+        self._is_terminal = stream.isatty()
+        self._has_bars = stream is sys.stderr
 
     def write(self, text: str) -> int:
-        """Writes a text with its control characters escaped, other than line ends and tabs."""
-        moves = _MOVES.match(text) if self._has_bars else None
-        start = 0 if moves is None else moves.end()
-        self.rich_proxied_file.write(text[:start] + escape_controls(text[start:]))
+        """Writes a text with its control characters escaped, other than line ends, tabs and colours."""
+        begin, rest = "", text
+        if self._has_bars and self._is_terminal:
+            moves = _MOVES.match(text)
+            assert moves is not None  # it matches nothing as well
+            begin, rest = text[: moves.end()], text[moves.end() :]
+        elif self._has_bars:
+            rest = text.replace("\r\n", "\n").replace("\r", "\n")  # in a file, each state of a bar is a line
+        if self._is_terminal:
+            parts = _COLOUR.split(rest)
+            rest = "".join(part if number % 2 else escape_controls(part) for number, part in enumerate(parts))
+        else:
+            rest = escape_controls(rest)
+        self.rich_proxied_file.write(begin + rest)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

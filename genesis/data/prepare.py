@@ -59,7 +59,7 @@ from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file
 from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import read_file
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
@@ -386,7 +386,7 @@ def _begin(
     plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
-        old = load_json(read_file(path))
+        old = load_json(read_file(path, MAX_DOCUMENT_BYTES))  # it lists every file
         check_reading(old, options.corpus, is_finished=(options.corpus / MANIFEST_NAME).exists())
         _compare_plans(old, plan, options.corpus, tokenizer)
     elif (options.corpus / MANIFEST_NAME).exists():

@@ -164,7 +164,7 @@ def choose_sizes(documents: Documents | None, most_tokens: int, seq_len: int | N
     return Sizes(
         length,
         chosen,
-        f"a step learns from about {min(documents.number, round(num_documents)):,} of {documents.number:,} "
+        f"a step learns from about {min(documents.number, round(num_documents)):,} of all {documents.number:,} "
         f"{documents.what}, of at most {documents.longest:,} tokens",
     )
 

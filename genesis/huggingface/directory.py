@@ -23,7 +23,7 @@ INDEX_NAME = "model.safetensors.index.json"
 CARD_NAME = "README.md"
 PROOF_NAME = "proof.json"
 _NUM_NAMED = 3
-_MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 _NOT_HASHED = (CARD_NAME, PROOF_NAME)
 """Files without a hash: users may edit the model card, and the proof contains the hashes."""
 DATA_SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: The file cannot be read, is larger than any configuration, or is not a JSON object.
     """
     try:
-        content = load_json(read_file(path, _MAX_JSON_BYTES))
+        content = load_json(read_file(path, MAX_JSON_BYTES))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
     except (ValueError, RecursionError) as error:

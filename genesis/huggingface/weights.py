@@ -13,7 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats, reads_directory
+from genesis.huggingface.directory import (
+    INDEX_NAME,
+    MAX_JSON_BYTES,
+    WEIGHTS_NAME,
+    explain_other_formats,
+    reads_directory,
+)
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.json_text import load_json
@@ -26,7 +32,7 @@ _HELD_BYTES = 64 << 20
 _MAX_HOLES = 16
 """How many times more than its data a file may claim: copies may leave out blocks of zeros."""
 _MAX_HEADER_BYTES = 16 << 20
-"""Of a file's header, and of an index: that of a model with 50,000 tensors has about 6 MB."""
+"""Of a file's header: that of 50,000 tensors has about 6 MB."""
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A tensor that old checkpoints of transformers contain; it follows from rope_theta and is skipped."""
 
@@ -211,7 +217,7 @@ def read_index(directory: Path) -> dict[str, str]:
         UserError: The index has no map of tensors to names of files beside it.
     """
     try:
-        index = load_json(read_file(directory / INDEX_NAME, _MAX_HEADER_BYTES))
+        index = load_json(read_file(directory / INDEX_NAME, MAX_JSON_BYTES))
     except RecursionError:
         raise UserError(f"{INDEX_NAME} is nested too deeply") from None
     except ValueError as error:

@@ -154,7 +154,7 @@ def test_the_sizes_of_an_import_follow_the_corpus_are_kept_and_drop_nothing(
     printed, rows = fit(auto, "--data.num_epochs", "1")
     assert rows, printed
     assert "data.seq_len is 96 and data.global_batch_size 1 (auto): a step learns from about" in printed
-    assert "of 37 conversations" in printed
+    assert "of all 37 conversations" in printed
     assert (len(rows), "no sequences are dropped" in printed) == (count_sequences(corpus), True)
     recorded = load_yaml((tmp_path / "run/config.yaml").read_text(), "config.yaml")["data"]
     assert (recorded["seq_len"], recorded["global_batch_size"]) == (96, 1)

@@ -33,7 +33,7 @@ _REMEDIES = {
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
-    errno.ELOOP: "remove the link, which leads to itself",
+    errno.ELOOP: "remove the link: it leads to itself, or lies where only a file may be written",
 }
 
 
@@ -63,7 +63,8 @@ MAX_QUOTED = 200
 _MAX_NAME = 255
 """Characters of a name that no file system exceeds."""
 _MAX_LINE, _MAX_END = 2000, 600
-_QUOTED = re.compile(rf"(?<!\w)(['\"])((?:(?!\1)[^\\]|\\.){{{MAX_QUOTED + 1},}}?)\1(?!\w)", re.DOTALL)
+_QUOTED = re.compile(rf"(?<!\w)(['\"])(?!\[)((?:(?!\1)[^\\]|\\.){{{MAX_QUOTED + 1},}}?)\1(?!\w)", re.DOTALL)
+"""A long quoted value, but not a list, which is an argument to paste."""
 _LONG_WORD = re.compile(rf"[^\s/]{{{_MAX_NAME + 1},}}")
 
 

@@ -40,7 +40,7 @@ from genesis.errors import UserError, find_remedy
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import read_text
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
@@ -224,7 +224,7 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
             raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
-    before = load_json(read_text(path))
+    before = load_json(read_text(path, MAX_DOCUMENT_BYTES))  # it lists every file
     check_reading(before, options.out, is_finished=(options.out / MANIFEST_NAME).exists())
     old, new = (dict(_flatten("", each)) for each in (before, plan))
     for place in dict.fromkeys((*old, *new)):

@@ -28,7 +28,7 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
 from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import open_file, read_text
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, open_file, read_text
 
 CONVERSATION = "conversation"
 """The key of a document's metadata with its conversation as it is written; the text holds only what is said."""
@@ -190,7 +190,8 @@ class TextWriter(PipelineStep):  # type: ignore[misc]
 
 def read_shard_records(records: Path) -> list[WrittenShard]:
     """Returns the shards of all tasks, in the order of the tasks."""
-    return [WrittenShard(**shard) for path in sorted(records.glob("*.json")) for shard in load_json(read_text(path))]
+    paths = sorted(records.glob("*.json"))
+    return [WrittenShard(**shard) for path in paths for shard in load_json(read_text(path, MAX_DOCUMENT_BYTES))]
 
 
 def write_durably(path: Path, data: bytes) -> None:

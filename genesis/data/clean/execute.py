@@ -28,7 +28,7 @@ from tqdm import tqdm
 from genesis.errors import UserError
 from genesis.processes import PipedWorker, run_program, serve_pipe, without_input
 from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import read_text
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 Executor = Literal["local", "slurm", "ray"]
 
@@ -200,7 +200,9 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
     failed = executor.get_incomplete_ranks()
     if failed:
         log = folder / "logs" / f"task_{failed[0]:05d}.log"
-        lines = [line for line in read_text(log).splitlines() if line.strip()] if log.exists() else []
+        lines = (
+            [line for line in read_text(log, MAX_DOCUMENT_BYTES).splitlines() if line.strip()] if log.exists() else []
+        )
         raise UserError(
             f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
             f"{lines[-1] if lines else 'they left no log'} ({log}); fix the cause and run the same command again: "

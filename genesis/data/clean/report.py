@@ -23,7 +23,7 @@ from genesis.data.clean.documents import WrittenShard, read_shard_records, write
 from genesis.data.clean.stages import EXAMPLE_CHARACTERS
 from genesis.errors import UserError
 from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import read_text
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 MANIFEST_NAME = "manifest.json"
 _REPORT_NAME = "report.json"
@@ -185,7 +185,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         by_turn: list[tuple[int, dict[str, Any]]] = []
         for path in sorted((self._work / "examples" / label).glob("*.json")):
             turns: Counter[str] = Counter()
-            for example in load_json(read_text(path)):
+            for example in load_json(read_text(path, MAX_DOCUMENT_BYTES)):
                 by_turn.append((turns[example["reason"]], example))
                 turns[example["reason"]] += 1
         chosen: list[dict[str, Any]] = []
@@ -214,7 +214,7 @@ def read_report(out: Path) -> CleanReport:
     """
     path = out / MANIFEST_NAME
     try:
-        raw = load_json(read_text(path))["report"]
+        raw = load_json(read_text(path, MAX_DOCUMENT_BYTES))["report"]
         return CleanReport(
             tuple(
                 SourceReport(each["name"], Amount(**each["read"]), Amount(**each["kept"]), each.get("num_blank", 0))

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from genesis_callbacks.errors import UserError
 from genesis_callbacks.untrusted import path_below
 
 from ..errors import CorruptCheckpointError
@@ -78,6 +79,8 @@ def _read_index(path: Path) -> dict[str, list[str]]:
         try:
             for name, file in parse_json(read_file(index, MAX_DOCUMENT_BYTES), index.name)["weight_map"].items():
                 promised[str(path_below(path, file, index).relative_to(path))].append(name)
+        except UserError as error:
+            raise CorruptCheckpointError(str(error)) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(f"{index.name} is not an index of safetensors files: {error!r}") from error
     return promised
