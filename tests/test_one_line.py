@@ -72,9 +72,11 @@ def test_a_path_and_a_message_of_usual_length_stay_whole() -> None:
 
 
 def test_missing_memory_is_no_fault_of_the_file_alone_and_a_mistake_of_ours_is_none() -> None:
-    with pytest.raises(UserError, match="^x/y needs more memory than there is .*: free some, or repair it$"):
-        with blaming("x/y", "repair it"):
-            raise MemoryError("b" * 900)
+    with (
+        pytest.raises(UserError, match=r"^x/y needs more memory than there is .*: free some, or repair it$"),
+        blaming("x/y", "repair it"),
+    ):
+        raise MemoryError("b" * 900)
     with pytest.raises(AssertionError), blaming("x/y", "repair it"):
         raise AssertionError
 
