@@ -194,8 +194,35 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation.
         """
+        return self.tokenizer.encode_with_controls(self.write_prompt(messages, tools, variables=variables))
+
+    def write_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        has_prompt: bool = True,
+    ) -> str:
+        """Returns the text after which a model generates, for `encode_with_controls`.
+
+        Control symbols that messages or tools spell are hidden in it, as `genesis.tokenizer.literal` describes.
+
+        Args:
+            messages: Messages in OpenAI's form.
+            tools: The definitions of the tools; None for none.
+            variables: Further variables of the template, for this conversation.
+            has_prompt: Whether a turn of the assistant is begun.
+
+        Raises:
+            ConversationError: The template refuses the conversation.
+        """
         normal = self._normalize(messages, has_empty_turns=True)
-        return self.tokenizer.encode_with_controls(self._write_prompt(normal, tools, variables))
+        for message in normal:
+            for mark in (WEIGHT, ASKED):
+                message.pop(mark, None)
+        merged = {**self._variables, **(variables or {})}
+        return self.template.render(normal, self._hide(normalize_tools(tools)), merged, has_prompt=has_prompt)
 
     def prompt_text(
         self,
@@ -205,7 +232,7 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
         continues_last: bool = False,
     ) -> str:
-        """Returns the text after which a model generates.
+        """Returns the text after which a model generates, to be read: `encode_with_controls` needs `write_prompt`.
 
         Args:
             messages: Messages in OpenAI's form.
@@ -216,13 +243,12 @@ class ChatRenderer:
         Raises:
             ConversationError: The template rejects the conversation, or changes its last message.
         """
-        normal = self._normalize(messages, has_empty_turns=True)
-        text = self.tokenizer.literal.reveal(
-            self._write_prompt(normal, tools, variables, has_prompt=not continues_last)
-        )
+        written = self.write_prompt(messages, tools, variables=variables, has_prompt=not continues_last)
+        text = self.tokenizer.literal.reveal(written)
         if not continues_last:
             return text
-        content = self.tokenizer.literal.reveal(str(normal[-1].get("content", "")))
+        (last,) = normalize_messages(messages[-1:], has_empty_turns=True)
+        content = str(last.get("content", ""))
         start = text.rfind(content.strip())
         if start < 0:
             raise ConversationError(
@@ -231,20 +257,6 @@ class ChatRenderer:
         # Templates may strip a message, and then the continued text is stripped as well.
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
-
-    def _write_prompt(
-        self,
-        normal: list[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-        *,
-        has_prompt: bool = True,
-    ) -> str:
-        for message in normal:
-            for mark in (WEIGHT, ASKED):
-                message.pop(mark, None)
-        merged = {**self._variables, **(variables or {})}
-        return self.template.render(normal, self._hide(normalize_tools(tools)), merged, has_prompt=has_prompt)
 
     def _normalize(self, messages: Sequence[Mapping[str, Any]], *, has_empty_turns: bool = False) -> list[Message]:
         normal = normalize_messages(messages, has_empty_turns=has_empty_turns)

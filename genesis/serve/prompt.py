@@ -52,7 +52,7 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPr
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
     if isinstance(prompt, ChatPrompt):
         tokenizer, written = write_conversation(prompt, facts.tokenizer, facts.chat_template)
-        _check_length(tokenizer.min_num_tokens(written), context)
+        _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(written)), context)
         ids, text = tuple(tokenizer.encode_with_controls(written)), ""
     elif isinstance(prompt, str):
         ids, text = _encode_text(prompt, facts)
