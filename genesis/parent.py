@@ -63,7 +63,7 @@ def end_with_parent() -> None:
 
 
 def end_with_forker() -> None:
-    """Makes this process, which has just been forked, end at once when the process that forked it ends."""
+    """Makes this process, which has just been forked, end at once when the thread that forked it ends."""
     _set_death_signal(signal.SIGKILL)
 
 

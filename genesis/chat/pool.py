@@ -13,6 +13,7 @@ import select
 import signal
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from typing import Any, Final, NamedTuple
 
@@ -81,6 +82,8 @@ class TemplatePool:
         self._lent: set[PipedWorker] = set()
         self._free: list[PipedWorker] = []
         self._changed = threading.Condition()
+        # The kernel ends a worker with the thread that started it: this one ends with the process.
+        self._starter = ThreadPoolExecutor(1, "start-chat-workers")
         self._num_ends = 0
         self._is_watched = False
 
@@ -102,7 +105,7 @@ class TemplatePool:
         num_chars = MAX_CHARS + _CHARS_PER_BYTE * len(payload)
         message = LIMITS.pack(seconds, num_bytes, num_chars) + payload
         num_ends, status = self._num_ends, 0
-        for _ in range(2):  # a worker may also have been killed from outside
+        for _ in range(self._num_workers + 1):  # idle workers may all have been killed from outside
             worker = self._take(num_ends)
             answer: bytes | None = b""
             try:
@@ -147,7 +150,7 @@ class TemplatePool:
             os.register_at_fork(after_in_child=self._disown)
             atexit.register(self.end)
             self._is_watched = True
-        return PipedWorker("genesis.chat.worker")
+        return self._starter.submit(PipedWorker, "genesis.chat.worker").result()
 
     def _check_wanted(self, num_ends: int) -> None:
         if self._num_ends != num_ends:
@@ -167,6 +170,7 @@ class TemplatePool:
         for worker in (*self._free, *self._lent):
             worker.process.returncode = 0  # there is nothing to wait for
         self._free, self._lent, self._changed = [], set(), threading.Condition()
+        self._starter = ThreadPoolExecutor(1, "start-chat-workers")
 
 
 def _exchange(worker: PipedWorker, message: bytes, wait_seconds: float) -> bytes | None:

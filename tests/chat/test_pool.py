@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -136,10 +137,27 @@ def test_requests_that_wait_for_a_worker_end_with_the_workers() -> None:
     assert list_workers() == []
 
 
-def test_a_worker_that_was_killed_while_idle_is_replaced() -> None:
-    template = ChatTemplate(SOUND, "sound")
+def test_workers_that_were_killed_while_idle_are_replaced() -> None:
+    sound = ChatTemplate(SOUND, "sound")
+    POOL.end()
+    idle = [POOL._take(POOL._num_ends) for _ in range(4)]
+    for worker in idle:
+        POOL._give_back(worker, is_idle=True)
     kill_workers()
+    assert sound.render(MESSAGES) == "hi"
+    assert len(list_workers()) == 1
+
+
+def test_a_worker_outlives_the_thread_that_asked_it_first() -> None:
+    template = ChatTemplate(SOUND, "sound")
+    POOL.end()
+    thread = threading.Thread(target=template.render, args=(MESSAGES,))
+    thread.start()
+    thread.join()
+    workers = list_workers()
+    time.sleep(0.2)  # for a signal of the kernel
     assert template.render(MESSAGES) == "hi"
+    assert list_workers() == workers
 
 
 PROGRAM = """
