@@ -1,9 +1,9 @@
 """The server's connections: how many there may be, which of them gives way to a new one, and when a silent one ends.
 
-A connection is *at work* while the model answers a complete request of it and its client reads the answer. Any other
-connection may end at any time, because its client can connect again: the oldest one makes room for a new one. So
-nobody can take the last descriptor: neither connections that send nothing nor half of a request, nor clients that do
-not read.
+A connection is *at work* while the model answers a complete request of it; if the answer is streamed, until its end.
+Any other connection may end at any time, because its client can connect again: the oldest one makes room for a new
+one. So nobody can take the last descriptor: neither connections that send nothing nor half of a request, nor clients
+that do not read.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from genesis.errors import UserError
 
@@ -85,6 +85,7 @@ class Connection(asyncio.Protocol):
         """Whether a request of it was permitted."""
         self._is_at_work = False
         self._is_in_request = False
+        self._body: StreamReader | None = None  # of the last request, which may be answered before it has come
         self._num_head_bytes = 0
         self._since_seconds = time.monotonic()  # when it was opened or last answered, or its next request's first byte
         self._stalled_seconds: float | None = None
@@ -108,9 +109,9 @@ class Connection(asyncio.Protocol):
         return self._sock is None
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Notes that a request, whose head is complete, is handled within the `with`."""
-        self._is_in_request = True
+    def request(self, body: StreamReader) -> Iterator[None]:
+        """Notes that a request, whose head is complete, is handled within the `with`; `body` is its content."""
+        self._is_in_request, self._body = True, body
         try:
             yield
         finally:
@@ -179,7 +180,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Ends it if the head of a request is too long."""
-        if not self._is_in_request:
+        if not self._is_in_request and (self._body is None or self._body.is_eof()):
             if self._num_head_bytes > MAX_HEAD_BYTES:  # aiohttp itself would keep a megabyte of headers
                 self.abort()
                 return
@@ -343,6 +344,8 @@ class Connections:
         except OSError:
             accepted.close()
             self.forget(connection)
+        if connection not in self._clients.get(connection.client, {}):
+            connection.abort()  # it had to give way before the loop had it
 
     def forget(self, connection: Connection) -> None:
         """Counts a connection no more."""

@@ -108,7 +108,7 @@ class Server:
     @web.middleware
     async def _check(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         connection = find_connection(request)
-        with connection.request():
+        with connection.request(request.content):
             self._guard.check_site(request.headers)
             if request.path != "/" and not request.path.startswith("/page/"):  # the page contains no data of the run
                 self._guard.check_token(request.headers)

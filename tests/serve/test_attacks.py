@@ -155,6 +155,40 @@ def test_a_head_without_end_is_not_kept(run, begin):
     run_with(run, scenario)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [(RIGHT, 413), ({}, 401), ({**RIGHT, "Content-Type": "text/plain"}, 415)],
+)
+def test_a_client_that_sends_its_whole_body_first_reads_why_it_was_refused(run, headers, status):
+    async def scenario(running):
+        body = b"a" * 5_000_000
+        assert (await elsewhere(running.ask, "/v1/completions", body, headers))[0] == status
+        assert await ask(running) == 200
+
+    run_with(run, scenario)
+
+
+def test_a_connection_that_gives_way_before_the_loop_has_it_ends():
+    async def scenario():
+        with bind("127.0.0.1", 0) as sock:
+            open_connections = Connections(sock, asyncio.Protocol, 8, 1.0)
+            client, ours = socket.socketpair()
+            ours.setblocking(False)
+            client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            open_connections._open(ours, "10.0.0.1")
+            (connection,) = open_connections._all()
+            assert connection.has_head
+            open_connections.forget(connection)
+            connection.abort()
+            client.setblocking(False)
+            found = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), DEADLINE_SECONDS)
+            client.close()
+            open_connections.close()
+            return found
+
+    assert asyncio.run(scenario()) == b""
+
+
 def test_an_address_has_half_of_the_connections():
     async def scenario():
         with bind("127.0.0.1", 0) as sock:
