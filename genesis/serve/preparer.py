@@ -10,6 +10,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -94,7 +95,7 @@ class Preparer:
         Args:
             body: JSON.
             is_chat: Whether the request is a conversation.
-            client: Who asks.
+            client: The client's name in the line of turns.
 
         Raises:
             ApiError: The request is invalid, or too many of its size wait.
@@ -113,7 +114,7 @@ class Preparer:
             asked: The request, as `read` returned it.
             body: JSON, as `read` got it.
             facts: The facts about the model.
-            client: Who asks.
+            client: The client's name in the line of turns.
 
         Raises:
             ApiError: A prompt does not fit the model, or too many of its size wait.
@@ -140,6 +141,8 @@ class _Lane:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._line = TurnLine(_MAX_WAITING)
+        # Of its own: a job that waited for a thread of the server would spend its time limit there.
+        self._thread = ThreadPoolExecutor(1, f"genesis-serve-{max_bytes}")
         self._worker: PipedWorker | None = None
         self._known: set[str] = set()
         self._is_closed = False
@@ -152,7 +155,7 @@ class _Lane:
             self._retirement.cancel()
         loop = asyncio.get_running_loop()
         # The process goes on with a job whose client has disconnected, and only then takes the next one.
-        exchange = loop.run_in_executor(None, self._exchange, job, tokenizer)
+        exchange = loop.run_in_executor(self._thread, self._exchange, job, tokenizer)
         limit = loop.call_later(_JOB_SECONDS, self._end)
 
         def finish(done: "asyncio.Future[object]") -> None:
@@ -172,6 +175,9 @@ class _Lane:
         self._end()
 
     def _exchange(self, job: Job, tokenizer: Tokenizer | None) -> object:
+        if self._worker is not None and self._worker.process.poll() is not None:  # killed from outside
+            self._worker.end()
+            self._worker = None
         if self._worker is None:
             self._worker, self._known = PipedWorker(__name__), set()
             if self._is_closed:

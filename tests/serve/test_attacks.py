@@ -25,10 +25,8 @@ from genesis.run_directory import RunDirectory
 from genesis.serve import connections
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.connections import Connections, count_connections
-from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
-from genesis.serve.preparer import SMALL_BYTES, Preparer, TurnLine
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.server import Server, answering, bind
 from tests.serve import attackers
@@ -255,67 +253,23 @@ def test_equal_log_lines_are_counted_and_others_are_not_lost(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     repeats, logger = RepeatFilter(), logging.getLogger("a")
 
-    def log(line, message, *arguments):
-        record = logger.makeRecord("a", logging.ERROR, "f.py", line, message, arguments, None)
+    def log(line, message, *arguments, error=None):
+        info = None if error is None else (type(error), error, None)
+        record = logger.makeRecord("a", logging.ERROR, "f.py", line, message, arguments, info)
         return record.getMessage() if repeats.filter(record) else None
 
-    assert [log(1, "one %d", number) for number in range(5)] == ["one 0", None, None, None, None]
-    assert log(2, "another") == "another"
+    assert [log(1, "one %d", 0) for _ in range(5)] == ["one 0", None, None, None, None]
+    assert log(2, "one 0") == "one 0"
+    assert log(1, "one %d", 1) == "one 1"
+    errors = [OSError("a"), OSError("b"), OSError("a"), ValueError("a")]
+    assert [log(1, "one 0", error=error) for error in errors] == ["one 0", "one 0", None, "one 0"]
+    # Lines that all differ cannot fill the log.
+    assert [log(1, "one %d", number) for number in range(2, 99)] == [f"one {number}" for number in range(2, 8)] + [
+        None
+    ] * 91
     now = 61.0
-    assert log(1, "one %d", 9) == "one 9 (4 more since the last such line)"
+    assert log(1, "one %d", 9) == "one 9 (95 more since the last such line)"
     assert log(1, "one %d", 9) is None
-
-
-def test_clients_take_turns_however_many_requests_each_has():
-    async def scenario():
-        line, order = TurnLine(100), []
-
-        async def hold(client):
-            await line.enter(client)
-            order.append(client)
-            await asyncio.sleep(0)
-            line.leave()
-
-        tasks = [asyncio.create_task(hold(client)) for client in "aaaaaabbc"]
-        await asyncio.sleep(0)
-        tasks[2].cancel()  # one that waits
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert not line.is_taken
-        return "".join(order)
-
-    assert asyncio.run(scenario()) == "aabcabaa"  # the second came before all others
-
-
-def test_one_client_may_have_half_of_those_that_wait():
-    async def scenario():
-        line = TurnLine(4)
-        await line.enter("a")
-        waiting = [asyncio.create_task(line.enter("a")) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="retry") as error:
-            await line.enter("a")
-        assert error.value.status == 429
-        waiting.append(asyncio.create_task(line.enter("b")))
-        await asyncio.sleep(0)
-        line.leave()
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(scenario())
-
-
-def test_large_bodies_together_have_a_limit_and_small_ones_have_none():
-    preparer = Preparer(16)
-    with preparer.holding() as hold, preparer.holding() as other:
-        hold(2**26)
-        other(SMALL_BYTES)
-        with pytest.raises(ApiError, match="retry") as error:
-            other(1)
-        assert error.value.status == 429
-    with preparer.holding() as hold:
-        hold(2**26)
 
 
 def of_size(num_bytes, role="user"):

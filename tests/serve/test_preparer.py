@@ -1,0 +1,87 @@
+"""Large requests: the turns of their clients, the limits of their number and memory, and the process that reads them."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from genesis.serve.errors import ApiError
+from genesis.serve.preparer import SMALL_BYTES, Preparer, TurnLine
+from tests.serve.support import DEADLINE_SECONDS
+
+
+def test_clients_take_turns_however_many_requests_each_has():
+    async def scenario():
+        line, order = TurnLine(100), []
+
+        async def hold(client):
+            await line.enter(client)
+            order.append(client)
+            await asyncio.sleep(0)
+            line.leave()
+
+        tasks = [asyncio.create_task(hold(client)) for client in "aaaaaabbc"]
+        await asyncio.sleep(0)
+        tasks[2].cancel()  # one that waits
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not line.is_taken
+        return "".join(order)
+
+    assert asyncio.run(scenario()) == "aabcabaa"  # the second came before all others
+
+
+def test_one_client_may_have_half_of_those_that_wait():
+    async def scenario():
+        line = TurnLine(4)
+        await line.enter("a")
+        waiting = [asyncio.create_task(line.enter("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="retry") as error:
+            await line.enter("a")
+        assert error.value.status == 429
+        waiting.append(asyncio.create_task(line.enter("b")))
+        await asyncio.sleep(0)
+        line.leave()
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_large_bodies_together_have_a_limit_and_small_ones_have_none():
+    preparer = Preparer(16)
+    with preparer.holding() as hold, preparer.holding() as other:
+        hold(2**26)
+        other(SMALL_BYTES)
+        with pytest.raises(ApiError, match="retry") as error:
+            other(1)
+        assert error.value.status == 429
+    with preparer.holding() as hold:
+        hold(2**26)
+
+
+@pytest.mark.slow
+def test_a_large_request_waits_for_no_thread_of_the_server_and_needs_no_process_that_lives():
+    async def scenario():
+        preparer, release = Preparer(16), threading.Event()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        blocked = loop.run_in_executor(None, release.wait)
+        body = json.dumps({"model": "latest", "prompt": "a" * 2 * SMALL_BYTES}).encode()
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                for _ in range(2):
+                    assert (await preparer.read(body, is_chat=False, client="a")).model == "latest"
+                    worker = preparer._lanes[0]._worker
+                    worker.process.kill()
+                    worker.process.wait()
+        finally:
+            release.set()
+            await blocked
+            preparer.close()
+
+    asyncio.run(scenario())
