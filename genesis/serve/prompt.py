@@ -61,7 +61,7 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPr
         ids, text = prompt, _decode_ids(prompt, facts)
     room = context - len(ids)
     if room < (0 if max_new_tokens == 0 else 1):
-        raise _too_long(f"has {len(ids):,} tokens", context)
+        raise _too_long(f"has {len(ids):,} tokens, more than", context)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
             f"max_tokens is {max_new_tokens:,}, but the prompt's {len(ids):,} tokens leave room for {room:,} in the "
@@ -94,7 +94,7 @@ def _check_length(num_tokens: int, context: int) -> None:
         ApiError: So many tokens do not fit the context.
     """
     if num_tokens > context:
-        raise _too_long(f"has more than {context:,} tokens", context)
+        raise _too_long("is longer than", context)
 
 
 def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
@@ -110,7 +110,7 @@ def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
 
 def _too_long(problem: str, context: int) -> ApiError:
     return ApiError(
-        f"prompt {problem}, more than the model's context of {context:,}: shorten the prompt",
+        f"prompt {problem} the model's context of {context:,} tokens: shorten the prompt",
         param="prompt",
         code="context_length_exceeded",
     )

@@ -1,4 +1,4 @@
-"""Large requests: the turns of their clients, the limits of their number and memory, and the process that reads them."""
+"""Large requests: the turns of their clients, limits of their number and memory, and the process that reads them."""
 
 import asyncio
 import json

@@ -90,7 +90,7 @@ def test_prompts_of_ids_and_a_full_context_are_scored(tmp_path: Path) -> None:
     assert full[0] == 200
     assert len(full[1]["choices"][0]["logprobs"]["tokens"]) == length
     assert longer[0] == 400
-    assert "more than the model's context" in longer[1]["error"]["message"]
+    assert "longer than the model's context" in longer[1]["error"]["message"]
     choices = two[1]["choices"]
     assert [choice["text"] for choice in choices] == ["5 6", "5 6", "7 8 9", "7 8 9"]
     assert choices[2]["logprobs"]["text_offset"] == [0, 1, 3]
