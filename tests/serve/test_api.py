@@ -162,8 +162,8 @@ def test_a_stop_text_ends_the_text_at_once_and_is_not_shown(client):
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
-        ("prompt", "a " * 3000, "context of 256: shorten the prompt"),
-        ("prompt", "x" * 400_000, "more than 256 tokens"),
+        ("prompt", "a " * 3000, "context of 256 tokens: shorten the prompt"),
+        ("prompt", "x" * 400_000, "longer than the model.s context of 256 tokens"),
         ("prompt", [1] * 256, "has 256 tokens"),
         ("prompt", [5, 700], "token 700: token ids must be from 0 to 699"),
         ("prompt", [-1], "token -1"),

@@ -57,6 +57,14 @@ async def connect(running, content=b""):
     return reader, writer
 
 
+async def connect_all(running, content, number):
+    """Returns connections whose content the server, in this event loop, has seen."""
+    opened = [await connect(running, content) for _ in range(number)]
+    for _ in range(50 + number):
+        await asyncio.sleep(0)
+    return opened
+
+
 async def is_open(reader):
     with contextlib.suppress(TimeoutError, ConnectionError):
         while await asyncio.wait_for(reader.read(2**16), 0.05):
@@ -85,10 +93,10 @@ def test_the_oldest_idle_connection_gives_way_and_a_client_is_always_answered(ru
     monkeypatch.setattr("genesis.serve.server.count_connections", lambda: 8)
 
     async def scenario(running):
-        opened = [await connect(running, HALVES[half]) for _ in range(4)]
+        opened = await connect_all(running, HALVES[half], 4)
         assert await ask(running) == 200
         assert not await is_open(opened[0][0])
-        opened += [await connect(running, HALVES[half]) for _ in range(40)]
+        opened += await connect_all(running, HALVES[half], 40)
         assert await ask(running) == 200
         are_open = [await is_open(reader) for reader, _ in opened]
         assert sum(are_open) <= 4
