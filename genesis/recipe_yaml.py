@@ -47,6 +47,10 @@ class FastRecipeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: 
     yaml_implicit_resolvers = RecipeLoader.yaml_implicit_resolvers
 
 
+_MAX_DIGITS: Final = 300
+"""Of a whole number: one with more is no float either."""
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 takes for something else."""
 
@@ -58,6 +62,9 @@ class _Dumper(yaml.SafeDumper):
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text: str = loader.construct_scalar(node)
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    if len(text) > _MAX_DIGITS:
+        mark = node.start_mark
+        raise yaml.constructor.ConstructorError(None, None, f"a number has {len(text):,} digits", mark)
     return int(text.replace("_", ""), base)
 
 

@@ -27,6 +27,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from genesis.errors import UserError
 from genesis_callbacks.run_directory import MANIFEST_NAME
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
@@ -123,6 +124,28 @@ class RunDirectory:
         if holding is not None and holding.checkpoints == path.absolute():
             return cls(holding.path)
         return cls(path)
+
+    def check_own(self) -> None:
+        """Refuses a run, which may come from others, whose directories for records are links to elsewhere.
+
+        `checkpoints` may be a link: a user may keep them on another disk.
+
+        Raises:
+            UserError: A directory into which commands write is such a link.
+        """
+        shared = CallbacksDirectory(self.path)
+        written = (
+            *(self.evaluations, self.rollouts, self.crashes, self.supervisor, self.pictures, self.mirrors),
+            *(self.reference, self.bases, self.chat_template.parent, shared.events, shared.heartbeats, shared.ranks),
+            *(shared.memory, shared.traces, shared.hangs),
+        )
+        home = self.path.resolve()
+        for directory in written:
+            if directory.is_symlink() and not directory.resolve().is_relative_to(home):
+                raise UserError(
+                    f"{directory} is a link to {directory.resolve()}: what is written about a run stays in its "
+                    "directory; put a directory in the place of the link"
+                )
 
     def rollout(self, position: int, rank: int) -> Path:
         """Returns the path for answers of the rollout that begins at `position` on a rank."""

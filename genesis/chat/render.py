@@ -217,12 +217,16 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation.
         """
-        normal = self._normalize(messages, has_empty_turns=True)
+        try:
+            normal = self._normalize(messages, has_empty_turns=True)
+            offered = self._hide(normalize_tools(tools))
+        except RecursionError:
+            raise ConversationError("the conversation is nested too deeply; flatten it") from None
         for message in normal:
             for mark in (WEIGHT, ASKED):
                 message.pop(mark, None)
         merged = {**self._variables, **(variables or {})}
-        return self.template.render(normal, self._hide(normalize_tools(tools)), merged, has_prompt=has_prompt)
+        return self.template.render(normal, offered, merged, has_prompt=has_prompt)
 
     def prompt_text(
         self,

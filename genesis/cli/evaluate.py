@@ -173,11 +173,13 @@ def _place(reference: Reference, out: Path | None) -> Path:
     if out is not None:
         return out
     if reference.kind == "run":
+        reference.run.check_own()
         return reference.run.evaluations
     checkpoint = reference.path.resolve()
     run = RunDirectory.of(checkpoint)
     if run.checkpoints != checkpoint.parent:
         raise UserError(f"{reference.path} is not in a run's checkpoints; give the directory of its results by --out")
+    run.check_own()
     return run.evaluations
 
 

@@ -271,6 +271,8 @@ class GenesisCLI(LightningCLI):
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
         resolve_trainer(config["trainer"], reference)
         own = place_run(str(run_dir), self._get(self.config, "fork"))
+        if self.subcommand == "fit":
+            RunDirectory(Path(own)).check_own()
         self._adapter_base = prepare_adapter(config, reference, Path(own))
         self._continued = read_continued(reference, Path(own), config["checkpoint.restore"])
         keep_choices(config, self._continued)

@@ -14,6 +14,7 @@ from genesis.report.overview import build_overview
 from genesis.report.page import plan_sections, render_page
 from genesis.report.style import LIGHT, VARIABLES, to_png, to_svg_file
 from genesis.report.texts import write_texts
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.files import replace_file
 
 OVERVIEW_NAME: Final = "overview.png"
@@ -42,7 +43,9 @@ def write_report(paths: Sequence[Path], out: Path, png: Path | None = None, prom
     sections = plan_sections(runs)
     written = [out]
     with stage("drawing the page"):
-        _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
+        # A link in a run's own directory is replaced: others may have made it.
+        place = out if out in [RunDirectory(path).report for path in paths] else out.resolve()
+        _write(place, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
     if png is not None:
         _write(png / OVERVIEW_NAME, to_png(build_overview(runs, LIGHT)))
         _write(png / _OVERVIEW_SVG, to_svg_file(build_overview(runs, VARIABLES)))
@@ -71,6 +74,6 @@ def _check(out: Path, png: Path | None) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        replace_file(path.resolve(), data, has_rivals=True)  # a link such as /dev/stdout stays
+        replace_file(path, data, has_rivals=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another place by --out or --png") from error

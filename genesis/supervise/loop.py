@@ -108,6 +108,7 @@ class Supervisor:
         self._observers = Observers(observers, report)
         self._writer = SafeWriter(report)
         self._run = RunDirectory(options.run_dir)
+        self._run.check_own()
         self._place = options.directory
         self._waits_for_lock = True
         self._lock = SupervisorLock(self._place)

@@ -104,6 +104,7 @@ class Mirror:
 
     def __init__(self, run_dir: Path, place: Place, options: MirrorOptions, report: Callable[[str], None]) -> None:
         _check_is_second(run_dir, place)
+        RunDirectory(run_dir).check_own()
         self._run_dir, self._place, self._options, self._report = run_dir, place, options, report
         self._directory = RunDirectory(run_dir).checkpoints
         self._pace = Pace(options.bytes_per_second)

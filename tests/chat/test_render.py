@@ -274,3 +274,13 @@ def test_templates_and_tokenizers_that_cannot_be_used_are_one_line(tmp_path: Pat
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         ChatOptions(**options)
+
+
+def test_tools_that_are_nested_too_deeply_are_refused(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    with pytest.raises(ConversationError, match=r"^the conversation is nested too deeply; flatten it$"):
+        renderer.render_prompt(TURNS[:1], [tool])

@@ -148,3 +148,9 @@ def test_a_word_of_another_type_is_refused_by_the_parser_of_fit(
     outcome = genesis("fit", "--config", str(recipe), option, value)
     assert outcome.status == 2
     assert said in outcome.err
+
+
+@pytest.mark.parametrize("number", ["9" * 301, "0x" + "f" * 5000])
+def test_a_number_of_hundreds_of_digits_is_refused(number: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=r"a number has [\d,]+ digits"):
+        load_yaml(f"a: {number}", "x.yaml")

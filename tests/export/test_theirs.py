@@ -38,3 +38,12 @@ def test_what_is_not_run_is_named(exported: Path, tmp_path: Path) -> None:
         "auto_map in config.json, custom_generate in generation_config.json, auto_map in tokenizer_config.json, "
         "configuration_planted.py, generation_planted.py, modeling_planted.py, 1 more files"
     )
+
+
+def test_classes_of_a_classifier_take_no_memory(exported: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(exported, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_labels": 200_000_000}))
+    model, _ = load_model(directory)
+    assert len(model.config.id2label) < 10

@@ -313,3 +313,12 @@ def test_a_run_that_is_still_writing_has_a_page_of_what_was_complete(run: Path) 
         writer.join()
     assert "damaged" not in shown
     assert "loss" in charts_of(shown)
+
+
+def test_a_link_in_the_place_of_the_page_is_replaced_and_what_it_leads_to_stays(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    other.write_text("mine")
+    (run / "report.html").symlink_to(other)
+    assert main([str(run)]) == 0
+    assert other.read_text() == "mine"
+    assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
