@@ -132,7 +132,6 @@ USED: dict[str, str] = {
     "_flash_attn_fwd": "flash_attn.cute.interface",
     "_scale": "torchao.float8.float8_training_tensor:Float8TrainingTensor",
     "_cat_file": "fsspec.asyn:AsyncFileSystem",
-    "_generate": "jinja2:Environment",
     "_loglikelihood_tokens": "lm_eval.api.model:TemplateLM",
     "_ls": "s3fs:S3FileSystem",
     "_makedirs": "s3fs:S3FileSystem",
@@ -164,7 +163,19 @@ UNDOCUMENTED = (
 )
 
 TEXTS = {
-    *("_adapter", "_in", "_kept", "_ms", "_proj", "_reader", "_stderr", "_worker", "_genesis_reward_"),
+    *(
+        "_adapter",
+        "_id",
+        "_token_id",
+        "_in",
+        "_kept",
+        "_ms",
+        "_proj",
+        "_reader",
+        "_stderr",
+        "_worker",
+        "_genesis_reward_",
+    ),
     *("_data_files", "_generation_is_marked", "_local", "_action_listeners", "_begin_action", "_end_action"),
 }
 """Parts of texts of ours that only look like names, and keys of files."""

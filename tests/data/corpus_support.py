@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -58,3 +59,9 @@ def read_tree(corpus: Path) -> dict[str, bytes]:
     """Returns every file of a corpus by its path, all but the lock."""
     files = (path for path in corpus.rglob("*") if path.is_file() and path.name != "lock")
     return {str(path.relative_to(corpus)): path.read_bytes() for path in sorted(files)}
+
+
+def without_stages(err: str) -> list[str]:
+    """Returns the lines that a command wrote but for those of stages, which take long enough on a busy machine."""
+    stage = re.compile(r"^[^:]+: (?:.* \(\d+%\), .*|.* in [\d.]+ s)$")
+    return [line for line in err.splitlines() if not stage.match(line)]

@@ -25,6 +25,7 @@ from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import read_manifest
 from genesis_callbacks.testing import run_ranks
 from tests.strategies.layouts import LAYOUTS, share_of
 from tests.train.support import (
@@ -131,17 +132,20 @@ def train(directory: str, corpus: str, layout: str, max_steps: int) -> dict[str,
     module = GenesisModule(DECODER, OptimizerOptions(name="adamw", lr=3e-3))
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=STEPS // 2, mode="sync")
+    log, latest = CSVLog(Path(directory) / "metrics.csv"), checkpoint.latest()
+    if latest is not None:
+        log.continue_after(read_manifest(Path(latest)).step)
     trainer = build_trainer(
         build(layout),
         int(os.environ["WORLD_SIZE"]),
         max_steps,
         [TokenCounters(), SkipAwareLR(total_updates=STEPS), checkpoint],
-        logger=CSVLog(Path(directory) / "metrics.csv"),
+        logger=log,
         gradient_clip_val=1.0,
         val_check_interval=STEPS // 2,
         check_val_every_n_epoch=None,
     )
-    trainer.fit(module, data, ckpt_path=checkpoint.latest())
+    trainer.fit(module, data, ckpt_path=latest)
     return {
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
         "counters": counters_of(trainer).checkpoint_counters(),

@@ -173,5 +173,5 @@ def test_another_world_size_and_strategy_goes_on_with_the_same_batches_and_losse
 def test_a_restore_says_what_it_kept_rebuilt_and_reset(tmp_path: Path, tiny_corpus: Path) -> None:
     resumed = stop_and_resume(tmp_path, tiny_corpus, ("replicated", 1), ("replicated", 1), "adamw", dropout=0.0)
     report = resumed[0]["report"].text
-    assert "Kept" in report
+    assert "  kept     " in report
     assert "step 20" in report
