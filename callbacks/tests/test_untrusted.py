@@ -70,6 +70,11 @@ def test_a_directory_for_a_library_holds_files_and_directories_alone(
         check_directory(tmp_path)
 
 
+def test_a_name_with_a_null_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedFileError, match="has a null character in its name"):
+        read_file(tmp_path / "a\0b")
+
+
 def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"a\r\nb")
     (tmp_path / "file").symlink_to("blob")

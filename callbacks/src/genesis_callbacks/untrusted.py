@@ -69,6 +69,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
         OSError: The file cannot be opened, or is no regular file; the error names it.
     """
     name = os.fspath(path)
+    if "\0" in name:  # for which Python raises no OSError
+        raise RefusedFileError(errno.EINVAL, "has a null character in its name", printable(name))
     if _GIVEN_BY_USERS.fullmatch(name):
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     # Before the open, because opening some devices has effects, and after it, because the path may have been replaced.
