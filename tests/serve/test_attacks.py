@@ -418,6 +418,7 @@ def test_a_client_is_answered_and_a_signal_ends_the_server_under_all_attacks(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_under_each_attack_a_client_is_answered_within_a_second_and_memory_stays(chat_run, tmp_path):
     seconds = float(os.environ.get("GENESIS_ATTACK_SECONDS", "60"))
     with attacked(chat_run, tmp_path) as server:
