@@ -236,24 +236,25 @@ class TurnLine:
             except asyncio.CancelledError:
                 if future.done() and not future.cancelled():
                     self.leave()
-                else:
-                    self._lines[client].remove(future)
-                    if not self._lines[client]:
+                elif future in (line := self._lines.get(client, deque())):
+                    line.remove(future)
+                    if not line:
                         del self._lines[client]
                 raise
         self.is_taken = True
 
     def leave(self) -> None:
         """Gives the turn to the next client."""
-        if not self._lines:
-            self.is_taken = False
-            return
-        client, line = next(iter(self._lines.items()))
-        del self._lines[client]
-        future = line.popleft()
-        if line:
-            self._lines[client] = line  # behind all others
-        future.set_result(None)
+        while self._lines:
+            client, line = next(iter(self._lines.items()))
+            del self._lines[client]
+            future = line.popleft()
+            if line:
+                self._lines[client] = line  # behind all others
+            if not future.done():  # a client that has just gone still stands in the line
+                future.set_result(None)
+                return
+        self.is_taken = False
 
 
 def _read(job: Job) -> CompletionRequest:

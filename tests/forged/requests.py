@@ -166,7 +166,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 def _send(port: int, data: bytes, patience_seconds: float = _PATIENCE_SECONDS) -> bytes:
-    """Returns what comes back; where the server waits for more, it is told that there is no more."""
+    """Returns what comes back; where the server waits for more, the connection is closed for writing."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=patience_seconds) as connection:
         try:

@@ -91,7 +91,7 @@ def still_answers(server):
 
 
 def send(server, data, patience_seconds=PATIENCE_SECONDS):
-    """Returns what comes back after `data`; where the server waits for more, it is told that there is no more."""
+    """Returns what comes back after `data`; where the server waits for more, the connection is closed for writing."""
     answer = b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience_seconds) as connection:
         try:

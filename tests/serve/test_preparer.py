@@ -85,3 +85,19 @@ def test_a_large_request_waits_for_no_thread_of_the_server_and_needs_no_process_
             preparer.close()
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_goes_in_the_moment_of_its_turn_does_not_stop_the_line():
+    async def take_turns():
+        line = TurnLine(100)
+        await line.enter("first")
+        gone, next_one = (asyncio.create_task(line.enter(client)) for client in ("gone", "next"))
+        await asyncio.sleep(0)  # both wait
+        gone.cancel()
+        line.leave()  # before the client that is gone has left the line
+        await asyncio.wait_for(next_one, DEADLINE_SECONDS)
+        line.leave()
+        assert gone.cancelled()
+        assert not line.is_taken
+
+    asyncio.run(take_turns())
