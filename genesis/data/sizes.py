@@ -143,8 +143,8 @@ def choose_sizes(documents: Documents | None, most_tokens: int, seq_len: int | N
         batch: Number of sequences of a step, if it is given.
 
     Example:
-        >>> choose_sizes(Documents("pairs", 300, 18_000, 377, has_own_rows=True), 2048, None, None)
-        Sizes(seq_len=384, global_batch_size=8, reason='a step learns from about 8 of 300 pairs, of at most 377 tokens')
+        >>> choose_sizes(Documents("pairs", 300, 18_000, 377, has_own_rows=True), 2048, None, None).reason
+        'a step learns from about 8 of all 300 pairs, of at most 377 tokens'
         >>> choose_sizes(Documents("conversations", 50_000, 30_000_000, 9_000), 2048, None, None).global_batch_size
         9
     """
