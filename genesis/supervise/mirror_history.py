@@ -113,7 +113,7 @@ def plan_merge(folders: Sequence[tuple[int, int]], num_new_bytes: int) -> int:
 
     Example:
         >>> plan_merge([(900, 900), (200, 200), (90, 90)], 100)
-        1
+        2
     """
     first = next((number for number, (used, there) in enumerate(folders) if 2 * used < there), len(folders))
     size = num_new_bytes + sum(used for used, _ in folders[first:])

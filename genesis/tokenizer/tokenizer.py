@@ -177,7 +177,7 @@ def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]
     """Returns the start and end (exclusive) of each token, in characters of the text that they spell together.
 
     Example:
-        >>> find_offsets("\u00e9a", [b"\xc3", b"\xa9", b"a"])
+        >>> find_offsets("\u00e9a", ["\u00e9".encode()[:1], "\u00e9".encode()[1:], b"a"])
         [(0, 1), (0, 1), (1, 2)]
     """
     characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text]).tolist()
