@@ -3,36 +3,40 @@
 Each mode is a process (or a process for each rank) with a real Trainer that trains the same decoder on the same random
 tokens. The modes take turns in a rotating order. A turn is a few windows, the first of which ends with a save, and the
 turn ends only when the save is complete. So no mode trains during another mode's write, and every overhead is computed
-within a round (`benchmarks.pairs`). With adapters, all modes train them beside one base, and saves hold them alone.
+within a round. With adapters, all modes train them beside one base, and saves hold them alone.
 """
 
 import argparse
-import json
 import os
-import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Self
 
-from benchmarks.checkpoint_modes import MODES, choose_modes, name_default_modes
-from benchmarks.checkpoint_plot import plot_steps
-from benchmarks.checkpoint_report import build_record, build_tables, format_page, list_findings
-from benchmarks.checkpoint_results import ModeRun, merge_ranks, summarise
-from benchmarks.contenders import WorkerProcess
-from benchmarks.pairs import rotate_order
-from benchmarks.record import anonymise, describe_hardware
+from benchmarks.checkpoint_results import (
+    BASELINE,
+    BASELINE_SPARING,
+    OVERLAPPED,
+    WITHOUT_PLAN_CACHE,
+    ModeRun,
+    Turn,
+    describe_mode,
+    format_record,
+    list_findings,
+    merge_ranks,
+    plot_steps,
+    summarise,
+)
+from benchmarks.harness import add_counts, begin_record, build_parser, check_choices, check_counts, finish, take_rounds
+from benchmarks.processes import WORKERS, WorkerProcess
 from benchmarks.step import MODELS as STEP_MODELS
-from benchmarks.step import Recipe, plan_workload, read_recipe
-from benchmarks.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
-from benchmarks.workers.protocol import Workload
-from genesis.arguments import Parser
+from benchmarks.step import add_shape_options, build_recipe, plan_workload, read_recipe
+from benchmarks.workers.checkpoint_task import Farewell, Mode, Task
+from benchmarks.workers.protocol import Burst, Ready, Workload
 from genesis.console import Console
 from genesis.device import CPU, check_available, count_devices
 from genesis.errors import UserError
@@ -41,203 +45,215 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe
 from genesis.model.recipe import read_recipe_adapter
-from genesis.optim import OptimizerOptions
 
-MODELS = {
+MODELS: Final = {
     # Parameters and AdamW's moments in float32 are half a gigabyte, and a step takes about 1.4 s on two cores.
-    "43m": Recipe(
-        DecoderConfig(
-            vocab_size=10240, dim=768, num_layers=5, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=256
-        ),
-        OptimizerOptions(),
-        seq_len=256,
-        micro_batch_size=3,
-        precision="32-true",
-    ),
-    "600m": Recipe(  # 604 million parameters: 7.2 GB of state
-        DecoderConfig(
-            vocab_size=49152,
-            dim=1536,
-            num_layers=16,
-            num_heads=12,
-            num_kv_heads=12,
-            ffn_dim=4096,
-            max_seq_len=1024,
-            has_tied_embeddings=False,
-        ),
-        OptimizerOptions(),
-        seq_len=1024,
-        micro_batch_size=8,
-        precision="auto",
-    ),
+    "43m": build_recipe(256, 3, vocab_size=10240, dim=768, num_layers=5, num_heads=12, ffn_dim=2048, is_tied=True),
+    # 604 million parameters: 7.2 GB of state.
+    "600m": build_recipe(1024, 8, "auto", vocab_size=49152, dim=1536, num_layers=16, num_heads=12, ffn_dim=4096),
     "tiny": STEP_MODELS["tiny"],
-    "smollm2-135m": Recipe(
-        DecoderConfig(
-            vocab_size=49152,
-            dim=576,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            ffn_dim=1536,
-            max_seq_len=256,
-            has_tied_embeddings=True,
-        ),
-        OptimizerOptions(),
-        seq_len=64,
-        micro_batch_size=1,
-        precision="32-true",
+    "smollm2-135m": build_recipe(
+        *(64, 1), vocab_size=49152, dim=576, num_layers=30, num_heads=9, num_kv_heads=3, ffn_dim=1536, is_tied=True
     ),
 }
 
-_WORKER = "benchmarks.workers.checkpoint_trainer"
-_PAUSE_SECONDS = 0.1  # a contender's threads spin for a moment after their last work
-_PLAIN_WIDTH = 200  # columns of the output if it is not a terminal
-_STATE_BYTES_PER_PARAMETER = 12
-_CHECKPOINTS_AT_ONCE = 3  # the last checkpoint, the one being written, and one being deleted
+OWN_CORE: Final = "process-overlapped-own-core"
+_ENGINE: Final = Mode(
+    OVERLAPPED,
+    "the state is copied during the next forward and backward; a writer process writes the copy",
+    *("genesis", "process", "overlapped"),  # type: ignore[arg-type]
+    is_pinned=True,
+)
+MODES: Final = (
+    Mode(BASELINE, "saves nothing", "none"),
+    Mode("sync", "the training thread digests, writes and commits", "genesis"),
+    Mode("thread", "the state is copied at once; a thread writes the copy", "genesis", "thread"),
+    Mode("process", "the state is copied at once; a writer process writes the copy", "genesis", "process"),
+    Mode("process-pinned", "the same, copied from the GPU to pinned memory", "genesis", "process", is_pinned=True),
+    _ENGINE,
+    Mode("torch-sync", "`dcp.save`", "torch"),
+    Mode("torch-thread", "`dcp.async_save`, AsyncCheckpointerType.THREAD", "torch", "thread"),
+    Mode("torch-process", "`dcp.async_save`, AsyncCheckpointerType.PROCESS", "torch", "process"),
+    replace(
+        _ENGINE,
+        name=WITHOUT_PLAN_CACHE,
+        summary=f"{OVERLAPPED}, whose ranks agree on a plan at each save",
+        has_plan_cache=False,
+    ),
+    Mode(BASELINE_SPARING, "saves nothing, and leaves one core alone", "none", has_own_cores=True),
+    replace(_ENGINE, name=OWN_CORE, summary=f"{OVERLAPPED}, the writer on a core of its own", has_own_cores=True),
+)
+_EXTRAS: Final = (WITHOUT_PLAN_CACHE, BASELINE_SPARING, OWN_CORE)
+_STATE_BYTES_PER_PARAMETER: Final = 12
+_CHECKPOINTS_AT_ONCE: Final = 3  # the last checkpoint, the one being written, and one being deleted
+
+
+def name_default_modes(num_ranks: int) -> list[str]:
+    """Returns the default modes: the ways to save on one rank; plan caching on and off on several ranks."""
+    if num_ranks > 1:
+        return [BASELINE, OVERLAPPED, WITHOUT_PLAN_CACHE]
+    return [mode.name for mode in MODES if mode.name not in _EXTRAS]
+
+
+def choose_modes(
+    names: Sequence[str], device: str, num_ranks: int, *, has_adapter: bool = False
+) -> tuple[list[Mode], dict[str, str]]:
+    """Returns the modes that can run, and for each other mode the reason why it cannot.
+
+    Args:
+        names: Names of modes in `MODES`.
+        device: `cpu` or `cuda`.
+        num_ranks: Number of ranks of each mode.
+        has_adapter: Whether adapters are trained, and saves hold them alone.
+
+    Raises:
+        UserError: A name is unknown or repeated, or the baseline is missing.
+    """
+    known = {mode.name: mode for mode in MODES}
+    check_choices("--modes", names, list(known))
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--modes has {name!r} more than once: name it once")
+    if BASELINE not in names:
+        raise UserError(f"--modes has no {BASELINE!r}, with which the others are compared: add it")
+    reasons = {name: _find_obstacle(known[name], device, num_ranks, has_adapter) for name in names}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [known[name] for name in names if name not in left_out], left_out
+
+
+def _find_obstacle(mode: Mode, device: str, num_ranks: int, has_adapter: bool) -> str | None:
+    if has_adapter and mode.saver == "torch":
+        return "saves the base beside the adapters"
+    if mode.name == "process-pinned" and device == "cpu":
+        return "needs CUDA: on the CPU no memory is pinned"
+    if mode.name == WITHOUT_PLAN_CACHE and num_ranks == 1:
+        return "needs several ranks (--ranks 2): a single rank makes its plan without communication"
+    if mode.has_own_cores and num_ranks > 1:
+        return "needs one rank (--ranks 1)"
+    if mode.has_own_cores and len(os.sched_getaffinity(0)) < 2:
+        return "needs two cores"
+    return None
 
 
 class Team:
-    """All ranks of one mode. Leaving the context ends them.
+    """All ranks of one mode, which import and warm up at once. Leaving the context ends them.
 
     Args:
         tasks: A task for each rank.
         log_dir: Directory for the output of the ranks.
+        worker: The program of a rank.
         environment: Environment variables in addition to this process's.
     """
 
-    def __init__(self, tasks: Sequence[Task], log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.mode = tasks[0].mode
-        self._tasks = tasks
-        self._log_dir = log_dir
-        self._environment = environment or {}
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        log_dir: Path,
+        worker: Path = WORKERS / "checkpoint_trainer.py",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._tasks, self._log_dir = tasks, log_dir
+        self._worker, self._environment = worker, environment or {}
         self._stack = ExitStack()
-        self._workers: list[WorkerProcess] = []
+        self.workers: list[WorkerProcess] = []
 
     def __enter__(self) -> Self:
-        """Starts the workers, which import and warm up without further messages."""
+        """Starts the workers."""
         for task in self._tasks:
             numbers = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.num_ranks, "NODE_RANK": 0}
             worker = WorkerProcess(
-                f"{self.mode.name} (rank {task.rank})",
-                [sys.executable, "-m", _WORKER, task.to_json()],
-                self._log_dir / f"{self.mode.name}-{task.rank}.log",
+                f"{task.mode.name} (rank {task.rank})",
+                [sys.executable, str(self._worker), task.to_json()],
+                self._log_dir / f"{task.mode.name}-{task.rank}.log",
                 task.workload.num_threads,
                 {**self._environment, **{name: str(number) for name, number in numbers.items()}},
             )
-            self._workers.append(self._stack.enter_context(worker))
+            self.workers.append(self._stack.enter_context(worker))
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the workers."""
         self._stack.close()
 
-    def wait_until_ready(self) -> TrainerReady:
+    def wait_until_ready(self) -> Ready:
         """Waits until all ranks are ready for their first turn, and returns rank 0's answer."""
-        answers = [TrainerReady(**worker.receive()) for worker in self._workers]
-        return answers[0]
+        first, *_ = [Ready(**worker.receive()) for worker in self.workers]
+        return first
 
-    def take_turn(self, num_windows: int) -> Turn:
-        """Returns the measurements of all ranks over `num_windows` windows and one save."""
-        for worker in self._workers:
-            worker.send(f"go {num_windows}")
-        return merge_ranks([Turn(**worker.receive()) for worker in self._workers])
+    def take_turn(self) -> Turn:
+        """Returns the measurements of all ranks over the windows of a turn and one save."""
+        for worker in self.workers:
+            worker.send(f"go {self._tasks[0].every_n_steps}")
+        return merge_ranks([Burst(**worker.receive()) for worker in self.workers])
 
     def stop(self) -> Farewell:
         """Ends training, and returns rank 0's final message."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.send("quit")
-        farewells = [Farewell(**worker.receive()) for worker in self._workers]
-        for worker in self._workers:
-            worker.wait()
-        return farewells[0]
+        first, *_ = [Farewell(**worker.receive()) for worker in self.workers]
+        return first
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints tables and writes the record to the path of `--out`."""
+    """Measures, prints the page and writes the record to the path of `--out`."""
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
     adapter = _choose_adapter(options)
     modes, left_out = choose_modes(options.modes, options.device, options.ranks, has_adapter=adapter is not None)
-    console = Console(stderr=True)
     for name, reason in left_out.items():
-        console.print(f"{name} is left out: it {reason}", highlight=False)
+        Console(stderr=True).print(f"{name} is left out: it {reason}", highlight=False)
     workload = plan_workload(recipe, options, num_warmup_steps=options.every_n_steps - 1)
     _prepare_directory(options.dir, len(modes), describe(recipe.decoder).num_parameters)
-    ready, runs = _run(modes, workload, adapter, options, console)
-    results = summarise(runs, ready.num_parameters, workload.tokens_per_window * options.ranks)
-    title = _title(workload, options, ready.num_parameters, adapter)
-    findings = list_findings(runs, results, options.device)
-    out = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
-    for table in build_tables(title, results):
-        out.print(table)
-    for finding in findings:
-        out.print(finding, highlight=False)
-    if options.out is not None:
-        settings = _describe_settings(argv, options, workload, ready, left_out)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = build_record(settings, runs, results, findings)
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        picture = options.out.with_suffix(".png")
-        plot_steps({run.mode.name: [turn.step_seconds for turn in run.turns] for run in runs}, title, picture)
-        page = format_page(title, settings, results, runs, findings, picture.name)
-        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    ready, runs = _run(modes, workload, adapter, options)
+    results = summarise(runs, workload.tokens_per_window * options.ranks)
+    what = "training steps around a save, in turns of contenders; ratios are medians of pairs within a round"
+    title = _title(workload, options, runs[0].farewell.num_parameters, adapter)
+    record = begin_record("checkpoint", what, argv, device_name=ready.device_name)
+    record["versions"] |= ready.versions
+    record |= {
+        "work": title,
+        "workload": asdict(workload),
+        **{name: getattr(options, name) for name in ("strategy", "ranks", "pairs", "every_n_steps")},
+        "num_parameters": runs[0].farewell.num_parameters,
+        "left_out": left_out,
+        "findings": list_findings(runs, results, options.device),
+        "modes": {run.mode.name: describe_mode(run, results[run.mode.name]) for run in runs},
+    }
+    picture = None if options.out is None else options.out.with_suffix(".png")
+    finish(record, lambda whole: format_record(whole, results, picture and picture.name), options.out)
+    if picture is not None:
+        plot_steps(runs, title, picture)
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks checkpoint", description=(__doc__ or "").split("\n", 1)[0])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", choices=MODELS, default="43m", help="name of a model shape (default %(default)s)")
-    what.add_argument("--config", type=Path, help="recipe file, such as configs/genesis-1b.yaml")
-    parser.add_argument(
-        "--adapter_rank",
-        type=int,
-        metavar="RANK",
-        help="train LoRA adapters of this rank beside frozen weights, and save the adapters alone (default: the "
-        "recipe's adapters, if it has some)",
-    )
+    parser = build_parser("checkpoint", __doc__)
+    add_shape_options(parser, MODELS, "43m")
     parser.add_argument(
         "--modes",
         type=lambda text: text.split(","),
         help=f"modes to compare, from {', '.join(mode.name for mode in MODES)}; default on one rank: every way to "
         f"save; on several ranks: {', '.join(name_default_modes(2))}",
     )
-    parser.add_argument("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
-    parser.add_argument(
-        "--every_n_steps",
-        type=int,
-        default=5,
-        help="windows per turn; the first ends with a save (default %(default)s)",
-    )
-    parser.add_argument("--ranks", type=int, default=1, help="ranks per mode (default %(default)s)")
-    parser.add_argument("--strategy", choices=("replicated", "sharded"), default="replicated")
-    parser.add_argument("--micro_batch_size", type=int, help="sequences per micro-batch (default: the recipe's)")
-    parser.add_argument("--micro_batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
-    parser.add_argument(
-        "--threads", type=int, help="CPU threads per rank (default: all cores, divided among the ranks)"
-    )
-    parser.add_argument(
-        "--device", default=CPU, help="cpu, cuda or another kind that torch finds (default %(default)s)"
-    )
-    parser.add_argument(
-        "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the blocks")
-    parser.add_argument(
-        "--dir", type=Path, default=Path("runs/bench"), help="directory for temporary checkpoints (default %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="file for the record, such as benchmarks/records/checkpoint-43m-cpu.json"
-    )
+    add_counts(
+        parser,
+        adapter_rank=(None, "train LoRA adapters of this rank beside frozen weights, and save them alone (default: "
+        "the recipe's adapters, if it has some)"),
+        pairs=(6, "number of rounds"),
+        every_n_steps=(5, "windows per turn; the first ends with a save"),
+        ranks=(1, "ranks per mode"),
+        threads=(None, "CPU threads per rank (default: all cores, divided among the ranks)"),
+    )  # fmt: skip
+    parser.add_argument("--strategy", choices=("replicated", "sharded"), default="replicated", help="of several ranks")
+    parser.add_argument("--dir", type=Path, default=Path("runs/bench"), help="for checkpoints (default %(default)s)")
     options = parser.parse_args(argv)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, options.ranks))
     options.modes = options.modes or name_default_modes(options.ranks)
-    for name, least in (("pairs", 1), ("every_n_steps", 2), ("ranks", 1), ("micro_batches", 1), ("threads", 1)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} is {getattr(options, name)}: it must be at least {least}")
-    if options.adapter_rank is not None and options.adapter_rank < 1:
-        raise UserError(f"--adapter_rank is {options.adapter_rank}: it must be at least 1")
-    _check_device(options)
+    check_counts(options, "pairs", "ranks", "micro_batches", "threads", "adapter_rank")
+    check_counts(options, "every_n_steps", least=2)
+    check_available(options.device)
+    if options.device != CPU and count_devices(options.device) < options.ranks:
+        raise UserError(f"--ranks is {options.ranks} and torch finds {count_devices(options.device)} GPUs: lower it")
     return options
 
 
@@ -246,12 +262,6 @@ def _choose_adapter(options: argparse.Namespace) -> AdapterConfig | None:
     if options.adapter_rank is not None:
         return AdapterConfig(rank=options.adapter_rank, alpha=2.0 * options.adapter_rank)
     return None if options.config is None else read_recipe_adapter(options.config)
-
-
-def _check_device(options: argparse.Namespace) -> None:
-    check_available(options.device)
-    if options.device != CPU and count_devices(options.device) < options.ranks:
-        raise UserError(f"--ranks is {options.ranks} and torch finds {count_devices(options.device)} GPUs: lower it")
 
 
 # ---- the measurement
@@ -272,35 +282,25 @@ def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> 
 
 
 def _run(
-    modes: Sequence[Mode],
-    workload: Workload,
-    adapter: AdapterConfig | None,
-    options: argparse.Namespace,
-    console: Console,
-) -> tuple[TrainerReady, list[ModeRun]]:
+    modes: Sequence[Mode], workload: Workload, adapter: AdapterConfig | None, options: argparse.Namespace
+) -> tuple[Ready, list[ModeRun]]:
     """Returns a description of the trainers, and the measurements of each mode."""
-    turns: dict[str, list[Turn]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, ignore_cleanup_errors=True))
-        beside = None if adapter is None else asdict(_write_base(adapter, workload, Path(directory).resolve() / "base"))
-        teams = [
-            stack.enter_context(Team(_plan_tasks(mode, workload, options, Path(directory), beside), Path(directory)))
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, ignore_cleanup_errors=True))
+        ).resolve()
+        beside = None if adapter is None else asdict(_write_base(adapter, workload, directory / "base"))
+        teams = {
+            mode.name: stack.enter_context(Team(_plan_tasks(mode, workload, options, directory, beside), directory))
             for mode in modes
-        ]
-        console.print(f"{len(teams)} trainers start", highlight=False)
-        answers = [team.wait_until_ready() for team in teams]
-        firsts = {}
-        for team in teams:
-            firsts[team.mode.name] = first = _take_turn(team, options.every_n_steps)
-            found = "" if first.save_seconds is None else f", first save complete after {first.save_seconds:.1f} s"
-            console.print(f"warmed up {team.mode.name}{found}", highlight=False)
-        for round_index in range(options.pairs):
-            for team in rotate_order(teams, round_index):
-                turns[team.mode.name].append(_take_turn(team, options.every_n_steps))
-            means = [f"{name} {sum(of[-1].step_seconds) / options.every_n_steps:.3f}" for name, of in turns.items()]
-            console.print(f"round {round_index + 1}/{options.pairs}, s per step: {', '.join(means)}", highlight=False)
-        farewells = {team.mode.name: team.stop() for team in teams}
-    return answers[0], [ModeRun(mode, firsts[mode.name], turns[mode.name], farewells[mode.name]) for mode in modes]
+        }
+        readies = [team.wait_until_ready() for team in teams.values()]
+        firsts = {name: team.take_turn() for name, team in teams.items()}
+        turns = take_rounds(
+            teams, options.pairs, Team.take_turn, lambda turn: turn.step_seconds[0], "s of the save's step"
+        )
+        farewells = {name: team.stop() for name, team in teams.items()}
+    return readies[0], [ModeRun(one, firsts[one.name], turns[one.name], farewells[one.name]) for one in modes]
 
 
 def _write_base(adapter: AdapterConfig, workload: Workload, directory: Path) -> AdapterConfig:
@@ -318,21 +318,12 @@ def _plan_tasks(
 ) -> list[Task]:
     run_dir = directory / mode.name
     run_dir.mkdir()
-    strategy: Literal["replicated", "sharded"] = options.strategy
     if mode.has_own_cores:
         workload = replace(workload, num_threads=min(workload.num_threads, len(os.sched_getaffinity(0)) - 1))
     return [
-        Task(mode, workload, strategy, options.every_n_steps, str(run_dir.resolve()), rank, options.ranks, adapter)
+        Task(mode, workload, options.strategy, options.every_n_steps, str(run_dir), rank, options.ranks, adapter)
         for rank in range(options.ranks)
     ]
-
-
-def _take_turn(team: Team, num_windows: int) -> Turn:
-    time.sleep(_PAUSE_SECONDS)
-    return team.take_turn(num_windows)
-
-
-# ---- the description of the run
 
 
 def _title(workload: Workload, options: argparse.Namespace, num_parameters: int, adapter: AdapterConfig | None) -> str:
@@ -343,22 +334,3 @@ def _title(workload: Workload, options: argparse.Namespace, num_parameters: int,
         f"of {workload.seq_len} on {ranks} ({options.strategy}), {workload.precision}, {workload.device}, "
         f"a save every {options.every_n_steps} steps"
     )
-
-
-def _describe_settings(
-    argv: Sequence[str], options: argparse.Namespace, workload: Workload, ready: TrainerReady, left_out: dict[str, str]
-) -> dict[str, Any]:
-    return {
-        "command": shlex.join(["genesis", "bench", "checkpoint", *anonymise(argv)]),
-        "date": date.today().isoformat(),
-        "hardware": describe_hardware(ready.device_name),
-        "versions": ready.versions,
-        "workload": asdict(workload),
-        "strategy": options.strategy,
-        "ranks": options.ranks,
-        "num_threads": workload.num_threads,
-        "num_parameters": ready.num_parameters,
-        "pairs": options.pairs,
-        "every_n_steps": options.every_n_steps,
-        "left_out": left_out,
-    }

@@ -1,14 +1,77 @@
-"""Computes the results of the modes of `python -m benchmarks checkpoint` from their turns."""
+"""Computes the results of the modes of the benchmark `checkpoint` from their turns, and shows them."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from benchmarks.checkpoint_modes import BASELINE, BASELINE_SPARING
-from benchmarks.pairs import PairedRatio, compare_pairs
-from benchmarks.workers.checkpoint_protocol import Farewell, Mode, Turn
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
-INTERVAL_MINUTES = (1, 5, 20)
+from benchmarks.harness import PairedRatio, compare_pairs, format_page, format_table
+from benchmarks.workers.checkpoint_task import Farewell, Mode
+from benchmarks.workers.protocol import Burst
+
+BASELINE, BASELINE_SPARING = "baseline", "baseline-sparing-a-core"
+OVERLAPPED, WITHOUT_PLAN_CACHE = "process-overlapped", "process-overlapped-without-plan-cache"
+INTERVAL_MINUTES: Final = (1, 5, 20)
+GOALS: Final = {"cpu": (0.12, 0.002), "cuda": (0.10, 0.020)}
+"""Goals of process-overlapped by device: the largest overhead of the mean step, and a bound of a save's stall in
+seconds."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a mode: some windows, the first of which ends with a save.
+
+    Args:
+        step_seconds: Of rank 0: from each window's begin to the next; the first window ends with the save.
+        peak_resident_bytes: Peak resident memory of a trainer's process since its start.
+        peak_device_bytes: Peak memory of tensors on the GPU since the start; None on the CPU.
+        step: Lightning's global step of the save.
+        stall_seconds: Time in the hooks of the saving callback from the save on, measured around the hooks.
+        begin_seconds: Time in the hook in which the save began.
+        save_seconds: From that hook's begin until the save was complete; None without a save.
+        turn_seconds_since_begin: From that hook's begin to the turn's end.
+        file_bytes: Size of all files of the checkpoint.
+    """
+
+    step_seconds: list[float]
+    peak_resident_bytes: int
+    peak_device_bytes: int | None = None
+    step: int = 0
+    stall_seconds: float = 0.0
+    begin_seconds: float = 0.0
+    save_seconds: float | None = None
+    turn_seconds_since_begin: float = 0.0
+    file_bytes: int = 0
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the save continued after the turn."""
+        return max(0.0, (self.save_seconds or 0.0) - self.turn_seconds_since_begin)
+
+    @property
+    def num_steps_beside(self) -> int:
+        """Number of later windows that began before the save was complete."""
+        count, begin = 0, self.turn_seconds_since_begin - sum(self.step_seconds[1:])
+        for seconds in self.step_seconds[1:]:
+            if begin >= (self.save_seconds or 0.0):
+                break
+            count += 1
+            begin += seconds
+        return count
+
+
+def merge_ranks(bursts: Sequence[Burst]) -> Turn:
+    """Merges the bursts of all ranks: rank 0's windows, the slowest rank's save, the largest memory."""
+    figures = [burst.figures for burst in bursts]
+    device_bytes = [burst.peak_device_bytes for burst in bursts if burst.peak_device_bytes is not None]
+    slowest = {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
+    own = {name: figures[0][name] for name in ("turn_seconds_since_begin", "file_bytes") if name in figures[0]}
+    resident = max(burst.peak_resident_bytes for burst in bursts)
+    return Turn(bursts[0].step_seconds, resident, max(device_bytes, default=None), **{**slowest, **own})
 
 
 @dataclass(frozen=True)
@@ -97,55 +160,21 @@ class ModeResult:
     save: SaveResult | None
 
 
-def merge_ranks(turns: Sequence[Turn]) -> Turn:
-    """Merges the turns of all ranks: rank 0's windows, the slowest rank's save, the largest memory."""
-    first = turns[0]
-    device_bytes = [turn.peak_device_bytes for turn in turns if turn.peak_device_bytes is not None]
-    save_seconds = [turn.save_seconds for turn in turns if turn.save_seconds is not None]
-    return replace(
-        first,
-        stall_seconds=max(turn.stall_seconds for turn in turns),
-        begin_seconds=max(turn.begin_seconds for turn in turns),
-        save_seconds=max(save_seconds, default=None),
-        num_steps_beside=max(turn.num_steps_beside for turn in turns),
-        wait_seconds=max(turn.wait_seconds for turn in turns),
-        peak_resident_bytes=max(turn.peak_resident_bytes for turn in turns),
-        peak_device_bytes=max(device_bytes, default=None),
-    )
-
-
-def summarise(runs: Sequence[ModeRun], num_parameters: int, tokens_per_step: int) -> dict[str, ModeResult]:
-    """Returns the result of each mode.
-
-    Args:
-        runs: The runs of all modes, the baseline included.
-        num_parameters: Number of parameters of the model.
-        tokens_per_step: Tokens of one window over all ranks.
-    """
+def summarise(runs: Sequence[ModeRun], tokens_per_step: int) -> dict[str, ModeResult]:
+    """Returns the result of each mode; the runs are those of all modes, the baseline included."""
     turns = {run.mode.name: run.turns for run in runs}
-    return {
-        run.mode.name: _summarise_one(
-            run, turns[BASELINE], turns.get(BASELINE_SPARING), num_parameters, tokens_per_step
-        )
-        for run in runs
-    }
+    return {run.mode.name: _summarise_one(run, turns, tokens_per_step) for run in runs}
 
 
-def _summarise_one(
-    run: ModeRun,
-    baseline: Sequence[Turn],
-    sparing: Sequence[Turn] | None,
-    num_parameters: int,
-    tokens_per_step: int,
-) -> ModeResult:
+def _summarise_one(run: ModeRun, turns: Mapping[str, Sequence[Turn]], tokens_per_step: int) -> ModeResult:
     steps = [seconds for turn in run.turns for seconds in turn.step_seconds]
-    mean_step_seconds = statistics.mean(steps)
+    baseline, sparing = turns[BASELINE], turns.get(BASELINE_SPARING)
     mean_ratio = compare_pairs(_means(run.turns), _means(baseline))
     device_bytes = [turn.peak_device_bytes for turn in run.turns if turn.peak_device_bytes is not None]
     return ModeResult(
-        mean_step_seconds=mean_step_seconds,
+        mean_step_seconds=statistics.mean(steps),
         median_step_seconds=statistics.median(steps),
-        tokens_per_second=tokens_per_step / mean_step_seconds,
+        tokens_per_second=tokens_per_step / statistics.mean(steps),
         mean_step_ratio=mean_ratio,
         median_step_ratio=compare_pairs(_medians(run.turns), _medians(baseline)),
         mean_step_ratio_sparing=(
@@ -153,7 +182,7 @@ def _summarise_one(
         ),
         peak_resident_bytes=max(turn.peak_resident_bytes for turn in run.turns),
         peak_device_bytes=max(device_bytes, default=None),
-        save=None if run.mode.saver == "none" else _summarise_saves(run, baseline, mean_ratio, num_parameters),
+        save=None if run.mode.saver == "none" else _summarise_saves(run, baseline, mean_ratio.median),
     )
 
 
@@ -165,27 +194,23 @@ def _medians(turns: Sequence[Turn]) -> list[float]:
     return [statistics.median(turn.step_seconds) for turn in turns]
 
 
-def _summarise_saves(
-    run: ModeRun, baseline: Sequence[Turn], mean_ratio: PairedRatio, num_parameters: int
-) -> SaveResult:
-    stalls = [turn.stall_seconds for turn in run.turns]
-    own_stalls = [
-        seconds for turn in run.turns if (seconds := run.farewell.stall_seconds_by_step.get(str(turn.step))) is not None
-    ]
+def _summarise_saves(run: ModeRun, baseline: Sequence[Turn], turn_ratio: float) -> SaveResult:
+    own = run.farewell.stall_seconds_by_step
+    own_stalls = [own[str(turn.step)] for turn in run.turns if str(turn.step) in own]
     save_seconds = statistics.median(turn.save_seconds for turn in run.turns if turn.save_seconds is not None)
     file_bytes = run.turns[-1].file_bytes
     beside = compare_steps_beside(run.turns, baseline)
     wait_seconds = statistics.median(turn.wait_seconds for turn in run.turns)
     extra_seconds = count_extra_seconds(
-        turn_ratio=mean_ratio.median,
+        turn_ratio=turn_ratio,
         baseline_turn_seconds=statistics.median(sum(turn.step_seconds) for turn in baseline),
         beside_ratio=1.0 if beside is None else beside.median,
         wait_seconds=wait_seconds,
     )
     assert run.first.save_seconds is not None
     return SaveResult(
-        stall_seconds=statistics.median(stalls),
-        max_stall_seconds=max(stalls),
+        stall_seconds=statistics.median(turn.stall_seconds for turn in run.turns),
+        max_stall_seconds=max(turn.stall_seconds for turn in run.turns),
         own_stall_seconds=statistics.median(own_stalls) if own_stalls else None,
         begin_seconds=statistics.median(turn.begin_seconds for turn in run.turns),
         first_stall_seconds=run.first.stall_seconds,
@@ -193,7 +218,7 @@ def _summarise_saves(
         save_seconds=save_seconds,
         file_bytes=file_bytes,
         tensor_bytes=run.farewell.tensor_bytes,
-        bytes_per_parameter=file_bytes / num_parameters,
+        bytes_per_parameter=file_bytes / run.farewell.num_parameters,
         bytes_per_second=file_bytes / save_seconds,
         steps_beside_ratio=beside,
         wait_seconds=wait_seconds,
@@ -204,13 +229,12 @@ def _summarise_saves(
 
 def compare_steps_beside(turns: Sequence[Turn], baseline: Sequence[Turn]) -> PairedRatio | None:
     """Compares windows during a write with the baseline's same windows; None if no window ran during a write."""
-    ours, theirs = [], []
-    for turn, other in zip(turns, baseline, strict=True):
-        if turn.num_steps_beside:
-            beside = slice(1, 1 + turn.num_steps_beside)
-            ours.append(statistics.mean(turn.step_seconds[beside]))
-            theirs.append(statistics.mean(other.step_seconds[beside]))
-    return compare_pairs(ours, theirs) if ours else None
+    pairs = [(turn, other) for turn, other in zip(turns, baseline, strict=True) if turn.num_steps_beside]
+    ours, theirs = (
+        [statistics.mean(pair[side].step_seconds[1 : 1 + pair[0].num_steps_beside]) for pair in pairs]
+        for side in (0, 1)
+    )
+    return compare_pairs(ours, theirs) if pairs else None
 
 
 def count_extra_seconds(
@@ -233,3 +257,143 @@ def count_extra_seconds(
     """
     after_turn_seconds = wait_seconds * max(0.0, 1.0 - 1.0 / beside_ratio)
     return (turn_ratio - 1.0) * baseline_turn_seconds + after_turn_seconds
+
+
+# ---- the report
+
+_TRAINING_COLUMNS: Final = (
+    *("mode", "mean step s", "median step s", "overhead (95%)", "median overhead", "tokens/s"),
+    *("stall ms: median, longest", "overhead during a write"),
+    *(f"a save every {minutes} min" for minutes in INTERVAL_MINUTES),
+)
+_SAVE_COLUMNS: Final = (
+    *("mode", "first save: stall s, complete after s", "begin ms", "stall logged by the callback ms"),
+    *("complete after s", "continues after the turn s", "MB/s", "bytes of state", "bytes per parameter"),
+    "peak memory MiB",
+)
+
+
+def _training_row(name: str, result: ModeResult) -> list[str]:
+    save = result.save
+    of_saves = [""] * (2 + len(INTERVAL_MINUTES))
+    if save is not None:
+        of_saves = [
+            f"{1e3 * save.stall_seconds:,.1f}, {1e3 * save.max_stall_seconds:,.1f}",
+            "" if save.steps_beside_ratio is None else _format_overhead(save.steps_beside_ratio),
+            *(f"{share:+.2%}" for share in save.overhead_by_minutes.values()),
+        ]
+    return [
+        name,
+        f"{result.mean_step_seconds:.3f}",
+        f"{result.median_step_seconds:.3f}",
+        _format_overhead(result.mean_step_ratio),
+        f"{result.median_step_ratio.median - 1:+,.1%}",
+        f"{result.tokens_per_second:,.0f}",
+        *of_saves,
+    ]
+
+
+def _format_overhead(ratio: PairedRatio) -> str:
+    interval = "" if ratio.low is None or ratio.high is None else f" ({ratio.low - 1:+,.1%} to {ratio.high - 1:+,.1%})"
+    return f"{ratio.median - 1:+,.1%}{interval}"
+
+
+def _save_row(name: str, result: ModeResult) -> list[str]:
+    memory = f"{result.peak_resident_bytes / 2**20:,.0f}"
+    if result.peak_device_bytes is not None:
+        memory += f", on the GPU {result.peak_device_bytes / 2**20:,.0f}"
+    save = result.save
+    if save is None:
+        return [name, *[""] * (len(_SAVE_COLUMNS) - 2), memory]
+    return [
+        name,
+        f"{save.first_stall_seconds:.3f}, {save.first_save_seconds:.2f}",
+        f"{1e3 * save.begin_seconds:,.1f}",
+        "" if save.own_stall_seconds is None else f"{1e3 * save.own_stall_seconds:,.1f}",
+        f"{save.save_seconds:.2f}",
+        f"{save.wait_seconds:.2f}",
+        f"{save.bytes_per_second / 1e6:,.0f}",
+        f"{save.tensor_bytes:,}",
+        f"{save.bytes_per_parameter:.2f}",
+        memory,
+    ]
+
+
+def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], device: str) -> list[str]:
+    """Returns a sentence for each finding about the modes of this run."""
+    findings = [
+        f"{run.mode.name} saved {run.farewell.tensor_bytes:,} bytes of a state of {run.farewell.state_bytes:,}: its "
+        "figures are not those of a whole save"
+        for run in runs
+        if run.mode.saver != "none" and run.farewell.tensor_bytes != run.farewell.state_bytes
+    ]
+    overlapped, replanned = results.get(OVERLAPPED), results.get(WITHOUT_PLAN_CACHE)
+    if overlapped is not None and overlapped.save is not None:
+        max_overhead, max_stall_seconds = GOALS[device]
+        overhead, stall_seconds = overlapped.mean_step_ratio.median - 1, overlapped.save.stall_seconds
+        findings.append(
+            f"{OVERLAPPED} on {device}: overhead {overhead:+,.1%}, {_verdict(overhead <= max_overhead)} "
+            f"(at most +{max_overhead:.0%}); stall {1e3 * stall_seconds:.1f} ms, "
+            f"{_verdict(stall_seconds < max_stall_seconds)} (below {1e3 * max_stall_seconds:g} ms)"
+        )
+        if replanned is not None and replanned.save is not None:
+            findings.append(
+                f"starting a save takes {1e3 * overlapped.save.begin_seconds:.1f} ms with the plan kept from the "
+                f"first save, {1e3 * replanned.save.begin_seconds:.1f} ms if the ranks make a plan for each save"
+            )
+    for name, result in results.items():
+        if result.mean_step_ratio_sparing is not None and name != BASELINE_SPARING:
+            overhead_text = _format_overhead(result.mean_step_ratio_sparing)
+            findings.append(f"{name} over {BASELINE_SPARING}, on as many cores: {overhead_text}")
+    return findings
+
+
+def _verdict(is_reached: bool) -> str:
+    return "reached" if is_reached else "missed"
+
+
+def describe_mode(run: ModeRun, result: ModeResult) -> dict[str, Any]:
+    """Returns a mode's entry in the record."""
+    turns = {"first_turn": asdict(run.first), "turns": [asdict(turn) for turn in run.turns]}
+    return {**asdict(run.mode), **asdict(result), "state_bytes": run.farewell.state_bytes, **turns}
+
+
+def format_record(record: Mapping[str, Any], results: Mapping[str, ModeResult], picture: str | None) -> str:
+    """Returns the record as a page of Markdown, with a link to its picture."""
+    notes = [
+        f"work: {record['work']}; threads each: {record['workload']['num_threads']}",
+        f"{record['pairs']} rounds, in rotating order, of {record['every_n_steps']} windows each, the first of "
+        "which ends with a save; overheads are medians over rounds, relative to the baseline of the same round",
+        *record["findings"],
+        *(f"left out: {name} {reason}" for name, reason in record["left_out"].items()),
+    ]
+    body = [
+        *([] if picture is None else [f"![step time around a save]({picture})", ""]),
+        *format_table(_TRAINING_COLUMNS, [_training_row(*item) for item in results.items()]),
+        *format_table(_SAVE_COLUMNS, [_save_row(*item) for item in results.items()]),
+        *(f"- **{name}**: {mode['summary']}." for name, mode in record["modes"].items()),
+    ]
+    return format_page("Saving during training", record, notes, body)
+
+
+def plot_steps(runs: Sequence[ModeRun], title: str, out: Path) -> None:
+    """Writes a plot of the median step time at each position in a turn, with a line for each mode, to `out` (PNG)."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    num_windows = len(runs[0].first.step_seconds)
+    for run in runs:
+        medians = [statistics.median(turn.step_seconds[place] for turn in run.turns) for place in range(num_windows)]
+        is_baseline = run.mode.name == BASELINE
+        style = {"color": "black", "linestyle": "--"} if is_baseline else {"marker": "o", "markersize": 4}
+        axes.plot(range(num_windows), medians, label=run.mode.name, linewidth=1.5, **style)
+    axes.set(
+        xlabel="windows after the one that ends with the save",
+        ylabel="seconds (median over rounds)",
+        title=f"Step time around a save\n{title}",
+        xticks=range(num_windows),
+    )
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=120)

@@ -1,8 +1,8 @@
-"""Measures the opening of a corpus of any size: the time until the first window, and the memory.
+"""Corpora of random tokens, and of any size in sparse files, and the time and memory to open one.
 
-The measurement covers the work of a run before its first step: reading the manifest, checking every file, computing the
-order, and building the first window with its shards hashed. The corpus consists of sparse files, so that 60 billion
-tokens fit on a small disk. Each measurement has its own process, because peak memory is counted per process.
+Opening covers the work of a run before its first step: reading the manifest, checking every file, computing the order,
+and building the first window with its shards hashed. In sparse files 60 billion tokens fit on a small disk. Each
+measurement has its own process, because peak memory is counted per process.
 """
 
 import json
@@ -21,7 +21,7 @@ from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
 from genesis.data.order import build_order
-from genesis.data.shards import INDEX_ENTRY, hash_file, little_endian, shard_files
+from genesis.data.shards import INDEX_ENTRY, EncodedDocuments, ShardWriter, hash_file, little_endian, shard_files
 from genesis.processes import run_program
 from genesis.tokenizer.train import BOS_ID, EOS_ID
 
@@ -29,6 +29,10 @@ VOCAB_SIZE: Final = 49_152
 SEQ_LEN: Final = 2048
 GLOBAL_BATCH_SIZE: Final = 32
 _SHARDS_PER_DIRECTORY: Final = 10_000
+_FIRST_PIECE: Final = 16
+_MEAN_DOCUMENT_TOKENS: Final = 800
+_NUM_SHARDS: Final = 8
+_WEIGHTS: Final = {"web": 7, "code": 3}
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,60 @@ def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
         index_path.write_bytes(index)
     token_hash, index_hash = hash_file(path / paths[0]), blake3(index).hexdigest()
     shards = [ShardRecord(shard, shard_tokens, 1, 0, num_bytes, token_hash, index_hash) for shard in paths]
-    source = SourceRecord("web", 1, num_shards, 0, shard_tokens * num_shards, shards)
-    write_manifest(
-        path,
-        CorpusManifest(
-            name=path.name,
-            hash_algorithm="blake3",
-            tokenizer_hash="",
-            vocab_size=VOCAB_SIZE,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            token_dtype="uint16",
-            train=(source,),
-            validation=(),
-        ),
+    _write_manifest(path, (SourceRecord("web", 1, num_shards, 0, shard_tokens * num_shards, shards),), VOCAB_SIZE)
+
+
+def write_random_corpus(path: Path, num_tokens: int, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Writes a corpus of two sources in several shards, with documents of realistic length, and a flat file of them.
+
+    Returns:
+        The path of the flat file of the same tokens, whose type is uint16.
+    """
+    rng = np.random.default_rng(0)
+    path.mkdir(parents=True)
+    flat_path = path.with_suffix(".tokens")
+    sources = []
+    with flat_path.open("wb") as flat:
+        for name, weight in _WEIGHTS.items():
+            shards = []
+            for number in range(_NUM_SHARDS):
+                relative = f"train/{name}/{number:05d}.ds"
+                (path / relative).parent.mkdir(parents=True, exist_ok=True)
+                shard_tokens = num_tokens // (len(_WEIGHTS) * _NUM_SHARDS)
+                shards.append(_write_random_shard(path / relative, relative, shard_tokens, rng, vocab_size))
+                flat.write((path / relative).read_bytes())
+            sums = (sum(getattr(shard, key) for shard in shards) for key in ("num_documents", "num_text_bytes"))
+            sources.append(SourceRecord(name, weight, *sums, sum(shard.num_tokens for shard in shards), shards))
+    _write_manifest(path, tuple(sources), vocab_size)
+    return flat_path
+
+
+def _write_random_shard(
+    path: Path, relative: str, num_tokens: int, rng: np.random.Generator, vocab_size: int
+) -> ShardRecord:
+    lengths = 2 + rng.geometric(1 / _MEAN_DOCUMENT_TOKENS, max(1, num_tokens // _MEAN_DOCUMENT_TOKENS))
+    ends = np.cumsum(lengths)
+    tokens = rng.integers(_FIRST_PIECE, vocab_size, ends[-1], dtype=np.int32)
+    tokens[ends - lengths] = BOS_ID
+    tokens[ends - 1] = EOS_ID
+    writer = ShardWriter(path, "uint16", "random", EOS_ID)
+    writer.append(EncodedDocuments(tokens, lengths, num_text_bytes=0))
+    return writer.finish(relative)
+
+
+def _write_manifest(path: Path, sources: tuple[SourceRecord, ...], vocab_size: int) -> None:
+    manifest = CorpusManifest(
+        name=path.name,
+        hash_algorithm="blake3",
+        tokenizer_hash="",
+        vocab_size=vocab_size,
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        token_dtype="uint16",
+        train=sources,
+        validation=(),
     )
+    write_manifest(path, manifest)
 
 
 def measure_opening(path: Path, num_windows: int = 1) -> Opening:

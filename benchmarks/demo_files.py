@@ -1,13 +1,30 @@
 """Finds the model and the conversations of a benchmark: those that the user names, or those of the demo."""
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 
+from genesis.arguments import Parser, read_path
 from genesis.console import Console
 from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.demo.finetune import dequantise, write_conversations
 
 _DIRECTORY = Path("runs/demo-finetune")
 _NUM_CONVERSATIONS = 300
+
+
+def add_demo_options(parser: Parser) -> None:
+    """Adds the options that name other files than the demo's."""
+    add = parser.add_argument
+    text = "directory of a chat model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)"
+    add("--model", type=_read_existing, help=text)
+    add("--conversations", type=_read_existing, help="JSONL of conversations (default: 300 Alpaca rows, downloaded)")
+
+
+def _read_existing(text: str) -> Path:
+    path = read_path(text)
+    if not path.exists():
+        raise ArgumentTypeError(f"{path} does not exist")
+    return path
 
 
 def find_model(given: Path | None, console: Console) -> Path:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_parts sampling --device cuda --out sampling.json
 
-`python -m benchmarks session` runs them. Sampling, attention while decoding and chunks of the loss are measured before and
+the benchmark `session` runs them. Sampling, attention while decoding and chunks of the loss are measured before and
 after a change for GPUs: "before" is the slower way, which the code takes no more or only without a device;
 "after" the one of now. A way that does not exist yet on this device has no figure and a reason.
 """

@@ -1,4 +1,4 @@
-"""The tasks of `python -m benchmarks evaluate`: one or two of each kind of request that lm-eval sends to a model.
+"""The tasks of the benchmark `evaluate`: one or two of each kind of request that lm-eval sends to a model.
 
 Texts come from the documentation within Python, and questions with answers from conversations. The lengths are similar
 to those of well-known tasks: HellaSwag (a context of many words, four long endings), ARC (a question, four short

@@ -3,33 +3,41 @@
 Each contender is a process that trains the same model on the same packed rows, or on the same pairs of answers without
 padding, with the same optimizer, from the same adapters. Its first steps are short, and their losses are compared with
 those of a plain loop with transformers and PEFT. Then the contenders train longer steps one after another, in a
-rotating order (`benchmarks.pairs`).
+rotating order.
 """
 
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.contenders import Contender, Worker, find_peer
-from benchmarks.demo_files import find_conversations, find_model
-from benchmarks.pairs import compare_pairs, rotate_order
-from benchmarks.record import anonymise, describe_hardware, write_record
+from benchmarks.demo_files import add_demo_options, find_conversations, find_model
+from benchmarks.harness import (
+    add_counts,
+    begin_record,
+    build_parser,
+    check_choices,
+    check_counts,
+    compare_pairs,
+    finish,
+    format_page,
+    format_ratio,
+    format_table,
+    read_list,
+    take_rounds,
+)
+from benchmarks.processes import PEERS, WORKERS, Contender, WorkerProcess, ask_burst, keeping_logs
+from benchmarks.step import format_contenders
 from benchmarks.workers.finetune_protocol import IGNORE_INDEX, FinetuneWorkload, Kind, Row, write_rows
 from benchmarks.workers.protocol import Burst, Ready
-from genesis.arguments import Parser
 from genesis.chat.conversation import read_conversation
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import RenderedChat, open_renderer
@@ -42,11 +50,9 @@ from genesis.model.decoder import Decoder
 from genesis.tokenizer.open import open_tokenizer
 
 OURS, TRL, REFERENCE = "genesis", "trl", "reference"
-_WORKERS = Path(__file__).resolve().parent / "workers"
 _LOSS_TOLERANCE: Final = 1e-4
 _MEMORY_GOAL: Final = 0.7
 _MAX_GRAD_NORM = 1.0
-_PAUSE_SECONDS = 0.1  # a contender's threads spin for a moment after their last work
 
 
 @dataclass(frozen=True)
@@ -75,115 +81,107 @@ KINDS: Final[dict[Kind, KindOptions]] = {
 }
 
 
+CONTENDERS: Final = {
+    one.name: one
+    for one in (
+        Contender(OURS, "our trainer as `genesis fit` sets it up", WORKERS / "genesis_finetuner.py"),
+        Contender(
+            TRL,
+            "TRL's SFTTrainer, padding-free, or DPOTrainer, with PEFT; fused AdamW, nothing recomputed",
+            PEERS / "trl_worker.py",
+        ),
+        Contender(REFERENCE, "a plain loop with transformers and PEFT", PEERS / "finetune_reference_worker.py"),
+    )
+}
+_COUNTS: Final = {
+    "batch_size": (2, "rows of a step; DPO has two for each pair"),
+    "seq_len": (512, "tokens of a row in the timed steps"),
+    "rank": (32, "rank of the adapters"),
+    "loss_steps": (20, "first steps, whose losses are compared"),
+    "loss_tokens": (64, "tokens of a row in these steps"),
+    "pairs": (6, "number of rounds"),
+    "burst_steps": (1, "steps of each contender per round"),
+    "threads": (os.cpu_count() or 1, "CPU threads"),
+}
+
+
 def main(argv: list[str]) -> int:
     """Measures, prints the record and writes it to the path of `--out`; returns 1 if losses are not the reference's."""
     options = _parse(argv)
     console = Console(stderr=True)
-    trl, reference = find_peer("trl_worker.py"), find_peer("finetune_reference_worker.py")
-    contenders = {
-        OURS: Contender(OURS, "our trainer as `genesis fit` sets it up", _WORKERS / "genesis_finetuner.py"),
-        TRL: Contender(
-            TRL, "TRL's SFTTrainer, padding-free, or DPOTrainer, with PEFT; fused AdamW, nothing recomputed", trl
-        ),
-        REFERENCE: Contender(REFERENCE, "a plain loop with transformers and PEFT", reference),
-    }
-    record: dict[str, Any] = {
-        "what": "fine-tuning beside TRL with PEFT, in interleaved bursts",
-        "command": f"python -m benchmarks finetune {shlex.join(anonymise(argv))}".rstrip(),
-        "date": date.today().isoformat(),
-        "hardware": describe_hardware("cpu"),
-        "python": platform.python_version(),
-        "options": {name: getattr(options, name) for name in _COUNTS},
-        "contenders": {name: contender.summary for name, contender in contenders.items()},
-        "kinds": {},
-    }
+    record = begin_record("finetune", "fine-tuning beside TRL with PEFT, in interleaved bursts", argv)
+    record |= {"options": {name: getattr(options, name) for name in _COUNTS}, "kinds": {}}
     model = find_model(options.model, console)
-    conversations = find_conversations(options.conversations)
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary)
-        # One step warms up, and one is never trained: a worker waits before it when its last burst ends.
-        num_long = 2 + options.pairs * options.burst_steps
-        lengths = [options.loss_tokens] * options.loss_steps + [options.seq_len] * num_long
-        chats = render_conversations(model, conversations)
-        record["num_conversations"] = len(chats)
-        row_lengths = [length for length in lengths for _ in range(options.batch_size)]
-        kinds: list[Kind] = options.kinds.split(",")
-        files = {has_pairs: directory / f"rows-{has_pairs}.jsonl" for has_pairs in (False, True)}
-        if any(not KINDS[kind].has_pairs for kind in kinds):
-            write_rows(list(pack_rows(chats, row_lengths)), files[False])
-        if any(KINDS[kind].has_pairs for kind in kinds):
-            write_rows(list(pair_rows(chats, row_lengths[::2])), files[True])
-        write_adapter(model, AdapterConfig(rank=options.rank, alpha=2.0 * options.rank), directory / "adapter")
-        for kind in kinds:
+    chats = render_conversations(model, find_conversations(options.conversations))
+    record["num_conversations"] = len(chats)
+    with keeping_logs() as (_, directory):
+        workload = _prepare(options, model, chats, directory)
+        for kind in options.kinds:
             console.print(f"{kind}: {KINDS[kind].summary}", highlight=False)
-            workload = FinetuneWorkload(
+            has_adapter = KINDS[kind].has_adapter
+            own = replace(
+                workload,
                 kind=kind,
-                model=str(model),
-                adapter=str(directory / "adapter") if KINDS[kind].has_adapter else None,
-                rows=str(files[KINDS[kind].has_pairs]),
-                losses="",
+                adapter=workload.adapter if has_adapter else None,
+                rows=str(_name_rows(directory, KINDS[kind].has_pairs)),
                 optimizer={"lr": KINDS[kind].lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-                max_grad_norm=_MAX_GRAD_NORM,
-                batch_size=options.batch_size,
-                tokens_per_window=options.batch_size * options.seq_len,
-                num_threads=options.threads,
-                num_warmup_steps=options.loss_steps + 1,
-                num_steps=len(lengths),
             )
-            record["kinds"][kind] = _measure(contenders, workload, options, directory, console)
-    record["load_average_after"] = round(os.getloadavg()[0], 1)
-    page = format_page(record)
-    print(page, end="")
-    if options.out is not None:
-        write_record(record, page, options.out)
+            record["kinds"][kind] = _measure(own, options, directory)
+    finish(record, format_record, options.out)
     differences = [kind["largest_loss_difference"] for kind in record["kinds"].values()]
     # TRL does not decide: transformers gives the pad token's embedding no gradient, which is SmolLM2's end of a turn.
     return 1 if any(of_one[REFERENCE] > _LOSS_TOLERANCE for of_one in differences) else 0
 
 
-_COUNTS = ("batch_size", "seq_len", "rank", "loss_steps", "loss_tokens", "pairs", "burst_steps", "threads")
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks finetune", description=(__doc__ or "").split("\n", 1)[0])
-    add = parser.add_argument
-    add("--kinds", default=",".join(KINDS), help="kinds of fine-tuning to compare (default %(default)s)")
-    add(
-        "--model",
-        type=Path,
-        help="directory of a chat model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)",
-    )
-    add("--conversations", type=Path, help="JSONL file of conversations (default: 300 Alpaca rows, downloaded)")
-    add("--batch_size", type=int, default=2, help="rows of a step; DPO has two for each pair (default %(default)s)")
-    add("--seq_len", type=int, default=512, help="tokens of a row in the timed steps (default %(default)s)")
-    add("--rank", type=int, default=32, help="rank of the adapters (default %(default)s)")
-    add("--loss_steps", type=int, default=20, help="first steps, whose losses are compared (default %(default)s)")
-    add("--loss_tokens", type=int, default=64, help="tokens of a row in these steps (default %(default)s)")
-    add("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
-    add("--burst_steps", type=int, default=1, help="steps of each contender per round (default %(default)s)")
-    add("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
-    add(
-        "--out",
-        type=Path,
-        help="file for the record, such as benchmarks/records/finetune.json; also writes an .md page",
-    )
+    parser = build_parser("finetune", __doc__)
+    parser.add_argument("--kinds", type=read_list, default=list(KINDS), help="kinds to compare (default: all)")
+    add_demo_options(parser)
+    add_counts(parser, **_COUNTS)
     options = parser.parse_args(argv)
-    for name in _COUNTS:
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
-    for kind in options.kinds.split(","):
-        if kind not in KINDS:
-            raise UserError(f"--kinds has {kind!r}; there are {', '.join(KINDS)}")
+    check_counts(options, *_COUNTS)
+    check_choices("--kinds", options.kinds, list(KINDS))
+    for kind in options.kinds:
         if KINDS[kind].has_pairs and options.batch_size % 2:
             raise UserError(f"--batch_size is {options.batch_size}: {kind} has pairs of rows; give an even number")
-    for name in ("model", "conversations"):
-        path = getattr(options, name)
-        if path is not None and not path.exists():
-            raise UserError(f"--{name} is {path}, which does not exist")
     return options
 
 
 # ---- the work
+
+
+def _name_rows(directory: Path, has_pairs: bool) -> Path:
+    return directory / f"rows-{has_pairs}.jsonl"
+
+
+def _prepare(
+    options: argparse.Namespace, model: Path, chats: Sequence[RenderedChat], directory: Path
+) -> FinetuneWorkload:
+    """Writes the rows and the adapters that all contenders train, and returns the work that all kinds share."""
+    # One step warms up, and one is never trained: a worker waits before it when its last burst ends.
+    num_long = 2 + options.pairs * options.burst_steps
+    lengths = [options.loss_tokens] * options.loss_steps + [options.seq_len] * num_long
+    row_lengths = [length for length in lengths for _ in range(options.batch_size)]
+    if any(not KINDS[kind].has_pairs for kind in options.kinds):
+        write_rows(list(pack_rows(chats, row_lengths)), _name_rows(directory, has_pairs=False))
+    if any(KINDS[kind].has_pairs for kind in options.kinds):
+        write_rows(list(pair_rows(chats, row_lengths[::2])), _name_rows(directory, has_pairs=True))
+    adapter = directory / "adapter"
+    write_adapter(model, AdapterConfig(rank=options.rank, alpha=2.0 * options.rank), adapter)
+    return FinetuneWorkload(
+        kind="lora",
+        model=str(model),
+        adapter=str(adapter),
+        rows="",
+        losses="",
+        optimizer={},
+        max_grad_norm=_MAX_GRAD_NORM,
+        batch_size=options.batch_size,
+        tokens_per_window=options.batch_size * options.seq_len,
+        num_threads=options.threads,
+        num_warmup_steps=options.loss_steps + 1,
+        num_steps=len(lengths),
+    )
 
 
 def render_conversations(model: Path, conversations: Path) -> list[RenderedChat]:
@@ -254,37 +252,25 @@ def write_adapter(model: Path, config: AdapterConfig, out: Path) -> None:
     save_file(tensors, out / WEIGHTS_NAME)
 
 
-def _measure(
-    contenders: Mapping[str, Contender],
-    workload: FinetuneWorkload,
-    options: argparse.Namespace,
-    directory: Path,
-    console: Console,
-) -> dict[str, Any]:
-    """Returns the results of a kind in plain types."""
-    files = {name: directory / f"losses-{workload.kind}-{name}" for name in contenders}
+def _measure(workload: FinetuneWorkload, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Returns the results of a kind in plain types. The reference trains alone, for its losses."""
+    files = {name: directory / f"losses-{workload.kind}-{name}" for name in CONTENDERS}
+    readies: dict[str, Ready] = {}
 
-    def start(name: str, num_warmup_steps: int) -> Worker:
-        console.print(f"starting {name}: {contenders[name].summary}", highlight=False)
+    def start(stack: ExitStack, name: str, num_warmup_steps: int) -> WorkerProcess:
         own = replace(workload, losses=str(files[name]), num_warmup_steps=num_warmup_steps)
-        return Worker(contenders[name], own, directory / f"log-{workload.kind}-{name}")
+        worker = stack.enter_context(CONTENDERS[name].start(own, directory / f"log-{workload.kind}-{name}"))
+        readies[name] = Ready(**worker.receive())
+        return worker
 
-    with start(REFERENCE, options.loss_steps) as worker:
-        readies = {REFERENCE: worker.wait_until_ready()}
-        worker.stop()
-    bursts: dict[str, list[Burst]] = {OURS: [], TRL: []}
-    with start(OURS, workload.num_warmup_steps) as ours:
-        readies[OURS] = ours.wait_until_ready()
-        with start(TRL, workload.num_warmup_steps) as theirs:
-            readies[TRL] = theirs.wait_until_ready()
-            for round_index in range(options.pairs):
-                for worker in rotate_order([ours, theirs], round_index):
-                    time.sleep(_PAUSE_SECONDS)
-                    bursts[worker.contender.name].append(worker.run_burst(options.burst_steps))
-                speeds = ", ".join(f"{name} {b[-1].tokens / b[-1].seconds:,.1f}" for name, b in bursts.items())
-                console.print(f"round {round_index + 1}/{options.pairs}, tokens/s: {speeds}", highlight=False)
-            theirs.stop()
-        ours.stop()
+    with ExitStack() as stack:
+        start(stack, REFERENCE, options.loss_steps).stop()
+    with ExitStack() as stack:
+        workers = {name: start(stack, name, workload.num_warmup_steps) for name in (OURS, TRL)}
+        ask = ask_burst(options.burst_steps)
+        bursts = take_rounds(workers, options.pairs, ask, lambda one: one.tokens_per_second, "tokens/s")
+        for worker in workers.values():
+            worker.stop()
     losses = {name: [float(line) for line in file.read_text().split()] for name, file in files.items()}
     return summarise(bursts, {name: values[: options.loss_steps] for name, values in losses.items()}, readies)
 
@@ -296,7 +282,7 @@ def summarise(
     bursts: Mapping[str, Sequence[Burst]], losses: Mapping[str, Sequence[float]], readies: Mapping[str, Ready]
 ) -> dict[str, Any]:
     """Returns the speeds, the memory and the losses of a kind in plain types."""
-    speeds = {name: [burst.tokens / burst.seconds for burst in of_one] for name, of_one in bursts.items()}
+    speeds = {name: [burst.tokens_per_second for burst in of_one] for name, of_one in bursts.items()}
     cpu_speeds = {name: [burst.tokens / burst.cpu_seconds for burst in of_one] for name, of_one in bursts.items()}
     peaks = {name: max(burst.peak_resident_bytes for burst in of_one) for name, of_one in bursts.items()}
     return {
@@ -316,52 +302,42 @@ def summarise(
     }
 
 
-def format_page(record: Mapping[str, Any]) -> str:
+_COLUMNS: Final = (
+    *("kind", "genesis tokens/s", "TRL tokens/s", "speed over TRL (goal)", "by CPU time", "genesis MiB", "TRL MiB"),
+    *(f"memory over TRL (goal {_MEMORY_GOAL})", "losses: reference", "TRL"),
+)
+
+
+def format_record(record: Mapping[str, Any]) -> str:
     """Returns the record as a page of Markdown."""
     options = record["options"]
-    lines = [
-        "# Fine-tuning beside TRL",
-        "",
-        f"- command: `{record['command']}`",
-        f"- date: {record['date']}",
-        f"- hardware: {record['hardware']}; load average at the end {record['load_average_after']}, its own included",
-        f"- work: rows of {record['num_conversations']} conversations, {options['batch_size']} x {options['seq_len']} "
+    notes = [
+        f"work: rows of {record['num_conversations']} conversations, {options['batch_size']} x {options['seq_len']} "
         f"tokens a step, float32, {options['threads']} threads; adapters of rank {options['rank']}. In DPO a pair is "
         "two rows of one prompt, without padding; the reference is the base",
-        f"- {options['pairs']} rounds of {options['burst_steps']} steps each, in rotating order; ratios are medians of "
+        f"{options['pairs']} rounds of {options['burst_steps']} steps each, in rotating order; ratios are medians of "
         "pairs within a round, with an interval of 95%. By CPU time, threads that wait for one another count, too",
-        f"- losses: the largest difference of ours over the first {options['loss_steps']} steps, of "
+        f"losses: the largest difference of ours over the first {options['loss_steps']} steps, of "
         f"{options['batch_size']} x {options['loss_tokens']} tokens, in nats per learned token, of DPO per pair",
-        "",
-        "| kind | genesis tokens/s | TRL tokens/s | speed over TRL (goal) | by CPU time | genesis MiB | TRL MiB | "
-        f"memory over TRL (goal {_MEMORY_GOAL}) | losses: reference | TRL |",
-        "|" + "---|" * 10,
     ]
+    rows = []
     for kind, result in record["kinds"].items():
         speed, peak, differences = (
             result[name] for name in ("tokens_per_second", "peak_resident_bytes", "largest_loss_difference")
         )
-        cells = [
-            kind,
-            f"{speed[OURS]:,.1f}",
-            f"{speed[TRL]:,.1f}",
-            f"{_format_ratio(result['speed_over_trl'])} ({KINDS[kind].goal})",
-            _format_ratio(result["speed_over_trl_by_cpu_time"]),
-            f"{peak[OURS] / 2**20:,.0f}",
-            f"{peak[TRL] / 2**20:,.0f}",
-            f"{result['memory_over_trl']:.2f}",
-            f"{differences[REFERENCE]:.1e}",
-            f"{differences[TRL]:.1e}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
-    versions: dict[str, dict[str, str]] = next(iter(record["kinds"].values()))["versions"]
-    for name, summary in record["contenders"].items():
-        packages = ", ".join(f"{package} {number}" for package, number in versions[name].items())
-        lines.append(f"- **{name}**: {summary}. {packages}.")
-    return "\n".join(lines) + "\n"
-
-
-def _format_ratio(ratio: Mapping[str, Any]) -> str:
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return f"{ratio['median']:.2f}{interval}"
+        rows.append(
+            [
+                kind,
+                *(f"{speed[name]:,.1f}" for name in (OURS, TRL)),
+                f"{format_ratio(result['speed_over_trl'], 2)} ({KINDS[kind].goal})",
+                format_ratio(result["speed_over_trl_by_cpu_time"], 2),
+                *(f"{peak[name] / 2**20:,.0f}" for name in (OURS, TRL)),
+                f"{result['memory_over_trl']:.2f}",
+                *(f"{differences[name]:.1e}" for name in (REFERENCE, TRL)),
+            ]
+        )
+    versions = next(iter(record["kinds"].values()))["versions"]
+    contenders = {name: {"summary": one.summary, "versions": versions[name]} for name, one in CONTENDERS.items()}
+    return format_page(
+        "Fine-tuning beside TRL", record, notes, [*format_table(_COLUMNS, rows), *format_contenders(contenders)]
+    )

@@ -1,4 +1,4 @@
-"""The parts of `python -m benchmarks session`: what is asked of a borrowed GPU, most important first, each with its limit."""
+"""The parts of the benchmark `session`: what is asked of a borrowed GPU, most important first, each with its limit."""
 
 import importlib.util
 import os

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import Any, Final, cast
 import sentencepiece
 import zstandard
 
-from benchmarks.pairs import compare_pairs
+from benchmarks.harness import compare_pairs, take_rounds
 from benchmarks.tokenize import read_texts
-from genesis.console import Console
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
 from genesis.data.shards import little_endian, token_dtype
@@ -51,24 +50,23 @@ class TextTask:
     num_workers: int
 
 
-def measure_streaming(task: TextTask, num_pairs: int, console: Console) -> dict[str, Any]:
+def measure_streaming(task: TextTask, num_pairs: int) -> dict[str, Any]:
     """Returns, in plain types, the speed of streaming a text once and the speed of encoding the text from memory."""
     texts = read_texts(task.text_bytes)
     model = train_tokenizer(texts, TokenizerOptions(task.vocab_size), task.directory)
     paths = write_shards(task.directory / "text", texts)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    rates: dict[str, list[float]] = {"genesis": [], "encode": []}
-    for round_index in range(num_pairs):
-        for name in sorted(rates, reverse=bool(round_index % 2)):
-            begin_seconds = time.perf_counter()
-            if name == "genesis":
-                num_tokens = sum(stream_tokens(paths, model, task.num_workers, max_epochs=1))
-            else:
-                ids = processor.encode(texts, num_threads=task.num_workers)
-                num_tokens = sum(map(len, ids)) + 2 * len(ids)
-            rates[name].append(num_tokens / (time.perf_counter() - begin_seconds))
-        speeds = ", ".join(f"{name} {of_one[-1]:,.0f}" for name, of_one in rates.items())
-        console.print(f"round {round_index + 1}/{num_pairs}, tokens/s: {speeds}", highlight=False)
+
+    def encode() -> int:
+        ids = processor.encode(texts, num_threads=task.num_workers)
+        return sum(map(len, ids)) + 2 * len(ids)
+
+    def time_tokens(work: Callable[[], int]) -> float:
+        begin_seconds = time.perf_counter()
+        return work() / (time.perf_counter() - begin_seconds)
+
+    work = {"genesis": lambda: sum(stream_tokens(paths, model, task.num_workers, max_epochs=1)), "encode": encode}
+    rates = take_rounds(work, num_pairs, time_tokens, float, "tokens/s")
     return {
         "text": "Python's standard library",
         "text_bytes": sum(len(text.encode()) for text in texts),

@@ -1,4 +1,4 @@
-"""A plain loop over the rows of `python -m benchmarks finetune` with transformers and PEFT: the losses that ours must have.
+"""A plain loop over the rows of the benchmark `finetune` with transformers and PEFT: the losses that ours must have.
 
 Each conversation of a row runs by itself, so that neither masks nor positions can be wrong. The logits are whole.
 """

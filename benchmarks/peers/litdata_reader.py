@@ -1,4 +1,4 @@
-"""litdata's reader of `python -m benchmarks data`: its chunks of tokens, shuffled, through its own loader."""
+"""litdata's reader of the benchmark `data`: its chunks of tokens, shuffled, through its own loader."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""transformers' Mixtral of the workload's shape, in the loop of all contenders of `python -m benchmarks experts`.
+"""transformers' Mixtral of the workload's shape, in the loop of all contenders of the benchmark `experts`.
 
 The argument after the number of ranks is the implementation of the experts: `grouped_mm` or `eager`.
 """

@@ -1,4 +1,4 @@
-"""mosaicml-streaming's reader of `python -m benchmarks data`: MDS shards of sequences, shuffled, through its dataset."""
+"""mosaicml-streaming's reader of the benchmark `data`: MDS shards of sequences, shuffled, through its dataset."""
 
 import sys
 import types

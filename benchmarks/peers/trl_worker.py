@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer or DPOTrainer on the rows of `python -m benchmarks finetune`; adapters are PEFT's."""
+"""TRL's SFTTrainer or DPOTrainer on the rows of the benchmark `finetune`; adapters are PEFT's."""
 
 import sys
 import tempfile

@@ -1,1 +1,1 @@
-"""The contenders of `python -m benchmarks step` that run in our own environment, one process each."""
+"""The contenders of the benchmark `step` that run in our own environment, one process each."""

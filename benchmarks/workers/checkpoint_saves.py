@@ -1,4 +1,4 @@
-"""The ways to save in a worker of `python -m benchmarks checkpoint`: genesis' callback or torch's functions."""
+"""The ways to save in a worker of the benchmark `checkpoint`: genesis' callback or torch's functions."""
 
 import math
 import os
@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from benchmarks.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
+from benchmarks.workers.checkpoint_task import Mode
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
 from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest, stager
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
@@ -29,6 +30,28 @@ from genesis_callbacks.run_directory import TRASH_NAME
 _POLL_SECONDS = 0.005
 _WAIT_LIMIT_SECONDS = 300.0
 _STATE_PREFIXES = ("model.", "optimizer.")
+
+
+class SaveEnd(NamedTuple):
+    """The wall-clock time at which a save was complete, and the total size of its files."""
+
+    at_seconds: float
+    file_bytes: int
+
+
+@dataclass
+class SaveClock:
+    """Measurements around the hooks of a callback.
+
+    Args:
+        stall_seconds: Total time in all hooks since the last save began.
+        begin_seconds: Time in the hook in which the last save began.
+        began_at_seconds: Wall-clock time at which the last save began.
+    """
+
+    stall_seconds: float = 0.0
+    begin_seconds: float = 0.0
+    began_at_seconds: float = 0.0
 
 
 class Saves(Protocol):
@@ -55,9 +78,9 @@ def _timed(hook: Callable[..., Any], clock: SaveClock, every_n_steps: int, may_s
             return hook(trainer, *arguments, **keywords)
         finally:
             seconds = time.perf_counter() - begin
-            clock.stall_seconds += seconds
             if may_save and trainer.global_step % every_n_steps == 0:
-                clock.begin_seconds, clock.began_at_seconds = seconds, began_at
+                clock.begin_seconds, clock.began_at_seconds, clock.stall_seconds = seconds, began_at, 0.0
+            clock.stall_seconds += seconds
 
     return timed
 
@@ -106,7 +129,7 @@ class Committed:
             raise RuntimeError(f"the save of step {step} made no checkpoint")
         self._last = final
         # The rename is the last change of a checkpoint's directory.
-        return SaveEnd(final.stat().st_ctime, sum_file_bytes(final))
+        return SaveEnd(final.stat().st_ctime, _sum_file_bytes(final))
 
     def _is_quiet(self, final: Path) -> bool:
         """Returns whether nothing is staged, only `final` is kept and nothing waits for deletion."""
@@ -238,7 +261,7 @@ class TorchCheckpoint(pl.Callback):
         self._finish()
         assert self._last is not None
         dist.barrier(self._group)
-        end = SaveEnd(self._ended_at_seconds, sum_file_bytes(self._last))
+        end = SaveEnd(self._ended_at_seconds, _sum_file_bytes(self._last))
         if dist.get_rank() == 0:
             for path in self._directory.iterdir():
                 if path != self._last:
@@ -255,3 +278,7 @@ class TorchCheckpoint(pl.Callback):
             for record in metadata.state_dict_metadata.values()
             if isinstance(record, TensorStorageMetadata)
         )
+
+
+def _sum_file_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())

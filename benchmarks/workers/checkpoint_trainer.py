@@ -1,11 +1,12 @@
-"""One rank of one contender of `python -m benchmarks checkpoint`: genesis' trainer with one way to save."""
+"""One rank of one contender of the benchmark `checkpoint`: genesis' trainer with one way to save."""
 
 import csv
+import itertools
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from importlib.metadata import version
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,105 +15,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.workers.checkpoint_protocol import (
-    Farewell,
-    Mode,
-    SaveClock,
-    Task,
-    TrainerReady,
-    TurnGate,
-    task_from_json,
-)
 from benchmarks.workers.checkpoint_saves import (
     Committed,
+    SaveClock,
     Saves,
     TorchCheckpoint,
     build_ours,
     change_engine,
     time_hooks,
 )
-from benchmarks.workers.protocol import ENDLESS, NoMoreStepsError
+from benchmarks.workers.checkpoint_task import Farewell, Mode, Task, task_from_json
+from benchmarks.workers.protocol import ENDLESS, Gate
 from benchmarks.workers.windows import build_windows
-from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
-from genesis.device import CPU, name_collectives, name_device, select_device
+from genesis.device import name_collectives, select_device
+from genesis.doctor import probe
+from genesis.doctor.fits import Windows, build_trainer
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
-from genesis.train.accelerators import build_accelerator
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
-from genesis_callbacks import SkipAwareLR, TokenCounters
+from genesis_callbacks import SkipAwareLR
 from genesis_callbacks.checkpoint import SaveScope
 
-_LOG_EVERY_N_STEPS = 10
 _SHORT_SEQ_LEN = 16
 _STALL, _STEP = "checkpoint/stall_seconds", "checkpoint/step"
 
 
-class _GatedLoader:
-    """The windows of a loader, each released by the gate; the windows end when the parent sends `quit`.
-
-    Args:
-        loader: Makes the windows.
-        gate: Releases each window.
-    """
-
-    def __init__(self, loader: WindowLoader, gate: TurnGate) -> None:
-        self._loader = loader
-        self._gate = gate
-
-    def __len__(self) -> int:
-        return len(self._loader)  # with a length, Lightning prefetches no window
-
-    def __iter__(self) -> Iterator[AccumulationWindow]:
-        for window in self._loader:
-            try:
-                self._gate.before_step()
-            except NoMoreStepsError:
-                return
-            yield window
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned."""
-
-
-class _RandomWindows(pl.LightningDataModule):
-    """The workload's windows through the loader of `CorpusDataModule`; those of the warm-up are short.
+def _choose_windows(task: Task) -> Callable[[int], AccumulationWindow]:
+    """Returns the workload's windows; those of the warm-up are short.
 
     Compiled blocks would be compiled again for another length, so there the warm-up has windows like all others.
     """
-
-    def __init__(self, task: Task, gate: TurnGate) -> None:
-        super().__init__()
-        workload = task.workload
-        self._windows = build_windows(workload)
-        short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
-        self._warmup_windows = build_windows(workload if workload.is_compiled else short)[: gate.num_warmup_steps]
-        self._gate = gate
-        self._has_cuda = workload.device != CPU
-
-    def _build(self, index: int) -> AccumulationWindow:
-        is_warmup = index < len(self._warmup_windows)
-        return self._warmup_windows[index] if is_warmup else self._windows[index % len(self._windows)]
-
-    def train_dataloader(self) -> _GatedLoader:
-        loader = WindowLoader(
-            self._build, lambda: range(ENDLESS), ENDLESS, prefetch_windows=2, pin_memory=self._has_cuda
-        )
-        return _GatedLoader(loader, self._gate)
-
-    def transfer_batch_to_device(
-        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
-    ) -> AccumulationWindow:
-        return batch.to(device, non_blocking=True)
+    workload = task.workload
+    windows = build_windows(workload)
+    if workload.is_compiled:
+        return lambda index: windows[index % len(windows)]
+    short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
+    warmup = build_windows(short)[: workload.num_warmup_steps]
+    return lambda index: warmup[index] if index < len(warmup) else windows[index % len(windows)]
 
 
 def _share_cores(mode: Mode) -> list[int]:
@@ -150,42 +95,33 @@ def _build_module(task: Task) -> tuple[GenesisModule, SaveScope | None]:
     return module, build_scope(base, has_magnitudes=adapter.dora, also_train=adapter.also_train)
 
 
-def _build_saving(task: Task, clock: SaveClock, scope: SaveScope | None) -> tuple[list[pl.Callback], Saves | None]:
-    """Returns the saving callback, if the mode has one, with its hooks measured, and the observer of its saves."""
+def _build_saving(task: Task, scope: SaveScope | None) -> tuple[pl.Callback, Saves]:
+    """Returns the saving callback and the observer of its saves."""
     mode, run_dir = task.mode, Path(task.run_dir)
-    callback: pl.Callback
-    saves: Saves
-    if mode.saver == "none":
-        return [], None
     if mode.saver == "genesis":
-        callback = ours = build_ours(mode, run_dir, task.every_n_steps, scope)
-        saves = Committed(ours.directory)
-    else:
-        callback = saves = TorchCheckpoint(RunDirectory(run_dir).checkpoints, task.every_n_steps, mode.writer)
-    time_hooks(callback, clock, task.every_n_steps)
-    return [callback], saves
+        ours = build_ours(mode, run_dir, task.every_n_steps, scope)
+        return ours, Committed(ours.directory)
+    theirs = TorchCheckpoint(RunDirectory(run_dir).checkpoints, task.every_n_steps, mode.writer)
+    return theirs, theirs
 
 
-def _build_trainer(task: Task, callbacks: list[pl.Callback]) -> pl.Trainer:
-    workload, run_dir = task.workload, Path(task.run_dir)
-    return pl.Trainer(
-        accelerator=build_accelerator(workload.device),
-        devices=task.num_ranks,
-        strategy=(Replicated if task.strategy == "replicated" else Sharded)(compile_blocks=workload.is_compiled),
-        precision=workload.precision,
-        max_steps=ENDLESS,
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        log_every_n_steps=_LOG_EVERY_N_STEPS,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        inference_mode=False,
-        enable_checkpointing=task.mode.saver == "genesis",
-        enable_progress_bar=False,
-        default_root_dir=run_dir,
-        logger=CSVLog(RunDirectory(run_dir).metrics),
-        callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=100), *callbacks],
-    )
+def _watch_saves(task: Task, saves: Saves, clock: SaveClock) -> Callable[[], dict[str, Any]]:
+    """Returns a function that waits for the save of a turn, and returns its figures."""
+    steps = itertools.count(task.every_n_steps, task.every_n_steps)
+
+    def read() -> dict[str, Any]:
+        step, ended_at = next(steps), time.time()
+        end = saves.wait_for_end(step)
+        return {
+            "step": step,
+            "stall_seconds": clock.stall_seconds,
+            "begin_seconds": clock.begin_seconds,
+            "save_seconds": end.at_seconds - clock.began_at_seconds,
+            "turn_seconds_since_begin": ended_at - clock.began_at_seconds,
+            "file_bytes": end.file_bytes,
+        }
+
+    return read
 
 
 def _count_bytes(tensors: list[Tensor]) -> int:
@@ -212,30 +148,42 @@ def _read_stalls(log: Path) -> dict[str, float]:
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     task = task_from_json(arguments[0])
+    workload, log = task.workload, RunDirectory(Path(task.run_dir)).metrics
     change_engine(task.mode, _share_cores(task.mode))
-    torch.set_num_threads(task.workload.num_threads)
+    torch.set_num_threads(workload.num_threads)
     _join_ranks(task)
-    clock = SaveClock()
     module, scope = _build_module(task)
-    callbacks, saves = _build_saving(task, clock, scope)
-
-    def describe() -> TrainerReady:
-        versions = {package: version(package) for package in ("torch", "lightning")}
-        return TrainerReady(
-            versions, name_device(task.workload.device), sum(parameter.numel() for parameter in module.parameters())
-        )
-
-    gate = TurnGate(task, clock, None if saves is None else saves.wait_for_end, describe)
-    trainer = _build_trainer(task, callbacks)
-    trainer.fit(module, datamodule=_RandomWindows(task, gate))
-    is_first = task.rank == 0
-    gate.send(
-        Farewell(
-            _count_state_bytes(trainer, module),
-            saves.count_tensor_bytes() if saves is not None and is_first else 0,
-            _read_stalls(RunDirectory(Path(task.run_dir)).metrics) if is_first else {},
-        )
+    callbacks: list[pl.Callback] = []
+    saves: Saves | None = None
+    figures: Callable[[], dict[str, Any]] = dict
+    if task.mode.saver != "none":
+        callback, saves = _build_saving(task, scope)
+        clock = SaveClock()
+        time_hooks(callback, clock, task.every_n_steps)
+        callbacks, figures = [callback], _watch_saves(task, saves, clock)
+    gate = Gate(workload, ["torch", "lightning"], read_figures=figures)
+    trainer = build_trainer(
+        probe.Task(workload.device, "", task.run_dir, task.rank, task.num_ranks),
+        (Replicated if task.strategy == "replicated" else Sharded)(compile_blocks=workload.is_compiled),
+        ENDLESS,
+        callbacks,
+        SkipAwareLR(warmup_updates=100),
+        precision=workload.precision,
+        deterministic=None,
+        max_epochs=1,
+        log_every_n_steps=10,
+        logger=CSVLog(log),
+        enable_checkpointing=task.mode.saver == "genesis",
     )
+    trainer.fit(module, datamodule=Windows(_choose_windows(task), ENDLESS, gate.may_begin))
+    is_first = task.rank == 0
+    farewell = Farewell(
+        sum(parameter.numel() for parameter in module.parameters()),
+        _count_state_bytes(trainer, module),
+        saves.count_tensor_bytes() if saves is not None and is_first else 0,
+        _read_stalls(log) if is_first else {},
+    )
+    gate.send(asdict(farewell))
     if dist.is_initialized():
         dist.destroy_process_group()
 

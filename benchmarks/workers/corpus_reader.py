@@ -1,4 +1,4 @@
-"""Our reader of `python -m benchmarks data`: builds windows from a prepared corpus, in one thread.
+"""Our reader of the benchmark `data`: builds windows from a prepared corpus, in one thread.
 
 The measured time covers all work of the training process for its data: the order, the reads from memory-mapped shards,
 `input_ids`, `labels`, `document_ids` and the counts of tokens and bytes. Windows are not read ahead, because

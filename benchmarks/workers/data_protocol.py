@@ -1,4 +1,4 @@
-"""The messages between `python -m benchmarks data` and its readers, and the tokens that all readers read.
+"""The messages between the benchmark `data` and its readers, and the tokens that all readers read.
 
     reader    {"versions": {...}}                         after its first batch
     parent    go SECONDS                                  read for this time

@@ -1,4 +1,4 @@
-"""A plain training loop for `python -m benchmarks experts`, of any model, on one rank or several: the same for each contender.
+"""A plain training loop for the benchmark `experts`, of any model, on one rank or several: the same for each contender.
 
 The arguments are the workload, the number of ranks, and words. With `even` every expert sees the same number of tokens,
 which shows the cost of imbalance; otherwise the routers choose. With `shared` the ranks share the experts, and FSDP2

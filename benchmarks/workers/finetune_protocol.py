@@ -1,4 +1,4 @@
-"""The work of `python -m benchmarks finetune`, which every contender does on the same rows, in the same order.
+"""The work of the benchmark `finetune`, which every contender does on the same rows, in the same order.
 
 This module imports only the standard library and the protocol, because workers of other projects import it.
 """

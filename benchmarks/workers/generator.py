@@ -1,4 +1,4 @@
-"""The generator of `python -m benchmarks versions`: one part of generation over and over, in one thread.
+"""The generator of the benchmark `versions`: one part of generation over and over, in one thread.
 
 It runs this file under the imports of either version, so that it uses only what both have:
 

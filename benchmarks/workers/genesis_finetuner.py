@@ -1,12 +1,11 @@
 """Our trainer as `genesis fit` sets it up for fine-tuning: an imported model, with adapters or without.
 
-Only checkpoints are left out, because `python -m benchmarks checkpoint` measures them.
+Only checkpoints are left out, because the benchmark `checkpoint` measures them.
 """
 
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,14 @@ from benchmarks.workers.finetune_protocol import (
     finetune_from_json,
     read_batches,
 )
-from benchmarks.workers.protocol import Gate, NoMoreStepsError
-from genesis.data.loader import SequenceFormat, WindowLoader
+from benchmarks.workers.genesis_trainer import show_as_fit
+from benchmarks.workers.protocol import Gate
+from genesis.data.loader import SequenceFormat
 from genesis.data.pair_windows import PAIRS, build_pair_window
 from genesis.data.pairs import Answer, Pair
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.doctor.fits import Windows, build_trainer
+from genesis.doctor.probe import Task
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import CONFIG_NAME, read_adapters
@@ -37,34 +39,23 @@ from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import DPO
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
-from genesis.train.accelerators import build_accelerator
-from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
-from genesis_callbacks import SkipAwareLR, TokenCounters
-
-_LOG_EVERY_N_STEPS = 10
+from genesis_callbacks import SkipAwareLR
 
 
-class _Gatekeeper(pl.Callback):
-    """Fills the weights, waits before each step, and writes each step's loss."""
+class _FillAndTell(pl.Callback):
+    """Fills the weights, and writes each step's loss."""
 
     def __init__(self, workload: FinetuneWorkload) -> None:
         self._workload = workload
-        self._gate = Gate(workload, ["torch", "lightning"])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GenesisModule)
         assert pl_module.decoder is not None
         family, config = read_shape(Path(self._workload.model))
         fill_trained(pl_module.decoder, read_weights(Path(self._workload.model), config, family))
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, batch_idx: int
-    ) -> None:
-        self._gate.before_step()
 
     def on_train_batch_end(
         self,
@@ -75,26 +66,6 @@ class _Gatekeeper(pl.Callback):
         batch_idx: int,
     ) -> None:
         append_loss(self._workload, float(outputs["loss_sum"]) / batch.num_units.get(PAIRS, batch.num_valid_tokens))
-
-
-class _Windows(pl.LightningDataModule):
-    """The workload's windows through the loader of `CorpusDataModule`."""
-
-    def __init__(self, workload: FinetuneWorkload) -> None:
-        super().__init__()
-        build = build_window_of_pairs if workload.kind == "dpo" else build_window
-        self._windows = [build(rows) for rows in read_batches(workload)]
-
-    def train_dataloader(self) -> WindowLoader:
-        num_windows = len(self._windows)
-        return WindowLoader(
-            self._windows.__getitem__, lambda: range(num_windows), num_windows, prefetch_windows=2, pin_memory=False
-        )
-
-    def transfer_batch_to_device(
-        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
-    ) -> AccumulationWindow:
-        return batch.to(device, non_blocking=True)
 
 
 def build_window(rows: list[Row]) -> AccumulationWindow:
@@ -136,37 +107,27 @@ def read_start(directory: Path, family: Family, decoder: DecoderConfig) -> tuple
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = finetune_from_json(arguments[0])
-    gatekeeper = _Gatekeeper(workload)
+    gate = Gate(workload, ["torch", "lightning"])
     family, decoder = read_shape(Path(workload.model))
     config, start = (None, {}) if workload.adapter is None else read_start(Path(workload.adapter), family, decoder)
     objective = DPO(BETA) if workload.kind == "dpo" else None
     module = GenesisModule(decoder, OptimizerOptions(**workload.optimizer), adapter=config, objective=objective)
     module.is_restored, module.start = True, start
+    build = build_window_of_pairs if workload.kind == "dpo" else build_window
+    windows = [build(rows) for rows in read_batches(workload)]
     with tempfile.TemporaryDirectory() as run_dir:
-        trainer = pl.Trainer(
-            accelerator=build_accelerator(workload.device),
-            devices=1,
-            strategy=Replicated(),
+        trainer = build_trainer(
+            Task(workload.device, "", run_dir),
+            Replicated(),
+            workload.num_steps,
+            [_FillAndTell(workload), GenesisProgressBar()],
+            SkipAwareLR(shape="constant", warmup_updates=0),
             precision="32-true",
-            max_steps=workload.num_steps,
-            max_epochs=-1,
+            deterministic=None,
             gradient_clip_val=workload.max_grad_norm,
-            log_every_n_steps=_LOG_EVERY_N_STEPS,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            inference_mode=False,
-            enable_checkpointing=False,
-            default_root_dir=run_dir,
-            logger=CSVLog(RunDirectory(Path(run_dir)).metrics),
-            callbacks=[
-                gatekeeper,
-                TokenCounters(),
-                SkipAwareLR(shape="constant", warmup_updates=0),
-                GenesisProgressBar(),
-            ],
+            **show_as_fit(run_dir),
         )
-        with suppress(NoMoreStepsError):
-            trainer.fit(module, datamodule=_Windows(workload))
+        trainer.fit(module, datamodule=Windows(windows.__getitem__, len(windows), gate.may_begin))
 
 
 if __name__ == "__main__":

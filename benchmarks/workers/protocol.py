@@ -1,4 +1,4 @@
-"""The messages between `python -m benchmarks step` and its workers, and the work of all workers.
+"""The messages between a benchmark of training and its workers, and the work of all workers.
 
     worker    {"versions": ..., "device_name": ...}     after its warm-up
     parent    go N                                      train N windows
@@ -6,18 +6,20 @@
     parent    quit
 
 Workers train one after another in short bursts, so that a slow minute of the machine affects all of them. A worker
-waits inside its own training loop: nothing is built, loaded or warmed up again between bursts.
+waits inside its own training loop: nothing is built, loaded or warmed up again between bursts. The messages are also
+those of earlier versions, with which `versions` compares.
 
-This module imports only torch and the standard library, because workers of other projects import it in their own
-environments.
+This module imports only torch, the device layer and the standard library, because workers of other projects import it
+in their own environments.
 """
 
+import itertools
 import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, Protocol
@@ -144,7 +146,8 @@ class Burst:
         peak_resident_bytes: Peak resident memory of the process since its start.
         peak_device_bytes: Peak memory of tensors on the GPU since the start; None on the CPU.
         loss: Loss of one of the last steps in nats per token, if the contender reports losses.
-        figures: Other figures of one of the last steps, by name.
+        figures: Other figures of the contender, by name.
+        step_seconds: From the begin of each window to that of the next one, or to the end.
     """
 
     seconds: float
@@ -153,7 +156,13 @@ class Burst:
     peak_resident_bytes: int
     peak_device_bytes: int | None
     loss: float | None
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens over the seconds of the clock."""
+        return self.tokens / self.seconds
 
 
 def random_rows(workload: Workload) -> Tensor:
@@ -177,7 +186,7 @@ class Gate:
         workload: The training.
         packages: The packages whose versions are reported.
         read_loss: Returns the loss of a late step. Called between bursts only.
-        read_figures: Returns other figures of a late step, likewise.
+        read_figures: Returns other figures of the burst, likewise.
     """
 
     def __init__(
@@ -185,7 +194,7 @@ class Gate:
         workload: TimedWork,
         packages: Sequence[str],
         read_loss: Callable[[], float | None] = lambda: None,
-        read_figures: Callable[[], dict[str, float]] = dict,
+        read_figures: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._workload = workload
         self._packages = packages
@@ -193,11 +202,25 @@ class Gate:
         self._to_parent = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._num_steps_left = workload.num_warmup_steps
-        self._num_steps_of_burst = 0
-        self._began_at = self._cpu_began_at = 0.0
+        self._is_warm = False
+        self._boundaries: list[float] = []
+        self._cpu_began_at = 0.0
         torch.set_num_threads(workload.num_threads)
         if workload.memory_bytes is not None:
             limit_memory(workload.device, workload.memory_bytes)
+
+    def may_begin(self) -> bool:
+        """Waits until the next step may begin, and returns whether there is one."""
+        if self._num_steps_left == 0:
+            self._end_burst()
+            words = sys.stdin.readline().split()
+            if not words or words[0] == "quit":
+                return False
+            self._num_steps_left, self._boundaries = int(words[1]), []
+            self._cpu_began_at = time.process_time()
+        self._boundaries.append(time.perf_counter())
+        self._num_steps_left -= 1
+        return True
 
     def before_step(self) -> None:
         """Returns when the next step may begin.
@@ -205,50 +228,37 @@ class Gate:
         Raises:
             NoMoreStepsError: There are no more steps.
         """
-        if self._num_steps_left == 0:
-            self._end_burst()
-            self._wait()
-        self._num_steps_left -= 1
+        if not self.may_begin():
+            raise NoMoreStepsError
 
     def passes(self) -> Iterator[int]:
         """Yields a number for each step that may begin, until there are no more: the gate as a loop."""
-        step = 0
-        while True:
-            try:
-                self.before_step()
-            except NoMoreStepsError:
-                return
-            yield step
-            step += 1
+        return itertools.takewhile(lambda _: self.may_begin(), itertools.count())
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message to the parent."""
+        print(json.dumps(message), file=self._to_parent, flush=True)
 
     def _end_burst(self) -> None:
         kind = self._workload.device
         synchronize(kind)
-        seconds = time.perf_counter() - self._began_at
-        cpu_seconds = time.process_time() - self._cpu_began_at
-        if self._num_steps_of_burst == 0:
-            self._send(Ready({package: version(package) for package in self._packages}, name_device(kind)))
+        boundaries, cpu_seconds = [*self._boundaries, time.perf_counter()], time.process_time() - self._cpu_began_at
+        if not self._is_warm:
+            self._is_warm = True
+            versions = {package: version(package) for package in self._packages}
+            self.send(asdict(Ready(versions, name_device(kind))))
             return
+        figures = self._read_figures()
         peak = read_peak_memory(kind)
-        self._send(
-            Burst(
-                seconds,
-                cpu_seconds,
-                self._num_steps_of_burst * self._workload.tokens_per_window,
-                # In KiB on Linux. A process starts with its parent's peak, which is below that of one with a model.
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-                None if peak is None else peak.allocated_bytes,
-                self._read_loss(),
-                self._read_figures(),
-            )
+        burst = Burst(
+            boundaries[-1] - boundaries[0],
+            cpu_seconds,
+            (len(boundaries) - 1) * self._workload.tokens_per_window,
+            # In KiB on Linux. A process starts with its parent's peak, which is below that of one with a model.
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            None if peak is None else peak.allocated_bytes,
+            self._read_loss(),
+            figures,
+            [end - begin for begin, end in itertools.pairwise(boundaries)],
         )
-
-    def _wait(self) -> None:
-        words = sys.stdin.readline().split()
-        if not words or words[0] == "quit":
-            raise NoMoreStepsError
-        self._num_steps_left = self._num_steps_of_burst = int(words[1])
-        self._began_at, self._cpu_began_at = time.perf_counter(), time.process_time()
-
-    def _send(self, message: Ready | Burst) -> None:
-        print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
+        self.send(asdict(burst))

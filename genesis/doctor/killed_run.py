@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from genesis.data.window import AccumulationWindow
-from genesis.doctor.fits import SIZES, RandomWindows, build_module, build_trainer
+from genesis.doctor.fits import SIZES, build_module, build_trainer, random_windows
 from genesis.doctor.probe import Probe, Task
 from genesis.doctor.training import VARIANTS, build_rank_environments, join_ranks, needs_group
 from genesis.errors import RunEndedError
@@ -120,6 +120,6 @@ def _fit(task: Task, variant: str, mode: Any, name: str, is_killed: bool, enviro
     build, _ = VARIANTS[variant]
     trainer = build_trainer(task, build(), _END_AT, callbacks, enable_checkpointing=True)
     latest = checkpoint.latest()
-    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size], task.rank), ckpt_path=latest)
+    trainer.fit(build_module(task), datamodule=random_windows(SIZES[task.size], task.rank), ckpt_path=latest)
     if dist.is_initialized():
         dist.destroy_process_group()

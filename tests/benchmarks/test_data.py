@@ -1,4 +1,4 @@
-"""`python -m benchmarks data` on small shapes: what it measures, writes and refuses."""
+"""the benchmark `data` on small shapes: what it measures, writes and refuses."""
 
 import json
 from pathlib import Path

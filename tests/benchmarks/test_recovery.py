@@ -1,4 +1,4 @@
-"""`python -m benchmarks recovery`: how it divides a recovery, and what it refuses."""
+"""the benchmark `recovery`: how it divides a recovery, and what it refuses."""
 
 import json
 import os

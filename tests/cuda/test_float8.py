@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from genesis.device import has_float8
-from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
+from genesis.doctor.fits import SIZES, KeepLosses, random_windows, build_trainer
 from genesis.doctor.probe import Task
 from genesis.model.float8 import Float8Options, list_float8_proofs
 from genesis.optim import OptimizerOptions
@@ -71,7 +71,7 @@ def fit(
         enable_checkpointing=saves,
     )
     module = GenesisModule(SIZES["tiny"].decoder, OptimizerOptions(), float8=Float8Options() if has_float8 else None)
-    trainer.fit(module, RandomWindows(SIZES["tiny"]), ckpt_path=checkpoint.latest() if saves else None)
+    trainer.fit(module, random_windows(SIZES["tiny"]), ckpt_path=checkpoint.latest() if saves else None)
     weights = {name: _take(parameter) for name, parameter in module.named_parameters()}
     return {"losses": keep.read(), "weights": weights}
 

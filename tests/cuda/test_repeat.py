@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.doctor.fits import SIZES, RandomWindows, Size, build_strategy, build_trainer
+from genesis.doctor.fits import SIZES, random_windows, Size, build_strategy, build_trainer
 from genesis.doctor.probe import Task
 from genesis.errors import UserError
 from genesis.model import attention
@@ -32,7 +32,7 @@ def fit(
         deterministic=True,
     )
     module = GenesisModule(size.decoder, OptimizerOptions(name="muon"))
-    trainer.fit(module, datamodule=RandomWindows(size))
+    trainer.fit(module, datamodule=random_windows(size))
     return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
 
 
