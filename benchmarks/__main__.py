@@ -7,6 +7,7 @@ from typing import Final
 
 from genesis.arguments import respell
 from genesis.errors import RunEndedError, UserError
+from genesis.evaluate.environment import make_quiet
 
 BENCHMARKS: Final = {
     "step": "the training step beside bare loops, other trainers and the machine's peak",
@@ -35,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if name not in BENCHMARKS:
             raise UserError(f"no such benchmark: {name!r}; there are {', '.join(BENCHMARKS)}")
+        if name == "evaluate":
+            make_quiet()  # lm-eval reads the environment when it is imported
         status: int = importlib.import_module(f"benchmarks.{name}").main(respell(words))
     except (UserError, RunEndedError) as error:
         print(f"benchmarks: error: {error}", file=sys.stderr)

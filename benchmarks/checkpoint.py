@@ -19,9 +19,7 @@ from typing import Any, Final, Self
 
 from benchmarks.checkpoint_results import (
     BASELINE,
-    BASELINE_SPARING,
     OVERLAPPED,
-    WITHOUT_PLAN_CACHE,
     ModeRun,
     Turn,
     describe_mode,
@@ -31,7 +29,16 @@ from benchmarks.checkpoint_results import (
     plot_steps,
     summarise,
 )
-from benchmarks.harness import add_counts, begin_record, build_parser, check_choices, check_counts, finish, take_rounds
+from benchmarks.harness import (
+    add_counts,
+    begin_record,
+    build_parser,
+    check_choices,
+    check_counts,
+    finish,
+    read_list,
+    take_rounds,
+)
 from benchmarks.processes import WORKERS, WorkerProcess
 from benchmarks.step import MODELS as STEP_MODELS
 from benchmarks.step import add_shape_options, build_recipe, plan_workload, read_recipe
@@ -57,53 +64,31 @@ MODELS: Final = {
     ),
 }
 
-OWN_CORE: Final = "process-overlapped-own-core"
-_ENGINE: Final = Mode(
-    OVERLAPPED,
-    "the state is copied during the next forward and backward; a writer process writes the copy",
-    *("genesis", "process", "overlapped"),  # type: ignore[arg-type]
-    is_pinned=True,
-)
 MODES: Final = (
     Mode(BASELINE, "saves nothing", "none"),
     Mode("sync", "the training thread digests, writes and commits", "genesis"),
     Mode("thread", "the state is copied at once; a thread writes the copy", "genesis", "thread"),
     Mode("process", "the state is copied at once; a writer process writes the copy", "genesis", "process"),
-    Mode("process-pinned", "the same, copied from the GPU to pinned memory", "genesis", "process", is_pinned=True),
-    _ENGINE,
+    Mode(
+        OVERLAPPED,
+        "the state is copied during the next forward and backward; a writer process writes the copy",
+        "genesis",
+        "process",
+        "overlapped",
+    ),
     Mode("torch-sync", "`dcp.save`", "torch"),
     Mode("torch-thread", "`dcp.async_save`, AsyncCheckpointerType.THREAD", "torch", "thread"),
     Mode("torch-process", "`dcp.async_save`, AsyncCheckpointerType.PROCESS", "torch", "process"),
-    replace(
-        _ENGINE,
-        name=WITHOUT_PLAN_CACHE,
-        summary=f"{OVERLAPPED}, whose ranks agree on a plan at each save",
-        has_plan_cache=False,
-    ),
-    Mode(BASELINE_SPARING, "saves nothing, and leaves one core alone", "none", has_own_cores=True),
-    replace(_ENGINE, name=OWN_CORE, summary=f"{OVERLAPPED}, the writer on a core of its own", has_own_cores=True),
 )
-_EXTRAS: Final = (WITHOUT_PLAN_CACHE, BASELINE_SPARING, OWN_CORE)
 _STATE_BYTES_PER_PARAMETER: Final = 12
 _CHECKPOINTS_AT_ONCE: Final = 3  # the last checkpoint, the one being written, and one being deleted
 
 
-def name_default_modes(num_ranks: int) -> list[str]:
-    """Returns the default modes: the ways to save on one rank; plan caching on and off on several ranks."""
-    if num_ranks > 1:
-        return [BASELINE, OVERLAPPED, WITHOUT_PLAN_CACHE]
-    return [mode.name for mode in MODES if mode.name not in _EXTRAS]
-
-
-def choose_modes(
-    names: Sequence[str], device: str, num_ranks: int, *, has_adapter: bool = False
-) -> tuple[list[Mode], dict[str, str]]:
+def choose_modes(names: Sequence[str], *, has_adapter: bool) -> tuple[list[Mode], dict[str, str]]:
     """Returns the modes that can run, and for each other mode the reason why it cannot.
 
     Args:
         names: Names of modes in `MODES`.
-        device: `cpu` or `cuda`.
-        num_ranks: Number of ranks of each mode.
         has_adapter: Whether adapters are trained, and saves hold them alone.
 
     Raises:
@@ -116,23 +101,10 @@ def choose_modes(
             raise UserError(f"--modes has {name!r} more than once: name it once")
     if BASELINE not in names:
         raise UserError(f"--modes has no {BASELINE!r}, with which the others are compared: add it")
-    reasons = {name: _find_obstacle(known[name], device, num_ranks, has_adapter) for name in names}
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    left_out = {
+        name: "saves the base beside the adapters" for name in names if has_adapter and known[name].saver == "torch"
+    }
     return [known[name] for name in names if name not in left_out], left_out
-
-
-def _find_obstacle(mode: Mode, device: str, num_ranks: int, has_adapter: bool) -> str | None:
-    if has_adapter and mode.saver == "torch":
-        return "saves the base beside the adapters"
-    if mode.name == "process-pinned" and device == "cpu":
-        return "needs CUDA: on the CPU no memory is pinned"
-    if mode.name == WITHOUT_PLAN_CACHE and num_ranks == 1:
-        return "needs several ranks (--ranks 2): a single rank makes its plan without communication"
-    if mode.has_own_cores and num_ranks > 1:
-        return "needs one rank (--ranks 1)"
-    if mode.has_own_cores and len(os.sched_getaffinity(0)) < 2:
-        return "needs two cores"
-    return None
 
 
 class Team:
@@ -199,7 +171,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
     adapter = _choose_adapter(options)
-    modes, left_out = choose_modes(options.modes, options.device, options.ranks, has_adapter=adapter is not None)
+    modes, left_out = choose_modes(options.modes, has_adapter=adapter is not None)
     for name, reason in left_out.items():
         Console(stderr=True).print(f"{name} is left out: it {reason}", highlight=False)
     workload = plan_workload(recipe, options, num_warmup_steps=options.every_n_steps - 1)
@@ -229,12 +201,8 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("checkpoint", __doc__)
     add_shape_options(parser, MODELS, "43m")
-    parser.add_argument(
-        "--modes",
-        type=lambda text: text.split(","),
-        help=f"modes to compare, from {', '.join(mode.name for mode in MODES)}; default on one rank: every way to "
-        f"save; on several ranks: {', '.join(name_default_modes(2))}",
-    )
+    names = [mode.name for mode in MODES]
+    parser.add_argument("--modes", type=read_list, default=names, help=f"of {', '.join(names)} (default: all)")
     add_counts(
         parser,
         adapter_rank=(None, "train LoRA adapters of this rank beside frozen weights, and save them alone (default: "
@@ -248,7 +216,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/bench"), help="for checkpoints (default %(default)s)")
     options = parser.parse_args(argv)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, options.ranks))
-    options.modes = options.modes or name_default_modes(options.ranks)
     check_counts(options, "pairs", "ranks", "micro_batches", "threads", "adapter_rank")
     check_counts(options, "every_n_steps", least=2)
     check_available(options.device)
@@ -318,8 +285,6 @@ def _plan_tasks(
 ) -> list[Task]:
     run_dir = directory / mode.name
     run_dir.mkdir()
-    if mode.has_own_cores:
-        workload = replace(workload, num_threads=min(workload.num_threads, len(os.sched_getaffinity(0)) - 1))
     return [
         Task(mode, workload, options.strategy, options.every_n_steps, str(run_dir), rank, options.ranks, adapter)
         for rank in range(options.ranks)

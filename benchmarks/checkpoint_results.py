@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +14,7 @@ from benchmarks.harness import PairedRatio, compare_pairs, format_page, format_t
 from benchmarks.workers.checkpoint_task import Farewell, Mode
 from benchmarks.workers.protocol import Burst
 
-BASELINE, BASELINE_SPARING = "baseline", "baseline-sparing-a-core"
-OVERLAPPED, WITHOUT_PLAN_CACHE = "process-overlapped", "process-overlapped-without-plan-cache"
+BASELINE, OVERLAPPED = "baseline", "process-overlapped"
 INTERVAL_MINUTES: Final = (1, 5, 20)
 GOALS: Final = {"cpu": (0.12, 0.002), "cuda": (0.10, 0.020)}
 """Goals of process-overlapped by device: the largest overhead of the mean step, and a bound of a save's stall in
@@ -55,13 +55,9 @@ class Turn:
     @property
     def num_steps_beside(self) -> int:
         """Number of later windows that began before the save was complete."""
-        count, begin = 0, self.turn_seconds_since_begin - sum(self.step_seconds[1:])
-        for seconds in self.step_seconds[1:]:
-            if begin >= (self.save_seconds or 0.0):
-                break
-            count += 1
-            begin += seconds
-        return count
+        later = self.step_seconds[1:]
+        begins = accumulate(later[:-1], initial=self.turn_seconds_since_begin - sum(later))
+        return sum(self.save_seconds is not None and begin < self.save_seconds for begin in begins)
 
 
 def merge_ranks(bursts: Sequence[Burst]) -> Turn:
@@ -142,8 +138,6 @@ class ModeResult:
         tokens_per_second: Tokens of all ranks per second, by the mean step.
         mean_step_ratio: Mean step of a turn divided by the baseline's in the same round; 1 is no overhead.
         median_step_ratio: Median step of a turn divided by the baseline's.
-        mean_step_ratio_sparing: Mean step divided by that of the baseline that leaves a core idle, for modes that also
-            leave a core idle.
         peak_resident_bytes: Peak resident memory of a trainer's process.
         peak_device_bytes: Peak memory on the trainer's GPU.
         save: The results of the mode's saves; None for a baseline.
@@ -154,7 +148,6 @@ class ModeResult:
     tokens_per_second: float
     mean_step_ratio: PairedRatio
     median_step_ratio: PairedRatio
-    mean_step_ratio_sparing: PairedRatio | None
     peak_resident_bytes: int
     peak_device_bytes: int | None
     save: SaveResult | None
@@ -163,12 +156,11 @@ class ModeResult:
 def summarise(runs: Sequence[ModeRun], tokens_per_step: int) -> dict[str, ModeResult]:
     """Returns the result of each mode; the runs are those of all modes, the baseline included."""
     turns = {run.mode.name: run.turns for run in runs}
-    return {run.mode.name: _summarise_one(run, turns, tokens_per_step) for run in runs}
+    return {run.mode.name: _summarise_one(run, turns[BASELINE], tokens_per_step) for run in runs}
 
 
-def _summarise_one(run: ModeRun, turns: Mapping[str, Sequence[Turn]], tokens_per_step: int) -> ModeResult:
+def _summarise_one(run: ModeRun, baseline: Sequence[Turn], tokens_per_step: int) -> ModeResult:
     steps = [seconds for turn in run.turns for seconds in turn.step_seconds]
-    baseline, sparing = turns[BASELINE], turns.get(BASELINE_SPARING)
     mean_ratio = compare_pairs(_means(run.turns), _means(baseline))
     device_bytes = [turn.peak_device_bytes for turn in run.turns if turn.peak_device_bytes is not None]
     return ModeResult(
@@ -177,9 +169,6 @@ def _summarise_one(run: ModeRun, turns: Mapping[str, Sequence[Turn]], tokens_per
         tokens_per_second=tokens_per_step / statistics.mean(steps),
         mean_step_ratio=mean_ratio,
         median_step_ratio=compare_pairs(_medians(run.turns), _medians(baseline)),
-        mean_step_ratio_sparing=(
-            compare_pairs(_means(run.turns), _means(sparing)) if run.mode.has_own_cores and sparing else None
-        ),
         peak_resident_bytes=max(turn.peak_resident_bytes for turn in run.turns),
         peak_device_bytes=max(device_bytes, default=None),
         save=None if run.mode.saver == "none" else _summarise_saves(run, baseline, mean_ratio.median),
@@ -327,7 +316,7 @@ def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], de
         for run in runs
         if run.mode.saver != "none" and run.farewell.tensor_bytes != run.farewell.state_bytes
     ]
-    overlapped, replanned = results.get(OVERLAPPED), results.get(WITHOUT_PLAN_CACHE)
+    overlapped = results.get(OVERLAPPED)
     if overlapped is not None and overlapped.save is not None:
         max_overhead, max_stall_seconds = GOALS[device]
         overhead, stall_seconds = overlapped.mean_step_ratio.median - 1, overlapped.save.stall_seconds
@@ -336,15 +325,6 @@ def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], de
             f"(at most +{max_overhead:.0%}); stall {1e3 * stall_seconds:.1f} ms, "
             f"{_verdict(stall_seconds < max_stall_seconds)} (below {1e3 * max_stall_seconds:g} ms)"
         )
-        if replanned is not None and replanned.save is not None:
-            findings.append(
-                f"starting a save takes {1e3 * overlapped.save.begin_seconds:.1f} ms with the plan kept from the "
-                f"first save, {1e3 * replanned.save.begin_seconds:.1f} ms if the ranks make a plan for each save"
-            )
-    for name, result in results.items():
-        if result.mean_step_ratio_sparing is not None and name != BASELINE_SPARING:
-            overhead_text = _format_overhead(result.mean_step_ratio_sparing)
-            findings.append(f"{name} over {BASELINE_SPARING}, on as many cores: {overhead_text}")
     return findings
 
 

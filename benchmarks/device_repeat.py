@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.options import read_fit_options
-from genesis.data.window import AccumulationWindow
-from genesis.device import is_host, leave_memory_unfilled, synchronize
-from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
+from genesis.device import is_host, leave_memory_unfilled
+from genesis.doctor.fits import SIZES, KeepLosses, StepTimes, build_trainer, random_windows
 from genesis.doctor.probe import Task
 from genesis.errors import UserError
 from genesis.model.attention import AttentionConfig
@@ -130,31 +129,6 @@ def _compare(kind: str, size: str, setting: Setting) -> dict[str, Any]:
     }
 
 
-class _Clock(pl.Callback):
-    """Reads the clock after the first steps and after the last."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._times: list[float] = []
-
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: AccumulationWindow,
-        batch_idx: int,
-    ) -> None:
-        if trainer.global_step in (_FIRST_TIMED, _STEPS):
-            synchronize(self._kind)
-            self._times.append(time.perf_counter())
-
-    @property
-    def step_seconds(self) -> float:
-        begin, end = self._times
-        return (end - begin) / (_STEPS - _FIRST_TIMED)
-
-
 def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor], list[float], float]:
     """Returns the weights on the host, the losses, and the seconds of a step."""
     options = read_fit_options(setting.options, kind)
@@ -165,7 +139,7 @@ def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor]
         shape = replace(shape, decoder=_with_experts(shape.decoder))
     pl.seed_everything(0, verbose=False)
     torch.compiler.reset()
-    losses, clock = KeepLosses(), _Clock(kind)
+    losses, clock = KeepLosses(), StepTimes(kind, _FIRST_TIMED, _STEPS - _FIRST_TIMED)
     precision = {} if setting.precision is None else {"precision": setting.precision}
     with tempfile.TemporaryDirectory() as directory:
         trainer = build_trainer(
@@ -177,9 +151,9 @@ def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor]
             **precision,
         )
         module = GenesisModule(shape.decoder, OptimizerOptions(name=setting.optimizer), **options.model)
-        trainer.fit(module, datamodule=RandomWindows(shape))
+        trainer.fit(module, datamodule=random_windows(shape))
     weights = {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
-    return weights, losses.read(), clock.step_seconds
+    return weights, losses.read(), clock.seconds / (_STEPS - _FIRST_TIMED)
 
 
 def _with_experts(decoder: DecoderConfig) -> DecoderConfig:

@@ -28,7 +28,6 @@ from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 _MODULES_OF_TEXT: Final = 40
 _NUM_LAST_LINES: Final = 5
 _STOP_SECONDS: Final = 20.0
-_GENESIS: Final = "import sys; from genesis.cli.main import main; sys.exit(main())"
 
 SIZES: Final[dict[str, dict[str, int]]] = {
     "tiny": {"clients": 4, "pieces": 512, "dim": 32, "layers": 2, "tokens": 128, "new": 8, "heads": 4},
@@ -85,7 +84,7 @@ def _write_run(run: Path, size: dict[str, int]) -> None:
 
 @contextmanager
 def _serving(run: Path, kind: str, num_clients: int, log: Path) -> Iterator[str]:
-    command = [sys.executable, "-c", _GENESIS, "serve", str(run), "--port", "0", "--device", kind]
+    command = [sys.executable, "-m", "genesis", "serve", str(run), "--port", "0", "--device", kind]
     with log.open("wb") as output:
         server = start_program(
             [*command, "--max_concurrent", str(num_clients)],

@@ -7,31 +7,36 @@ an engine that computes the same forwards with torch's products.
 """
 
 import argparse
-import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from benchmarks.demo_files import find_conversations, find_model
+from benchmarks.demo_files import add_demo_options, find_conversations, find_model
 from benchmarks.evaluate_tasks import TASKS, make_requests, read_pairs
-from benchmarks.pairs import compare_pairs, rotate_order
-from benchmarks.record import anonymise, describe_hardware, write_record
-from genesis.arguments import Parser
-from genesis.errors import UserError
+from benchmarks.harness import (
+    add_counts,
+    begin_record,
+    build_parser,
+    check_choices,
+    check_counts,
+    compare_pairs,
+    finish,
+    format_page,
+    format_ratio,
+    format_table,
+    read_list,
+    take_rounds,
+)
+from genesis.console import Console
 from genesis.evaluate.model import GenesisLM
 from genesis.export.importing import import_directory
 from genesis.generate.load import Loaded, load_decoder
@@ -39,8 +44,6 @@ from genesis.model.decoder import Decoder
 
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after the imports that silence its warnings
-
-from genesis.console import Console
 
 BATCH_SIZES: Final = (1, 8, 64)
 """Batch sizes of the `hf` backend; it runs with the fastest of them."""
@@ -71,24 +74,16 @@ class Shape(NamedTuple):
     num_positions: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the record and writes it to the path of `--out`; the exit status is 1 if answers differ."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(arguments)
+def main(argv: list[str]) -> int:
+    """Measures, prints the page and writes the record to `--out`; the exit status is 1 if answers differ."""
+    options = _parse(argv)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console(stderr=True)
     model, conversations = find_model(options.model, console), read_pairs(find_conversations(options.conversations))
-    record: dict[str, Any] = {
-        "what": "requests of lm-eval to a model: genesis evaluate's engine and lm-eval's hf backend",
-        "command": f"python -m benchmarks evaluate {shlex.join(anonymise(arguments))}".rstrip(),
-        "date": date.today().isoformat(),
-        "hardware": describe_hardware("cpu"),
-        "threads": torch.get_num_threads(),
-        "versions": {"python": python_version()}
-        | {name: version(name) for name in ("torch", "transformers", "lm-eval", "tokenizers")},
-        "tasks": {},
-    }
+    what = "requests of lm-eval to a model: genesis evaluate's engine and lm-eval's hf backend"
+    record = begin_record("evaluate", what, argv, ("torch", "transformers", "lm-eval", "tokenizers"))
+    record |= {"threads": torch.get_num_threads(), "tasks": {}}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         console.print("importing the model")
@@ -96,48 +91,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load_decoder(directory / "imported")
         record["parameters"] = sum(parameter.numel() for parameter in loaded.decoder.parameters())
         theirs = HFLM(str(model), device="cpu", dtype="float32", trust_remote_code=False)
-        for name in options.tasks.split(","):
+        for name in options.tasks:
             console.print(f"measuring: {name}", highlight=False)
             requests = make_requests(directory / name, options.questions, conversations)
             record["tasks"][name] = measure(loaded, theirs, TASKS[name].kind, requests, options.pairs)
-    record["load_average_after"] = round(os.getloadavg()[0], 1)
-    page = format_page(record)
-    sys.stdout.write(page)
-    if options.out is not None:
-        write_record(record, page, options.out)
+    finish(record, format_record, options.out)
     return 0 if all(task["is_equal"] for task in record["tasks"].values()) else 1
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks evaluate", description=(__doc__ or "").split("\n", 1)[0])
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        help="directory of a model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)",
-    )
-    add("--conversations", type=Path, help="JSONL file of conversations (default: 300 Alpaca rows, downloaded)")
-    add("--tasks", default=",".join(TASKS), help="tasks to measure (default %(default)s)")
-    add("--questions", type=int, default=6, help="measure of the number of rows of each task (default %(default)s)")
-    add("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
-    add("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
-    add(
-        "--out",
-        type=Path,
-        help="file for the record, such as benchmarks/records/evaluate.json; also writes an .md page",
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser("evaluate", __doc__)
+    add_demo_options(parser)
+    parser.add_argument("--tasks", type=read_list, default=list(TASKS), help=f"of {', '.join(TASKS)} (default: all)")
+    add_counts(
+        parser,
+        questions=(6, "measure of the number of rows of each task"),
+        pairs=(6, "number of rounds"),
+        threads=(None, "CPU threads of torch (default: torch's own choice)"),
     )
     options = parser.parse_args(argv)
-    for name in ("questions", "pairs", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1")
-    for name in options.tasks.split(","):
-        if name not in TASKS:
-            raise UserError(f"--tasks has {name!r}; there are {', '.join(TASKS)}")
-    for name in ("model", "conversations"):
-        path = getattr(options, name)
-        if path is not None and not path.exists():
-            raise UserError(f"--{name} is {path}, which does not exist")
+    check_counts(options, "questions", "pairs", "threads")
+    check_choices("--tasks", options.tasks, list(TASKS))
     return options
 
 
@@ -168,13 +142,12 @@ def measure(loaded: Loaded, theirs: Any, kind: str, requests: list[Any], num_pai
         THEIRS: lambda: getattr(theirs, kind)(requests, disable_tqdm=True),
         PRODUCTS: lambda: multiply(loaded.decoder, shapes),
     }
-    seconds: dict[str, list[Seconds]] = {name: [] for name in contenders}
-    answers: dict[str, Answers] = {}
-    for round_index in range(num_pairs):
-        for name in rotate_order(list(contenders), round_index):
-            answers[name], taken = _time(contenders[name])
-            seconds[name].append(taken)
-    wall, cpu = ({name: [getattr(s, of) for s in all_of] for name, all_of in seconds.items()} for of in Seconds._fields)
+    turns = take_rounds(contenders, num_pairs, _time, lambda turn: turn[1].wall, "s")
+    wall, cpu = (
+        {name: [getattr(seconds, of) for _, seconds in of_one] for name, of_one in turns.items()}
+        for of in Seconds._fields
+    )
+    answers = {name: of_one[-1][0] for name, of_one in turns.items()}
     return {
         "kind": kind,
         "requests": len(requests),
@@ -272,44 +245,33 @@ def _split(answer: Any) -> tuple[float, Any]:
 # ---- the report
 
 
-def format_page(record: Mapping[str, Any]) -> str:
+_COLUMNS: Final = (
+    *("task", "requests", "genesis s", "hf s (batch)", "speedup", "by CPU time", "largest difference"),
+    "products alone",
+)
+
+
+def format_record(record: Mapping[str, Any]) -> str:
     """Returns the record as a page of Markdown."""
-    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    lines = [
-        "# Evaluation compared with lm-eval's hf backend",
-        "",
-        f"`{record['command']}`, {record['date']}. {record['hardware']}, {record['threads']} threads; {versions}. Load "
-        f"average at the end {record['load_average_after']}.",
-        "",
-        f"A model of {record['parameters'] / 1e6:.0f}M parameters in float32. Both engines receive lm-eval's requests; "
-        f"the time includes tokenization. `hf` has the fastest batch size of {', '.join(map(str, BATCH_SIZES))}; its "
-        "`auto` takes 64, or half of it as often as memory runs out, after forwards that search. Seconds are medians; "
-        f"a ratio is the median over pairs, with a 95% interval. Goal: {_GOAL:.0f}. The last column is the speedup "
-        "that torch's float32 matrix products of our forwards would have by themselves: the bound for an engine that "
-        "computes the same forwards with them.",
-        "",
-        "| task | requests | genesis s | hf s (batch) | speedup | by CPU time | largest difference | products alone |",
-        "|" + "---|" * 8,
+    notes = [
+        f"a model of {record['parameters'] / 1e6:.0f}M parameters in float32, {record['threads']} threads. Both "
+        "engines receive lm-eval's requests; the time includes tokenization",
+        f"`hf` has the fastest batch size of {', '.join(map(str, BATCH_SIZES))}; its `auto` takes 64, or half of it as "
+        "often as memory runs out, after forwards that search",
+        f"seconds are medians; a ratio is the median over pairs, with a 95% interval. Goal: {_GOAL:.0f}. The last "
+        "column is the speedup that torch's float32 matrix products of our forwards would have by themselves: the "
+        "bound for an engine that computes the same forwards with them",
     ]
+    rows = []
     for name, task in record["tasks"].items():
         seconds = task["median_seconds"]
         difference = "equal texts" if task["kind"] == "generate_until" else f"{task['largest_difference']:.1e}"
         if not task["is_equal"]:
             difference += f"; {task['num_equal']} of {task['requests']} equal"
-        lines.append(
-            f"| {name} | {task['requests']} | {seconds[OURS]:.2f} | {seconds[THEIRS]:.2f} ({task['hf_batch_size']}) | "
-            f"{_format_ratio(task['speedup'])} | {_format_ratio(task['speedup_by_cpu_time'])} | {difference} | "
-            f"{_format_ratio(task['hf_over_products'])} |"
-        )
-    lines.append("")
-    lines += [f"- **{name}** (`{TASKS[name].kind}`): {TASKS[name].summary}." for name in record["tasks"]]
-    return "\n".join(lines) + "\n"
-
-
-def _format_ratio(ratio: Mapping[str, Any]) -> str:
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return f"{ratio['median']:.2f}{interval}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        ratios = (format_ratio(task[key], 2) for key in ("speedup", "speedup_by_cpu_time"))
+        times = (f"{seconds[OURS]:.2f}", f"{seconds[THEIRS]:.2f} ({task['hf_batch_size']})")
+        products = format_ratio(task["hf_over_products"], 2)
+        rows.append([name, str(task["requests"]), *times, *ratios, difference, products])
+    tasks = [f"- **{name}** (`{TASKS[name].kind}`): {TASKS[name].summary}." for name in record["tasks"]]
+    title = "Evaluation compared with lm-eval's hf backend"
+    return format_page(title, record, notes, [*format_table(_COLUMNS, rows), *tasks])

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import random
-import shlex
 import signal
 import statistics
 import subprocess
@@ -19,17 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Any, Final
 
 import yaml
 
-from benchmarks.random_corpus import write_random_corpus
-from benchmarks.record import anonymise, describe_hardware, write_record
-from genesis.arguments import Parser
+from benchmarks.corpora import write_random_corpus
+from benchmarks.harness import add_counts, begin_record, build_parser, check_counts, finish, format_page, format_table
 from genesis.console import Console
 from genesis.errors import RunEndedError, UserError
 from genesis.processes import start_program
@@ -70,26 +65,17 @@ class Recovery:
         return float(sum(asdict(self).values()))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the record and writes it to the path of `--out`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(arguments)
+def main(argv: list[str]) -> int:
+    """Measures, prints the page and writes the record to the path of `--out`."""
+    options = _parse(argv)
     with _ending_at_sigterm(), tempfile.TemporaryDirectory() as directory:
         recoveries = measure(options, Path(directory))
-    record: dict[str, Any] = {
-        "what": "from the SIGKILL of a rank to the first step after it, under genesis supervise",
-        "command": f"python -m benchmarks recovery {shlex.join(anonymise(arguments))}".rstrip(),
-        "date": date.today().isoformat(),
-        "hardware": describe_hardware("cpu"),
-        "versions": {"python": python_version(), **{name: version(name) for name in ("torch", "lightning")}},
-        "ranks": options.ranks,
-        "recoveries": [{**_name_parts(each), "total": each.total} for each in recoveries],
-        "median_seconds": _summarise(recoveries),
-    }
-    page = write_page(record)
-    print(page, end="")
-    if options.out is not None:
-        write_record(record, page, options.out)
+    what = "from the SIGKILL of a rank to the first step after it, under genesis supervise"
+    record = begin_record("recovery", what, argv, ("torch", "lightning"))
+    parts = [{**_name_parts(each), "total": each.total} for each in recoveries]
+    medians = {name: statistics.median(part[name] for part in parts) for name in (*PARTS, "total")}
+    record |= {"ranks": options.ranks, "recoveries": parts, "median_seconds": medians}
+    finish(record, format_record, options.out)
     return 0
 
 
@@ -108,19 +94,18 @@ def _ending_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        "python -m benchmarks recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser("recovery", __doc__)
+    recipe = Path("configs/demo.yaml")
+    parser.add_argument("--config", type=Path, default=recipe, help="the recipe (default %(default)s)")
+    add_counts(
+        parser,
+        kills=(11, "number of kills"),
+        ranks=(1, "number of ranks"),
+        seed=(0, "seed of the ranks that are killed"),
     )
-    add = parser.add_argument
-    add("--config", type=Path, default=Path("configs/demo.yaml"), help="the recipe (default %(default)s)")
-    add("--kills", type=int, default=11, help="number of kills (default %(default)s)")
-    add("--ranks", type=int, default=1, help="number of ranks (default %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the ranks that are killed (default %(default)s)")
-    add("--out", type=Path, help="file of the record, with the suffix .json")
-    options = parser.parse_args(arguments)
-    if options.kills < 1 or options.ranks < 1:
-        raise UserError(f"--kills is {options.kills} and --ranks {options.ranks}: give at least 1")
+    options = parser.parse_args(argv)
+    check_counts(options, "kills", "ranks")
     if not options.config.is_file():
         raise UserError(f"no such recipe: {options.config}")
     return options
@@ -212,22 +197,13 @@ def _name_parts(recovery: Recovery) -> dict[str, float]:
     return dict(zip(PARTS, asdict(recovery).values(), strict=True))
 
 
-def _summarise(recoveries: Sequence[Recovery]) -> dict[str, float]:
-    parts = [_name_parts(each) for each in recoveries]
-    medians = {name: statistics.median(part[name] for part in parts) for name in PARTS}
-    return {**medians, "total": statistics.median(each.total for each in recoveries)}
-
-
-def write_page(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Returns the record as a page."""
     medians, totals = record["median_seconds"], [each["total"] for each in record["recoveries"]]
-    lines = [
-        *("# Recovery of a killed rank", "", f"{record['what']}: {record['date']}, {record['hardware']}."),
-        *("", f"    {record['command']}", ""),
-        f"Ranks: {record['ranks']}; kills: {len(totals)}. Median {medians['total']:.2f} s, from {min(totals):.2f} to "
-        f"{max(totals):.2f} s; the goal is {_GOAL_SECONDS:g} s, with a detection under {_DETECT_GOAL_SECONDS:g} s.",
-        *("", "| part | median | what it is |", "|---|---|---|"),
-        *(f"| {name.replace('_', ' ')} | {medians[name]:.2f} s | {text} |" for name, text in PARTS.items()),
-        *("", "Versions: " + ", ".join(f"{name} {text}" for name, text in record["versions"].items()) + "."),
+    notes = [
+        f"{record['what']}; ranks: {record['ranks']}; kills: {len(totals)}",
+        f"median {medians['total']:.2f} s, from {min(totals):.2f} to {max(totals):.2f} s; the goal is "
+        f"{_GOAL_SECONDS:g} s, with a detection under {_DETECT_GOAL_SECONDS:g} s",
     ]
-    return "\n".join(lines) + "\n"
+    rows = [[name.replace("_", " "), f"{medians[name]:.2f} s", text] for name, text in PARTS.items()]
+    return format_page("Recovery of a killed rank", record, notes, format_table(("part", "median", "what it is"), rows))

@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -19,14 +18,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.record import anonymise, describe_hardware
-from benchmarks.session_plan import OUT, PYTEST, ROOT, SCRATCH, SessionPart, plan_session
+from benchmarks.harness import RECORDS, ROOT, anonymise, begin_record, build_parser, format_table
+from benchmarks.session_plan import OUT, PYTEST, SCRATCH, SessionPart, plan_session
 from genesis import __version__
-from genesis.arguments import Parser, check_output
+from genesis.arguments import check_output
 from genesis.console import Console
 from genesis.device import check_available, is_host, name_device, read_properties
 from genesis.errors import UserError
@@ -85,13 +83,12 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks session", description=(__doc__ or "").split("\n", 1)[0])
+    parser = build_parser("session", __doc__)
     parser.add_argument("--device", default="cuda", help="kind of device (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=15.0, help="time for all parts (default %(default)s)")
     parser.add_argument(
         "--size", choices=("tiny", "full"), help="shapes; default: full on a device whose memory torch knows, else tiny"
     )
-    parser.add_argument("--out", type=Path, help="record (default: benchmarks/records/session-DEVICE.json)")
     parser.add_argument("--replace", action="store_true", help="start from scratch where the record exists already")
     options = parser.parse_args(argv)
     check_available(options.device)
@@ -100,7 +97,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     is_large = not is_host(options.device) and read_properties(options.device) is not None
     options.size = options.size or ("full" if is_large else "tiny")
     slug = re.sub(r"[^a-z0-9]+", "-", name_device(options.device).lower()).strip("-")
-    options.out = (options.out or ROOT / "benchmarks/records" / f"session-{slug}.json").with_suffix(".json")
+    options.out = (options.out or RECORDS / f"session-{slug}.json").with_suffix(".json")
     check_output(options.out, "--out")
     if not options.out.parent.is_dir():
         raise UserError(f"--out is {options.out}: no such directory: {options.out.parent}")
@@ -118,15 +115,12 @@ def _begin(options: argparse.Namespace, argv: Sequence[str], parts: Sequence[Ses
     Raises:
         UserError: The record that exists is of another device, size or version.
     """
-    record: dict[str, Any] = {
+    what = "all that a borrowed GPU should answer"
+    record = {
         "schema_version": SCHEMA_VERSION,
-        "what": "python -m benchmarks session",
-        "command": f"python -m benchmarks session {shlex.join(anonymise(argv))}".strip(),
+        **begin_record("session", what, argv, ("torch", "lightning"), name_device(options.device)),
         "device": options.device,
         "size": options.size,
-        "hardware": describe_hardware(name_device(options.device)),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("torch", "lightning")},
         "genesis": __version__,
         "commit": _read_commit(),
         "parts": [{"name": part.name, "question": part.question, "status": "not run"} for part in parts],
@@ -214,11 +208,9 @@ def read_tests(log: str) -> dict[str, Any]:
 
 
 def _find_missing(part: SessionPart) -> str | None:
-    needs = part.needs
-    if needs is not None and not (ROOT / needs).exists() and not _is_installed(needs):
-        return f"this installation has no {needs}"
-    if PYTEST in part.words and not _is_installed(PYTEST):
-        return "pytest is not installed"
+    for needs in (part.needs, PYTEST if PYTEST in part.words else None):
+        if needs is not None and not (ROOT / needs).exists() and not _is_installed(needs):
+            return f"this installation has no {needs}"
     return None
 
 
@@ -274,6 +266,16 @@ def _write(record: Mapping[str, Any], path: Path) -> None:
 def _format(record: Mapping[str, Any]) -> str:
     """Returns a record as a page of Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    rows = [
+        [
+            entry["name"],
+            entry["status"] + (f" ({entry['reason']})" if entry.get("reason") else ""),
+            str(entry.get("seconds", "")),
+            entry["question"],
+            "; ".join(_summarise(entry.get("figures", {}))).replace("|", "/"),
+        ]
+        for entry in record["parts"]
+    ]
     lines = [
         f"# A session on {record['hardware'].rpartition(', ')[2]}",
         "",
@@ -281,14 +283,8 @@ def _format(record: Mapping[str, Any]) -> str:
         f"- hardware: {record['hardware']}; device `{record['device']}`, shapes {record['size']}",
         f"- versions: genesis {record['genesis']} ({record['commit'] or 'no checkout'}), {versions}",
         "",
-        "| part | status | s | question | found |",
-        "|---|---|---|---|---|",
+        *format_table(("part", "status", "s", "question", "found"), rows)[:-1],
     ]
-    for entry in record["parts"]:
-        reason = f" ({entry['reason']})" if entry.get("reason") else ""
-        seconds = entry.get("seconds", "")
-        found = "; ".join(_summarise(entry.get("figures", {}))).replace("|", "/")
-        lines.append(f"| {entry['name']} | {entry['status']}{reason} | {seconds} | {entry['question']} | {found} |")
     return "\n".join(lines) + "\n"
 
 
@@ -302,8 +298,4 @@ def _summarise(figures: Mapping[str, Any]) -> list[str]:
         memory = contender.get("peak_device_bytes")
         on_device = "" if memory is None else f", {memory / 2**30:.1f} GiB"
         found.append(f"{name}: {contender['tokens_per_second']:,.0f} tokens/s{mfu}{on_device}")
-    for name, value in {"": figures, **figures}.items():
-        if isinstance(value, Mapping) and ("before" in value or "after" in value):
-            sides = [f"{side} {value[side]:.4g}" for side in ("before", "after") if side in value]
-            found.append(f"{name} {', '.join(sides)} ({value.get('unit', figures.get('unit', ''))})".strip())
     return [*found, *figures.get("findings", [])]

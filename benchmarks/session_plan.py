@@ -3,13 +3,12 @@
 import importlib.util
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
+from benchmarks.harness import ROOT
 from genesis.device import is_host, read_properties
 from genesis.model.attend.fa4 import find_version
 
-ROOT: Final = Path(__file__).parents[1]
 OUT: Final = "{out}"
 SCRATCH: Final = "{scratch}"
 PYTEST: Final = "pytest"
@@ -22,7 +21,6 @@ _COMPILED: Final = ("cpu", "cuda", "xpu")
 _MAX_TEST_WORKERS: Final = 4
 _NO_PLUGINS: Final = ("-p", "no:cacheprovider", "-p", "no:benchmark")
 """pytest-benchmark warns under pytest-xdist, and warnings are errors."""
-_GENESIS: Final = "import sys; from genesis.cli.main import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
@@ -64,20 +62,17 @@ def plan_session(kind: str, size: str) -> list[SessionPart]:
         *_plan_float8(kind, size),
         *_plan_peers(kind, size),
         *_plan_small_cards(kind, size),
-        SessionPart("sampling", "sampling on the host and on the device", _single("sampling", kind, size), 30),
-        SessionPart("decoding", "decoding with and without planned attention", _single("decoding", kind, size), 40),
-        SessionPart("loss", "chunks of the loss", _single("loss", kind, size), 30),
     ]
     # Tiny shapes are for a machine without a GPU, where imports take most of the time.
     return [replace(part, limit_seconds=5 * part.limit_seconds) for part in parts] if size == _TINY else parts
 
 
-def _genesis(kind: str, *words: str) -> tuple[str, ...]:
-    return ("-c", _GENESIS, *words, "--device", kind)
+def _run(kind: str, *words: str) -> tuple[str, ...]:
+    return ("-m", *words, "--device", kind)
 
 
 def _single(part: str, kind: str, size: str) -> tuple[str, ...]:
-    return ("-m", "benchmarks.device_parts", part, "--device", kind, "--size", size, "--out", OUT)
+    return ("-m", "benchmarks.device", part, "--device", kind, "--size", size, "--out", OUT)
 
 
 def _step(kind: str, size: str, contenders: str, *words: str) -> tuple[str, ...]:
@@ -85,7 +80,7 @@ def _step(kind: str, size: str, contenders: str, *words: str) -> tuple[str, ...]
     model = ("--model", "tiny") if is_tiny else ("--config", str(ROOT / "configs/genesis-1b.yaml"))
     rounds = ("--pairs", "1", "--burst_steps", "2") if is_tiny else ("--pairs", "3", "--burst_steps", "4")
     chosen = ("--warmup_steps", "2" if is_tiny else "4", "--contenders", contenders)
-    return _genesis(kind, "bench", "step", *model, *rounds, *chosen, *words, "--out", OUT)
+    return _run(kind, "benchmarks", "step", *model, *rounds, *chosen, *words, "--out", OUT)
 
 
 def _plan_proofs(kind: str, size: str) -> list[SessionPart]:
@@ -136,7 +131,7 @@ def _plan_tests(kind: str, size: str) -> list[SessionPart]:
     is_parallel = importlib.util.find_spec("xdist") is not None
     workers = ("-n", str(min(_MAX_TEST_WORKERS, os.cpu_count() or 1))) if is_parallel else ()
     tests = ("-m", PYTEST, "-v", "-rfE", *_NO_PLUGINS, *workers, "-m", "cuda", str(ROOT / "tests/cuda"))
-    doctor = _genesis(kind, "doctor", "--parts", "devices,proof,copies", "--out", OUT)
+    doctor = _run(kind, "genesis", "doctor", "--parts", "devices,proof,copies", "--out", OUT)
     return [
         SessionPart("tests", "the tests that need a GPU", tests, 300, needs="tests/cuda"),
         SessionPart("doctor", "does the device do what training needs", doctor, 90),
@@ -152,7 +147,7 @@ def _plan_saves(kind: str, size: str) -> list[SessionPart]:
     lora = (*model, "--adapter_rank", "16", *modes)
     memory, disk = ("--dir", _MEMORY), ("--dir", SCRATCH)
     return [
-        SessionPart(name, question, _genesis(kind, "bench", "checkpoint", *words, "--out", OUT), seconds, needs=needs)
+        SessionPart(name, question, _run(kind, "benchmarks", "checkpoint", *words, "--out", OUT), seconds, needs=needs)
         for name, question, words, seconds, needs in (
             ("save-memory", "what a save to memory costs", (*whole, *memory), 60, _MEMORY),
             ("save-disk", "what a save to the disk costs", (*whole, *disk), 60, None),

@@ -1,18 +1,16 @@
 """The ways to save in a worker of the benchmark `checkpoint`: genesis' callback or torch's functions."""
 
 import math
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -20,11 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from benchmarks.workers.checkpoint_task import Mode
-from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
-from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest, stager
-from genesis_callbacks.checkpoint.pipeline import SavePipeline
-from genesis_callbacks.checkpoint.stage import SharedBuffer
-from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest
 from genesis_callbacks.run_directory import TRASH_NAME
 
 _POLL_SECONDS = 0.005
@@ -146,50 +141,6 @@ class Committed:
             for name, record in read_manifest(self._last).tensors.items()
             if name.startswith(_STATE_PREFIXES) and record.chunks
         )
-
-
-class CoreWriter(WriterProcess):
-    """A writer process on its own cores, inherited from the thread that starts the writer."""
-
-    cores: Sequence[int] = ()
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.cores)
-        super().__init__(*arguments, **keywords)
-        os.sched_setaffinity(0, before)
-
-
-class PlanlessPipeline(SavePipeline):
-    """Forgets its plan before every save."""
-
-    def begin(self, *arguments: Any, **keywords: Any) -> None:
-        """Begins a save as if it were the first."""
-        self._plan = None
-        super().begin(*arguments, **keywords)
-
-
-class PageableBuffer(SharedBuffer):
-    """Staging memory that is not page-locked."""
-
-    def pin(self, device: torch.device) -> None:
-        """Does nothing."""
-
-
-def change_engine(mode: Mode, writer_cores: Sequence[int]) -> None:
-    """Disables the parts of the engine that a mode omits, for the rest of this process; users have no such option.
-
-    Args:
-        mode: The mode.
-        writer_cores: Cores for the writer process alone; empty if the writer shares the trainer's cores.
-    """
-    if mode.has_own_cores:
-        CoreWriter.cores = writer_cores
-        vars(_fit_session)["WriterProcess"] = CoreWriter
-    if not mode.has_plan_cache:
-        vars(_fit_saves)["SavePipeline"] = PlanlessPipeline
-    if not mode.is_pinned:
-        vars(stager)["SharedBuffer"] = PageableBuffer
 
 
 # ---- torch's

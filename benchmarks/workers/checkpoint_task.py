@@ -17,9 +17,6 @@ class Mode:
         saver: The project whose code saves; `none` saves nothing.
         writer: The writer of files: the training thread, another thread, or a process.
         staging: The option of `AsyncProcessCheckpoint`.
-        is_pinned: Whether tensors are copied from a GPU to page-locked memory.
-        has_plan_cache: Whether several saves share a plan.
-        has_own_cores: Whether the trainer leaves one core to the writer process.
     """
 
     name: str
@@ -27,9 +24,6 @@ class Mode:
     saver: Literal["none", "genesis", "torch"]
     writer: Literal["sync", "thread", "process"] = "sync"
     staging: Literal["blocking", "overlapped"] = "blocking"
-    is_pinned: bool = False
-    has_plan_cache: bool = True
-    has_own_cores: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +20,9 @@ from benchmarks.workers.checkpoint_saves import (
     Saves,
     TorchCheckpoint,
     build_ours,
-    change_engine,
     time_hooks,
 )
-from benchmarks.workers.checkpoint_task import Farewell, Mode, Task, task_from_json
+from benchmarks.workers.checkpoint_task import Farewell, Task, task_from_json
 from benchmarks.workers.protocol import ENDLESS, Gate
 from benchmarks.workers.windows import build_windows
 from genesis.data.window import AccumulationWindow
@@ -58,15 +56,6 @@ def _choose_windows(task: Task) -> Callable[[int], AccumulationWindow]:
     short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
     warmup = build_windows(short)[: workload.num_warmup_steps]
     return lambda index: warmup[index] if index < len(warmup) else windows[index % len(windows)]
-
-
-def _share_cores(mode: Mode) -> list[int]:
-    """Leaves the last core to the writer if the mode requires it, and returns the writer's cores."""
-    if not mode.has_own_cores:
-        return []
-    *ours, last = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, ours)
-    return [last]
 
 
 def _join_ranks(task: Task) -> None:
@@ -149,7 +138,6 @@ def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     task = task_from_json(arguments[0])
     workload, log = task.workload, RunDirectory(Path(task.run_dir)).metrics
-    change_engine(task.mode, _share_cores(task.mode))
     torch.set_num_threads(workload.num_threads)
     _join_ranks(task)
     module, scope = _build_module(task)

@@ -4,14 +4,14 @@ import functools
 
 import pytest
 
-from benchmarks import contenders
+from benchmarks import processes
 from tests.commands import MODULES, fork_python
 
 PEER_MODULES = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "transformers.models.llama.modeling_llama")
 
 
 def _fork_contenders(monkeypatch: pytest.MonkeyPatch, preloaded: tuple[str, ...]) -> None:
-    monkeypatch.setattr(contenders, "start_program", functools.partial(fork_python, preloaded=preloaded))
+    monkeypatch.setattr(processes, "start_program", functools.partial(fork_python, preloaded=preloaded))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import json
-import os
-from dataclasses import asdict, replace
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +8,23 @@ import matplotlib.image
 import pytest
 import torch
 
-from benchmarks.checkpoint import MODELS, Team
-from benchmarks.checkpoint_modes import (
+from benchmarks.checkpoint import MODELS, MODES, Team, choose_modes, main
+from benchmarks.checkpoint_results import (
     BASELINE,
-    BASELINE_SPARING,
-    MODES,
     OVERLAPPED,
-    OWN_CORE,
-    WITHOUT_PLAN_CACHE,
-    choose_modes,
-    name_default_modes,
+    ModeRun,
+    Turn,
+    compare_steps_beside,
+    count_extra_seconds,
+    list_findings,
+    merge_ranks,
+    summarise,
 )
-from benchmarks.checkpoint_plot import median_by_position
-from benchmarks.checkpoint_report import list_findings
-from benchmarks.checkpoint_results import ModeRun, compare_steps_beside, count_extra_seconds, merge_ranks, summarise
-from benchmarks.step import count_flops_per_token
-from benchmarks.workers.checkpoint_protocol import Farewell, Task, Turn, count_steps_beside
-from benchmarks.workers.checkpoint_saves import CoreWriter, PlanlessPipeline
-from benchmarks.workers.protocol import Workload
-from genesis.cli.main import main
+from benchmarks.step import plan_workload
+from benchmarks.workers.checkpoint_task import Farewell, Task
+from benchmarks.workers.protocol import Burst
 from genesis.errors import UserError
 from genesis.model.describe import describe
-from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_shards
-from genesis_callbacks.checkpoint.one_save import Progress
-from genesis_callbacks.checkpoint.pipeline import SavePipeline
 
 MODE = {mode.name: mode for mode in MODES}
 # Eight processes import Lightning, and one of them starts another that does.
@@ -42,7 +35,7 @@ def run_bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """Returns the record of a run of the tiny model with turns of three windows."""
     out = tmp_path / "records" / "checkpoint.json"
     common = ["--model", "tiny", "--every_n_steps", "3", "--threads", "1", "--dir", str(tmp_path / "dir")]
-    assert main(["bench", "checkpoint", *common, *arguments, "--out", str(out)]) == 0
+    assert main([*common, *arguments, "--out", str(out)]) == 0
     record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert str(tmp_path) not in out.read_text(encoding="utf-8") + out.with_suffix(".md").read_text(encoding="utf-8")
     assert list((tmp_path / "dir").iterdir()) == []
@@ -54,10 +47,8 @@ def run_bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 def test_a_run_measures_every_mode_and_each_saved_the_whole_state(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "2")
 
-    expected = [name for name in name_default_modes(num_ranks=1) if name != "process-pinned"]
+    expected = [mode.name for mode in MODES]
     assert list(record["modes"]) == expected
-    assert len(expected) == 8
-    assert "needs CUDA" in record["left_out"]["process-pinned"]
     decoder = describe(MODELS["tiny"].decoder)
     num_tensors = 2 * 9 + 3  # of two layers, the table, the head and the last norm: each with a step of four bytes
     state_bytes = decoder.weights_bytes + decoder.optimizer_bytes + 4 * num_tensors
@@ -86,8 +77,6 @@ def check_saves(mode: dict[str, Any], state_bytes: int) -> None:
         assert turn["save_seconds"] > 0
     assert save["bytes_per_second"] == pytest.approx(save["file_bytes"] / save["save_seconds"])
     assert save["overhead_by_minutes"]["5"] == pytest.approx(save["extra_seconds"] / 300)
-    if mode["writer"] == "sync":
-        assert [turn["num_steps_beside"] for turn in mode["turns"]] == [0, 0]
 
 
 def check_pictures_and_page(directory: Path, names: list[str]) -> None:
@@ -97,18 +86,6 @@ def check_pictures_and_page(directory: Path, names: list[str]) -> None:
     pixels = matplotlib.image.imread(directory / "checkpoint.png")
     assert pixels.shape[0] > 300
     assert len({tuple(pixel) for pixel in pixels[::5, ::5].reshape(-1, pixels.shape[2]).tolist()}) > len(names)
-
-
-@MANY_PROCESSES
-@pytest.mark.long
-def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) -> None:
-    record = run_bench(tmp_path, "--pairs", "1", "--ranks", "2", "--strategy", "sharded")
-    assert list(record["modes"]) == [BASELINE, OVERLAPPED, WITHOUT_PLAN_CACHE]
-    for name in (OVERLAPPED, WITHOUT_PLAN_CACHE):
-        mode = record["modes"][name]
-        assert mode["save"]["tensor_bytes"] == mode["state_bytes"]
-        assert mode["save"]["begin_seconds"] > 0
-    assert any("plan kept from the first" in finding for finding in record["findings"])
 
 
 @MANY_PROCESSES
@@ -127,52 +104,9 @@ def test_saves_of_adapters_hold_the_adapters_alone_and_their_stall_is_measured(t
     assert "with adapters of rank 4, which are saved alone" in (tmp_path / "records/checkpoint.md").read_text()
 
 
-@MANY_PROCESSES
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.bench
-def test_a_writer_on_its_own_core_is_measured_beside_a_trainer_on_as_many(tmp_path: Path) -> None:
-    record = run_bench(tmp_path, "--pairs", "1", "--modes", f"{BASELINE},{BASELINE_SPARING},{OWN_CORE}")
-    assert record["modes"][OWN_CORE]["mean_step_ratio_sparing"] is not None
-    assert any(f"over {BASELINE_SPARING}" in finding for finding in record["findings"])
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_the_writer_runs_on_its_own_core_and_the_trainer_stays_where_it_was() -> None:
-    before = os.sched_getaffinity(0)
-    CoreWriter.cores = [max(before)]
-    writer = CoreWriter()
-    try:
-        assert os.sched_getaffinity(writer._process.pid) == {max(before)}
-        assert os.sched_getaffinity(0) == before
-    finally:
-        writer.kill()
-
-
-@pytest.mark.parametrize(("kind", "num_plans"), [(SavePipeline, 1), (PlanlessPipeline, 2)])
-def test_a_planless_saver_plans_each_save_and_the_engine_the_first(
-    tmp_path: Path, kind: type[SavePipeline], num_plans: int
-) -> None:
-    parts = local_shards("model.weight", torch.ones(4), "parameter")
-    target = SaveTarget(tmp_path, Ranks())
-    pipeline = kind(target, mode="thread", staging="blocking", time_limit_seconds=60.0)
-    plans = []
-    for step in (1, 2):
-        pipeline.begin(step, lambda step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
-        plans.append(pipeline._plan)
-        outcome = pipeline.finish()
-        assert outcome is not None
-        assert outcome.kind == "committed"
-    pipeline.close(0.0)
-    assert len({id(plan) for plan in plans}) == num_plans
-
-
 @pytest.mark.slow
 def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: Path) -> None:
-    recipe = MODELS["tiny"]
-    flops = count_flops_per_token(recipe.decoder, recipe.seq_len)
-    workload = Workload(
-        asdict(recipe.decoder), {}, recipe.seq_len, 1, 1, "one_per_row", flops, "cpu", "32-true", False, 1, 1
-    )
+    workload = plan_workload(MODELS["tiny"], Namespace(threads=1), num_warmup_steps=1)
     (tmp_path / "checkpoints").write_text("in the way")
     task = Task(MODE["sync"], workload, "replicated", 2, str(tmp_path), 0, 1)
     with (
@@ -196,26 +130,21 @@ def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: P
         (["--dir", "pyproject.toml"], "--dir is pyproject.toml, which is not a directory"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "checkpoint", *arguments]) == 2
-    complaint = capsys.readouterr().err.splitlines()[-1]
-    assert complaint.startswith("genesis: error: ")
-    assert message in complaint
+def test_mistakes_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main(arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "checkpoint", "--device", "cuda"]) == 2
-    assert "no CUDA device was found" in capsys.readouterr().err
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match="no CUDA device was found"):
+        main(["--device", "cuda"])
 
 
-def test_modes_that_cannot_run_are_left_out_with_the_reason() -> None:
-    chosen, left_out = choose_modes([BASELINE, "process-pinned", WITHOUT_PLAN_CACHE], "cpu", num_ranks=1)
+def test_modes_that_would_save_the_base_beside_adapters_are_left_out_with_the_reason() -> None:
+    chosen, left_out = choose_modes([BASELINE, "torch-sync"], has_adapter=True)
     assert [mode.name for mode in chosen] == [BASELINE]
-    assert "CUDA" in left_out["process-pinned"]
-    assert "--ranks 2" in left_out[WITHOUT_PLAN_CACHE]
-    assert choose_modes([BASELINE, "process-pinned"], "cuda", num_ranks=1)[1] == {}
-    assert list(choose_modes([BASELINE, OWN_CORE], "cpu", num_ranks=2)[1]) == [OWN_CORE]
+    assert left_out == {"torch-sync": "saves the base beside the adapters"}
 
 
 def test_the_default_model_has_half_a_gigabyte_of_state() -> None:
@@ -227,28 +156,25 @@ def test_the_default_model_has_half_a_gigabyte_of_state() -> None:
 
 
 def build_turn(step_seconds: list[float], **changes: Any) -> Turn:
-    turn = Turn(step_seconds, 5, 0.0, 0.0, None, 0, 0.0, 0, peak_resident_bytes=100, peak_device_bytes=None)
-    return replace(turn, **changes)
+    return replace(Turn(step_seconds, peak_resident_bytes=100, step=5), **changes)
 
 
 def build_run(name: str, turns: list[Turn], farewell: Farewell | None = None) -> ModeRun:
-    return ModeRun(MODE[name], turns[0], turns[1:], farewell or Farewell(1200, 1200, {}))
+    return ModeRun(MODE[name], turns[0], turns[1:], farewell or Farewell(100, 1200, 1200, {}))
 
 
-SAVE = {"stall_seconds": 0.5, "begin_seconds": 0.4, "save_seconds": 2.0, "num_steps_beside": 2, "file_bytes": 1300}
+SAVE = {"stall_seconds": 0.5, "save_seconds": 2.0, "turn_seconds_since_begin": 4.0, "file_bytes": 1300}
 
 
 def test_results_are_judged_within_rounds() -> None:
     # The machine is ten times slower in the second round; the mode's overhead is a quarter in both.
     baseline = build_run(BASELINE, [build_turn([9.0] * 4), build_turn([1.0] * 4), build_turn([10.0] * 4)])
     turns = [
-        build_turn([30.0] * 4, stall_seconds=7.0, save_seconds=20.0, **{k: SAVE[k] for k in ("num_steps_beside",)}),
+        build_turn([30.0] * 4, stall_seconds=7.0, save_seconds=20.0),
         build_turn([1.5, 1.25, 1.25, 1.0], **SAVE),
-        build_turn([15.0, 12.5, 12.5, 10.0], **{**SAVE, "stall_seconds": 0.7}),
+        build_turn([15.0, 12.5, 12.5, 10.0], **{**SAVE, "stall_seconds": 0.7, "turn_seconds_since_begin": 35.5}),
     ]
-    farewell = Farewell(1200, 1200, {"5": 0.45, "15": 9.0})
-
-    results = summarise([baseline, build_run("process", turns, farewell)], num_parameters=100, tokens_per_step=55)
+    results = summarise([baseline, build_run("process", turns, Farewell(100, 1200, 1200, {"5": 0.45, "15": 9.0}))], 55)
 
     result = results["process"]
     assert result.mean_step_ratio.median == 1.25
@@ -280,23 +206,28 @@ def test_a_write_that_outlasts_its_turn_costs_what_it_would_have_slowed_down() -
 
 @pytest.mark.parametrize(("save_seconds", "count"), [(0.3, 0), (0.5, 0), (0.6, 1), (1.7, 2), (99.0, 3)])
 def test_windows_count_as_beside_a_write_if_they_began_before_its_end(save_seconds: float, count: int) -> None:
-    assert count_steps_beside([1.5, 1.0, 1.0, 1.0], save_seconds, from_begin_seconds=0.5) == count
+    # The save began half a second before the end of the first window.
+    turn = build_turn([1.5, 1.0, 1.0, 1.0], save_seconds=save_seconds, turn_seconds_since_begin=3.5)
+    assert turn.num_steps_beside == count
+    assert turn.wait_seconds == max(0.0, save_seconds - 3.5)
 
 
 def test_rounds_in_which_no_window_ran_beside_a_write_say_nothing_of_it() -> None:
-    turns = [build_turn([1.0, 3.0, 1.0], num_steps_beside=1), build_turn([1.0, 9.0, 9.0])]
+    beside, alone = ({"save_seconds": seconds, "turn_seconds_since_begin": 4.5} for seconds in (1.0, 0.1))
+    turns = [build_turn([1.0, 3.0, 1.0], **beside), build_turn([1.0, 9.0, 9.0], **alone)]
     baseline = [build_turn([1.0, 2.0, 1.0]), build_turn([1.0, 1.0, 1.0])]
-    ratio = compare_steps_beside(turns, baseline)
+    ratio = compare_steps_beside(turns[:1], baseline[:1])
     assert ratio is not None
     assert (ratio.median, ratio.num_pairs) == (1.5, 1)
-    assert compare_steps_beside(turns[1:], baseline[1:]) is None
+    assert compare_steps_beside([build_turn([1.0, 9.0, 9.0])], baseline[1:]) is None
 
 
 def test_the_slowest_rank_counts() -> None:
-    first = build_turn([1.0, 2.0], **SAVE)
-    other = replace(first, step_seconds=[9.0, 9.0], stall_seconds=0.9, save_seconds=1.0, peak_device_bytes=7)
-    merged = merge_ranks([first, other])
-    assert merged == replace(first, stall_seconds=0.9, peak_device_bytes=7)
+    first = Burst(3.0, 3.0, 1.0, 100, None, None, SAVE, [1.0, 2.0])
+    slower = {**SAVE, "stall_seconds": 0.9, "save_seconds": 1.0, "file_bytes": 1}
+    other = replace(first, peak_device_bytes=7, step_seconds=[9.0, 9.0], figures=slower)
+    expected = build_turn([1.0, 2.0], peak_device_bytes=7, step=0, **{**SAVE, "stall_seconds": 0.9})
+    assert merge_ranks([first, other]) == expected
 
 
 @pytest.mark.parametrize(
@@ -311,20 +242,17 @@ def test_goals_are_judged_by_what_was_measured(stall_seconds: float, step: float
     baseline = build_run(BASELINE, [build_turn([1.0] * 4)] * 3)
     ours = build_run(OVERLAPPED, [build_turn([step] * 4, **{**SAVE, "stall_seconds": stall_seconds})] * 3)
     runs = [baseline, ours]
-    (finding,) = list_findings(runs, summarise(runs, 100, 1), "cpu")
+    (finding,) = list_findings(runs, summarise(runs, 1), "cpu")
     overhead, stall = finding.split(";")
     assert verdicts[0] in overhead
     assert verdicts[1] in stall
     # The GPU's goal allows a longer stall.
-    assert "ms, reached" in list_findings(runs, summarise(runs, 100, 1), "cuda")[0]
+    assert "ms, reached" in list_findings(runs, summarise(runs, 1), "cuda")[0]
 
 
 def test_a_mode_that_saved_less_than_the_state_is_named() -> None:
     turns = [build_turn([1.0] * 4, **SAVE)] * 2
-    runs = [build_run(BASELINE, [build_turn([1.0] * 4)] * 2), build_run("torch-sync", turns, Farewell(1200, 800, {}))]
-    (finding,) = list_findings(runs, summarise(runs, 100, 1), "cpu")
+    baseline = build_run(BASELINE, [build_turn([1.0] * 4)] * 2)
+    runs = [baseline, build_run("torch-sync", turns, Farewell(100, 1200, 800, {}))]
+    (finding,) = list_findings(runs, summarise(runs, 1), "cpu")
     assert finding.startswith("torch-sync saved 800 bytes of a state of 1,200")
-
-
-def test_the_picture_shows_medians_by_place_in_the_turn() -> None:
-    assert median_by_position([[3.0, 1.0], [5.0, 1.0], [4.0, 2.0]]) == [4.0, 1.0]

@@ -38,7 +38,7 @@ def test_a_record_tells_of_every_part_and_has_a_page_beside_it(
     ("arguments", "message"),
     [
         (["--parts", "prepared,steaming"], "--parts has 'steaming'; there are prepared, opening, streaming"),
-        (["--peers", "litdata"], "--peers has 'litdata'; give litdata=PYTHON"),
+        (["--peers", "litdata"], "--peers has 'litdata', and there is no such file: give litdata=PYTHON"),
         (["--peers", "webdataset=x"], "--peers has 'webdataset'; there are litdata, mosaicml_streaming"),
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
     ],

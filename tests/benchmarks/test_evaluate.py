@@ -117,7 +117,7 @@ def test_requests_are_alike_for_the_same_task_and_have_its_lengths(
     ("words", "reason"),
     [
         (("--pairs", "0"), "--pairs is 0: it must be at least 1"),
-        (("--model", "no"), "--model is no, which does not exist"),
+        (("--model", "no"), "no does not exist"),
         (("--tasks", "arc-like,cups"), "--tasks has 'cups'; there are hellaswag-like, arc-like"),
     ],
 )

@@ -122,7 +122,7 @@ def test_speed_and_memory_are_ratios_to_trl_and_losses_are_compared_step_by_step
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
         (["--kinds", "lora,ppo"], "--kinds has 'ppo'; there are lora, full, dpo"),
         (["--batch_size", "3"], "--batch_size is 3: dpo has pairs of rows; give an even number"),
-        (["--model", "nowhere"], "--model is nowhere, which does not exist"),
+        (["--model", "nowhere"], "nowhere does not exist"),
     ],
 )
 def test_a_wrong_option_is_refused(words: list[str], reason: str) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import device_parts, device_repeat, session, session_plan
+from benchmarks import device, device_repeat, session, session_plan
 from benchmarks.session import main, read_tests
 from benchmarks.session_plan import USUAL_SECONDS, SessionPart, plan_session
 from genesis.errors import UserError
+from genesis.model.attend.table import KERNELS
 from genesis.processes import Ending
 from genesis.scrub import scrub_all
 
 ANSWER = (
-    "import json, sys, time; time.sleep(float(sys.argv[2])); "
-    "json.dump({'before': 2.0, 'after': 1.0, 'unit': 's'}, open(sys.argv[1], 'w'))"
+    "import json, sys, time; time.sleep(float(sys.argv[2])); json.dump({'findings': ['2 ms']}, open(sys.argv[1], 'w'))"
 )
 
 
@@ -47,12 +47,12 @@ def test_each_part_leaves_its_figures_or_its_reason(tmp_path: Path, plan: list[S
     status, entries = run(tmp_path / "record.json")
     assert status == 1
     assert [entry["status"] for entry in entries] == ["passed", "failed", "failed", "skipped"]
-    assert entries[0]["figures"] == {"before": 2.0, "after": 1.0, "unit": "s"}
+    assert entries[0]["figures"] == {"findings": ["2 ms"]}
     assert entries[1]["reason"] == "did not end within 1 s"
     assert entries[2]["last_lines"] == ["no luck"]
     page = (tmp_path / "record.md").read_text()
     assert "| good | passed |" in page
-    assert "before 2, after 1 (s)" in page
+    assert "| 2 ms |" in page
     text = (tmp_path / "record.json").read_text()
     assert str(tmp_path) not in text + page
 
@@ -215,20 +215,15 @@ def test_what_need_not_repeat_may_differ_and_what_cannot_run_is_named(monkeypatc
     assert not found["settings"]["not deterministic"]["is_bit_equal"]
 
 
-@pytest.mark.parametrize("name", ["sampling", "decoding", "loss", "attention"])
-def test_single_parts_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
+def test_each_kernel_of_attention_is_measured_or_has_a_reason(tmp_path: Path) -> None:
     out = tmp_path / "part.json"
-    assert device_parts.main([name, "--device", "cpu", "--size", "tiny", "--out", str(out)]) == 0
-    record = json.loads(out.read_text())
-    if name == "attention":
-        kernels = record["kernels"]
-        assert kernels.keys() > {"mask, documents", "torch, rows, deterministic"}
-        assert all(kernel["is_repeatable"] and kernel["forward_ms"] > 0 for kernel in kernels.values())
-        return
-    sides = record["greedy"] if name == "sampling" else record
-    assert sides.get("after", sides.get("before")) > 0
-    if name == "loss":
-        assert record["loss before"] == pytest.approx(record["loss after"], rel=1e-5)
+    assert device.main(["attention", "--device", "cpu", "--size", "tiny", "--out", str(out)]) == 0
+    kernels = json.loads(out.read_text())["kernels"]
+    assert kernels.keys() == {f"{name}{end}" for name in (*KERNELS, "rows") for end in ("", ", deterministic")}
+    assert "needs a CUDA device" in kernels["fa4"]["reason"]
+    ran = [one for one in kernels.values() if "reason" not in one]
+    assert len(ran) >= 4
+    assert all(one["is_repeatable"] and one["forward_ms"] > 0 for one in ran)
 
 
 @pytest.mark.slow
@@ -238,7 +233,7 @@ def test_single_parts_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
 def test_parts_that_train_and_serve_measure_on_the_cpu(name: str, tmp_path: Path) -> None:
     out = tmp_path / "part.json"
     words = [name, "--device", "cpu", "--size", "tiny", "--out", str(out)]
-    command = [sys.executable, "-m", "benchmarks.device_parts", *words]
+    command = [sys.executable, "-m", "benchmarks.device", *words]
     subprocess.run(command, check=True, capture_output=True, timeout=250)
     record = json.loads(out.read_text())
     if name == "repeat":
@@ -257,8 +252,7 @@ def test_ctrl_c_leaves_the_record_of_what_was_measured(tmp_path: Path) -> None:
         "-X",
         "faulthandler",
         "-m",
-        "genesis",
-        "bench",
+        "benchmarks",
         "session",
         "--device",
         "cpu",

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import Contender, Worker, choose_contenders
-from benchmarks.pairs import compare_pairs, find_interval_rank, rotate_order
-from benchmarks.step import MODELS, count_flops_per_token, main, read_recipe
+from benchmarks.harness import compare_pairs, find_interval_rank, rotate_order
+from benchmarks.processes import Contender
+from benchmarks.step import MODELS, choose_contenders, count_flops_per_token, main, read_recipe
 from benchmarks.workers.protocol import Workload
 from genesis.errors import UserError
 
@@ -37,10 +37,10 @@ def test_a_worker_that_fails_is_named_with_its_last_words(tmp_path: Path) -> Non
     script.write_text("raise SystemExit('out of luck')")
     workload = Workload({}, {}, 8, 1, 1, "one_per_row", 1.0, "cpu", "32-true", False, 1, 1)
     with (
-        Worker(Contender("unlucky", "ends at once", script), workload, tmp_path / "log") as worker,
+        Contender("unlucky", "ends at once", script).start(workload, tmp_path / "log") as worker,
         pytest.raises(UserError, match=r"unlucky ended before its work was done(.|\n)*out of luck"),
     ):
-        worker.wait_until_ready()
+        worker.receive()
 
 
 def test_flops_are_those_of_the_matrices_and_of_attention() -> None:

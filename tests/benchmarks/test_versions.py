@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.versions import BEFORE, NOW, format_page, main
+from benchmarks.versions import BEFORE, NOW, format_record, main
 from genesis.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_two_checkouts_take_turns_and_the_record_has_their_ratios_without_paths(
         assert result["median_seconds"].keys() == {NOW, BEFORE}
         assert min(result["median_seconds"].values()) > 0
     page = out.with_suffix(".md").read_text(encoding="utf-8")
-    assert page == format_page(record)
+    assert page == format_record(record)
     assert str(ROOT) not in page
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from genesis.device import has_float8
-from genesis.doctor.fits import SIZES, KeepLosses, random_windows, build_trainer
+from genesis.doctor.fits import SIZES, KeepLosses, build_trainer, random_windows
 from genesis.doctor.probe import Task
 from genesis.model.float8 import Float8Options, list_float8_proofs
 from genesis.optim import OptimizerOptions

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.doctor.fits import SIZES, random_windows, Size, build_strategy, build_trainer
+from genesis.doctor.fits import SIZES, Size, build_strategy, build_trainer, random_windows
 from genesis.doctor.probe import Task
 from genesis.errors import UserError
 from genesis.model import attention

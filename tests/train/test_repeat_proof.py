@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from genesis.determinism import UNREPEATABLE
 from genesis.doctor import fits
-from genesis.doctor.fits import SIZES, KeepLosses, random_windows, Size, build_strategy
+from genesis.doctor.fits import SIZES, KeepLosses, Size, build_strategy, random_windows
 from genesis.doctor.probe import Task
 from genesis.errors import QuietExit, UserError
 from genesis.key_blocks import KEY_BLOCK
