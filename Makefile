@@ -120,6 +120,10 @@ SESSION_PATH := $(CURDIR):$(CURDIR)/callbacks/src$(if $(filter simulated,$(DEVIC
 gpu-session:
 	@PYTHONPATH="$(SESSION_PATH)" $(SESSION_PYTHON) -m benchmarks session --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
 
+# A benchmark by its name: make bench-step ARGS="--model tiny --out /tmp/step". `python -m benchmarks` lists them.
+bench-%: $(STAMP)
+	@$(BIN)/python -m benchmarks $* $(ARGS)
+
 check: check-types check-rest
 
 check-types: $(STAMP)
