@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
+from benchmarks import harness
 from benchmarks.checkpoint_results import (
     BASELINE,
     OVERLAPPED,
@@ -28,16 +29,6 @@ from benchmarks.checkpoint_results import (
     merge_ranks,
     plot_steps,
     summarise,
-)
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    finish,
-    read_list,
-    take_rounds,
 )
 from benchmarks.processes import WORKERS, WorkerProcess
 from benchmarks.step import MODELS as STEP_MODELS
@@ -95,7 +86,7 @@ def choose_modes(names: Sequence[str], *, has_adapter: bool) -> tuple[list[Mode]
         UserError: A name is unknown or repeated, or the baseline is missing.
     """
     known = {mode.name: mode for mode in MODES}
-    check_choices("--modes", names, list(known))
+    harness.check_choices("--modes", names, list(known))
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--modes has {name!r} more than once: name it once")
@@ -180,7 +171,7 @@ def main(argv: list[str]) -> int:
     results = summarise(runs, workload.tokens_per_window * options.ranks)
     what = "training steps around a save, in turns of contenders; ratios are medians of pairs within a round"
     title = _title(workload, options, runs[0].farewell.num_parameters, adapter)
-    record = begin_record("checkpoint", what, argv, device_name=ready.device_name)
+    record = harness.begin_record("checkpoint", what, argv, device_name=ready.device_name)
     record["versions"] |= ready.versions
     record |= {
         "work": title,
@@ -192,18 +183,18 @@ def main(argv: list[str]) -> int:
         "modes": {run.mode.name: describe_mode(run, results[run.mode.name]) for run in runs},
     }
     picture = None if options.out is None else options.out.with_suffix(".png")
-    finish(record, lambda whole: format_record(whole, results, picture and picture.name), options.out)
+    harness.finish(record, lambda whole: format_record(whole, results, picture and picture.name), options.out)
     if picture is not None:
         plot_steps(runs, title, picture)
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("checkpoint", __doc__)
+    parser = harness.build_parser("checkpoint", __doc__)
     add_shape_options(parser, MODELS, "43m")
     names = [mode.name for mode in MODES]
-    parser.add_argument("--modes", type=read_list, default=names, help=f"of {', '.join(names)} (default: all)")
-    add_counts(
+    parser.add_argument("--modes", type=harness.read_list, default=names, help=f"of {', '.join(names)} (default: all)")
+    harness.add_counts(
         parser,
         adapter_rank=(None, "train LoRA adapters of this rank beside frozen weights, and save them alone (default: "
         "the recipe's adapters, if it has some)"),
@@ -216,8 +207,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/bench"), help="for checkpoints (default %(default)s)")
     options = parser.parse_args(argv)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, options.ranks))
-    check_counts(options, "pairs", "ranks", "micro_batches", "threads", "adapter_rank")
-    check_counts(options, "every_n_steps", least=2)
+    harness.check_counts(options, "pairs", "ranks", "micro_batches", "threads", "adapter_rank")
+    harness.check_counts(options, "every_n_steps", least=2)
     check_available(options.device)
     if options.device != CPU and count_devices(options.device) < options.ranks:
         raise UserError(f"--ranks is {options.ranks} and torch finds {count_devices(options.device)} GPUs: lower it")
@@ -263,7 +254,7 @@ def _run(
         }
         readies = [team.wait_until_ready() for team in teams.values()]
         firsts = {name: team.take_turn() for name, team in teams.items()}
-        turns = take_rounds(
+        turns = harness.take_rounds(
             teams, options.pairs, Team.take_turn, lambda turn: turn.step_seconds[0], "s of the save's step"
         )
         farewells = {name: team.stop() for name, team in teams.items()}

@@ -17,22 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import harness
 from benchmarks.corpora import measure_opening, write_random_corpus, write_sparse_corpus
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    format_versions,
-    read_list,
-    take_rounds,
-)
 from benchmarks.processes import WORKERS, WorkerProcess, parse_peers
 from benchmarks.streaming import TextTask, measure_memory, measure_streaming
 from benchmarks.workers.data_protocol import Reading, ReadTask
@@ -58,22 +44,22 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=True)
     parts = {"prepared": _measure_prepared, "opening": _measure_opening, "streaming": _measure_streaming}
     what = "tokens per second of data loading: prepared corpora, opening a corpus, streaming from raw text"
-    record = begin_record("data", what, argv, ("torch", "numpy", "sentencepiece"))
+    record = harness.begin_record("data", what, argv, ("torch", "numpy", "sentencepiece"))
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         for part in options.parts:
             console.print(f"measuring: {part}", highlight=False)
             (Path(directory) / part).mkdir()
             record[part] = parts[part](options, Path(directory) / part)
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser("data", __doc__)
+    parser = harness.build_parser("data", __doc__)
     add = parser.add_argument
-    add("--parts", type=read_list, default=list(_PARTS), help=f"from {', '.join(_PARTS)} (default: all)")
+    add("--parts", type=harness.read_list, default=list(_PARTS), help=f"from {', '.join(_PARTS)} (default: all)")
     add("--peers", default="", help="other projects' readers: litdata=PYTHON,mosaicml_streaming=PYTHON")
-    add_counts(
+    harness.add_counts(
         parser,
         tokens=(100_000_000, "tokens of the corpus"),
         pairs=(10, "number of rounds"),
@@ -86,8 +72,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--sparse_share", type=float, default=1.0, help="share of the 60 billion tokens to open (default: all)")
     add("--dir", type=Path, help="directory for temporary corpora (default: the system's)")
     options = parser.parse_args(argv)
-    check_choices("--parts", options.parts, _PARTS)
-    check_counts(options, "tokens", "pairs", "text_bytes", "memory_tokens", "workers")
+    harness.check_choices("--parts", options.parts, _PARTS)
+    harness.check_counts(options, "tokens", "pairs", "text_bytes", "memory_tokens", "workers")
     options.peers = parse_peers(options.peers, _PEERS, "_reader", own_python=False)
     return options
 
@@ -113,7 +99,7 @@ def _measure_prepared(options: argparse.Namespace, directory: Path) -> dict[str,
                     "tokens_per_processor_second": round(
                         statistics.median(reading.tokens / reading.cpu_seconds for reading in of_one)
                     ),
-                    "speed_of_genesis": asdict(compare_pairs(rates[_OURS], rates[name])),
+                    "speed_of_genesis": asdict(harness.compare_pairs(rates[_OURS], rates[name])),
                 }
                 for name, of_one in readings.items()
             },
@@ -136,7 +122,7 @@ def _take_turns(
         versions = {name: reader.receive()["versions"] for name, reader in readers.items()}
         for reader in readers.values():  # the first turn reads from the disk
             reader.ask(f"go {options.seconds}")
-        readings = take_rounds(
+        readings = harness.take_rounds(
             readers,
             options.pairs,
             lambda reader: Reading(**reader.ask(f"go {options.seconds}")),
@@ -183,7 +169,7 @@ def format_record(record: Mapping[str, Any]) -> str:
     body = [
         line for part in pages if part in record for line in (f"## {part.capitalize()}", "", *pages[part](record[part]))
     ]
-    return format_page("The data", record, [], body)
+    return harness.format_page("The data", record, [], body)
 
 
 def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
@@ -194,8 +180,8 @@ def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
                 f"{reader[f'{key}tokens_per_{unit}second'] / 1e6:.1f}"
                 for key, unit in (("", ""), ("slowest_", ""), ("fastest_", ""), ("", "processor_"))
             )
-            versions = format_versions(reader["versions"])
-            ratio = format_ratio(reader["speed_of_genesis"], 1)
+            versions = harness.format_versions(reader["versions"])
+            ratio = harness.format_ratio(reader["speed_of_genesis"], 1)
             rows.append([seq_len, f"{name} ({versions})", f"{rate} ({slowest} to {fastest})", by_cpu, ratio])
     columns = ("sequence length", "reader", "M tokens/s (slowest to fastest)", "M tokens per CPU second")
     return [
@@ -203,7 +189,7 @@ def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
         f"{part['pairs']} rounds of {part['turn_seconds']} s each in rotating order; ratios are medians of pairs in a "
         f"round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the speed of the other readers.",
         "",
-        *format_table((*columns, "speed of genesis / reader (95%)"), rows),
+        *harness.format_table((*columns, "speed of genesis / reader (95%)"), rows),
     ]
 
 
@@ -224,18 +210,18 @@ def _describe_opening(part: Mapping[str, Any]) -> list[str]:
         f"Sparse files; the fastest of {part['best_of']} tries, each in its own process. Goal: "
         f"first window within {_OPENING_GOAL_SECONDS:.0f} s and {_OPENING_GOAL_BYTES / 1e6:.0f} MB.",
         "",
-        *format_table(columns, rows),
+        *harness.format_table(columns, rows),
     ]
 
 
 def _describe_streaming(part: Mapping[str, Any]) -> list[str]:
-    rates, resident = part["tokens_per_second"], part["memory"]["resident_bytes"]
+    rates, resident, ratio = part["tokens_per_second"], part["memory"]["resident_bytes"], part["speed_over_encode"]
     return [
         f"{part['text_bytes']:,} bytes of {part['text']}, jsonl.zst, {part['workers']} workers, from start to last "
         f"window, compared with SentencePiece's encode of the same texts in memory by {part['workers']} threads:",
         "",
         f"- genesis {rates['genesis'] / 1e6:.2f} M tokens/s, SentencePiece {rates['encode'] / 1e6:.2f}; ratio "
-        f"{format_ratio(part['speed_over_encode'])} of {part['speed_over_encode']['num_pairs']} pairs. Goal: 0.8",
+        f"{harness.format_ratio(ratio)} of {ratio['num_pairs']} pairs. Goal: 0.8",
         f"- resident memory of all processes together while {part['memory']['tokens']:,} tokens are streamed: after a "
         f"tenth {resident[0] / 1e6:.0f} MB, at the end {resident[-1] / 1e6:.0f}, at most {max(resident) / 1e6:.0f}",
     ]

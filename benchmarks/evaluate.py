@@ -20,22 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from benchmarks import harness
 from benchmarks.demo_files import add_demo_options, find_conversations, find_model
 from benchmarks.evaluate_tasks import TASKS, make_requests, read_pairs
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    read_list,
-    take_rounds,
-)
 from genesis.console import Console
 from genesis.evaluate.model import GenesisLM
 from genesis.export.importing import import_directory
@@ -82,7 +69,7 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=True)
     model, conversations = find_model(options.model, console), read_pairs(find_conversations(options.conversations))
     what = "requests of lm-eval to a model: genesis evaluate's engine and lm-eval's hf backend"
-    record = begin_record("evaluate", what, argv, ("torch", "transformers", "lm-eval", "tokenizers"))
+    record = harness.begin_record("evaluate", what, argv, ("torch", "transformers", "lm-eval", "tokenizers"))
     record |= {"threads": torch.get_num_threads(), "tasks": {}}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -95,23 +82,25 @@ def main(argv: list[str]) -> int:
             console.print(f"measuring: {name}", highlight=False)
             requests = make_requests(directory / name, options.questions, conversations)
             record["tasks"][name] = measure(loaded, theirs, TASKS[name].kind, requests, options.pairs)
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0 if all(task["is_equal"] for task in record["tasks"].values()) else 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("evaluate", __doc__)
+    parser = harness.build_parser("evaluate", __doc__)
     add_demo_options(parser)
-    parser.add_argument("--tasks", type=read_list, default=list(TASKS), help=f"of {', '.join(TASKS)} (default: all)")
-    add_counts(
+    parser.add_argument(
+        "--tasks", type=harness.read_list, default=list(TASKS), help=f"of {', '.join(TASKS)} (default: all)"
+    )
+    harness.add_counts(
         parser,
         questions=(6, "measure of the number of rows of each task"),
         pairs=(6, "number of rounds"),
         threads=(None, "CPU threads of torch (default: torch's own choice)"),
     )
     options = parser.parse_args(argv)
-    check_counts(options, "questions", "pairs", "threads")
-    check_choices("--tasks", options.tasks, list(TASKS))
+    harness.check_counts(options, "questions", "pairs", "threads")
+    harness.check_choices("--tasks", options.tasks, list(TASKS))
     return options
 
 
@@ -142,7 +131,7 @@ def measure(loaded: Loaded, theirs: Any, kind: str, requests: list[Any], num_pai
         THEIRS: lambda: getattr(theirs, kind)(requests, disable_tqdm=True),
         PRODUCTS: lambda: multiply(loaded.decoder, shapes),
     }
-    turns = take_rounds(contenders, num_pairs, _time, lambda turn: turn[1].wall, "s")
+    turns = harness.take_rounds(contenders, num_pairs, _time, lambda turn: turn[1].wall, "s")
     wall, cpu = (
         {name: [getattr(seconds, of) for _, seconds in of_one] for name, of_one in turns.items()}
         for of in Seconds._fields
@@ -159,9 +148,9 @@ def measure(loaded: Loaded, theirs: Any, kind: str, requests: list[Any], num_pai
         "seconds": {name: [round(value, 3) for value in values] for name, values in wall.items()},
         "cpu_seconds": {name: [round(value, 3) for value in values] for name, values in cpu.items()},
         "median_seconds": {name: round(statistics.median(values), 3) for name, values in wall.items()},
-        "speedup": asdict(compare_pairs(wall[THEIRS], wall[OURS])),
-        "speedup_by_cpu_time": asdict(compare_pairs(cpu[THEIRS], cpu[OURS])),
-        "hf_over_products": asdict(compare_pairs(wall[THEIRS], wall[PRODUCTS])),
+        "speedup": asdict(harness.compare_pairs(wall[THEIRS], wall[OURS])),
+        "speedup_by_cpu_time": asdict(harness.compare_pairs(cpu[THEIRS], cpu[OURS])),
+        "hf_over_products": asdict(harness.compare_pairs(wall[THEIRS], wall[PRODUCTS])),
         **compare_answers(answers[OURS], answers[THEIRS]),
     }
 
@@ -268,10 +257,10 @@ def format_record(record: Mapping[str, Any]) -> str:
         difference = "equal texts" if task["kind"] == "generate_until" else f"{task['largest_difference']:.1e}"
         if not task["is_equal"]:
             difference += f"; {task['num_equal']} of {task['requests']} equal"
-        ratios = (format_ratio(task[key], 2) for key in ("speedup", "speedup_by_cpu_time"))
+        ratios = (harness.format_ratio(task[key], 2) for key in ("speedup", "speedup_by_cpu_time"))
         times = (f"{seconds[OURS]:.2f}", f"{seconds[THEIRS]:.2f} ({task['hf_batch_size']})")
-        products = format_ratio(task["hf_over_products"], 2)
+        products = harness.format_ratio(task["hf_over_products"], 2)
         rows.append([name, str(task["requests"]), *times, *ratios, difference, products])
     tasks = [f"- **{name}** (`{TASKS[name].kind}`): {TASKS[name].summary}." for name in record["tasks"]]
     title = "Evaluation compared with lm-eval's hf backend"
-    return format_page(title, record, notes, [*format_table(_COLUMNS, rows), *tasks])
+    return harness.format_page(title, record, notes, [*harness.format_table(_COLUMNS, rows), *tasks])

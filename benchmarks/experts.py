@@ -11,17 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-)
+from benchmarks import harness
 from benchmarks.processes import PEERS, WORKERS, Contender, run_bursts
 from benchmarks.step import Recipe, add_burst_options, describe_contender, format_contenders, plan_workload
 from benchmarks.workers.protocol import Burst, Workload
@@ -67,7 +57,7 @@ def main(argv: list[str]) -> int:
     readies, bursts = run_bursts(chosen, options.pairs, options.burst_steps, is_together=False)
     results = summarise(bursts, options.burst_steps)
     what = "tokens per second of training steps of a mixture of experts, in interleaved bursts"
-    record = begin_record("experts", what, argv)
+    record = harness.begin_record("experts", what, argv)
     record |= {
         "work": _title(options),
         **{name: getattr(options, name) for name in ("threads", "pairs", "burst_steps")},
@@ -79,14 +69,14 @@ def main(argv: list[str]) -> int:
         }
         for one, workload in chosen
     }
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("experts", __doc__)
+    parser = harness.build_parser("experts", __doc__)
     parser.add_argument("--model", choices=tuple(_SHAPES), default="34m", help="the shape (default %(default)s)")
-    add_counts(
+    harness.add_counts(
         parser,
         experts=(8, "number of experts"),
         top_k=(2, "experts of a token"),
@@ -97,7 +87,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add_burst_options(parser)
     options = parser.parse_args(argv)
     options.rows = _SHAPES[options.model]["rows"] if options.rows is None else options.rows
-    check_counts(options, "ranks", "rows", "pairs", "burst_steps", "warmup_steps", "threads")
+    harness.check_counts(options, "ranks", "rows", "pairs", "burst_steps", "warmup_steps", "threads")
     if options.rows % options.ranks:
         raise UserError(f"--ranks is {options.ranks}, which does not divide the {options.rows} rows of a step")
     if options.ranks > 1 and options.experts % options.ranks:
@@ -159,9 +149,9 @@ def summarise(bursts: Mapping[str, Sequence[Burst]], burst_steps: int) -> dict[s
     return {
         name: Result(
             tokens_per_second=statistics.median(speeds[name]),
-            speed_of_mixture=asdict(compare_pairs(speeds[REFERENCE], speeds[name])),
+            speed_of_mixture=asdict(harness.compare_pairs(speeds[REFERENCE], speeds[name])),
             update_seconds=statistics.median(burst.figures["update_seconds"] for burst in of_one),
-            speed_without_update=asdict(compare_pairs(without[REFERENCE], without[name])),
+            speed_without_update=asdict(harness.compare_pairs(without[REFERENCE], without[name])),
             peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
             imbalance=of_one[-1].figures.get("imbalance"),
             loss=of_one[-1].loss,
@@ -180,7 +170,7 @@ def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
     return [
         name,
         f"{result['tokens_per_second']:,.0f}",
-        format_ratio(result["speed_of_mixture"]),
+        harness.format_ratio(result["speed_of_mixture"]),
         f"{1e3 * result['update_seconds']:.0f}",
         f"{result['speed_without_update']['median']:.3f}",
         "" if result["imbalance"] is None else f"{result['imbalance']:.2f}",
@@ -208,5 +198,5 @@ def format_record(record: Mapping[str, Any]) -> str:
         "updates` is the same ratio without that time.",
     ]
     rows = [_format_result(*item) for item in record["contenders"].items()]
-    body = [*format_table(_COLUMNS, rows), *format_contenders(record["contenders"])]
-    return format_page("A mixture of experts", record, notes, body)
+    body = [*harness.format_table(_COLUMNS, rows), *format_contenders(record["contenders"])]
+    return harness.format_page("A mixture of experts", record, notes, body)

@@ -19,21 +19,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import harness
 from benchmarks.demo_files import add_demo_options, find_conversations, find_model
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    read_list,
-    take_rounds,
-)
 from benchmarks.processes import PEERS, WORKERS, Contender, WorkerProcess, ask_burst, keeping_logs
 from benchmarks.step import format_contenders
 from benchmarks.workers.finetune_protocol import IGNORE_INDEX, FinetuneWorkload, Kind, Row, write_rows
@@ -109,7 +96,7 @@ def main(argv: list[str]) -> int:
     """Measures, prints the record and writes it to the path of `--out`; returns 1 if losses are not the reference's."""
     options = _parse(argv)
     console = Console(stderr=True)
-    record = begin_record("finetune", "fine-tuning beside TRL with PEFT, in interleaved bursts", argv)
+    record = harness.begin_record("finetune", "fine-tuning beside TRL with PEFT, in interleaved bursts", argv)
     record |= {"options": {name: getattr(options, name) for name in _COUNTS}, "kinds": {}}
     model = find_model(options.model, console)
     chats = render_conversations(model, find_conversations(options.conversations))
@@ -127,20 +114,20 @@ def main(argv: list[str]) -> int:
                 optimizer={"lr": KINDS[kind].lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
             )
             record["kinds"][kind] = _measure(own, options, directory)
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     differences = [kind["largest_loss_difference"] for kind in record["kinds"].values()]
     # TRL does not decide: transformers gives the pad token's embedding no gradient, which is SmolLM2's end of a turn.
     return 1 if any(of_one[REFERENCE] > _LOSS_TOLERANCE for of_one in differences) else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("finetune", __doc__)
-    parser.add_argument("--kinds", type=read_list, default=list(KINDS), help="kinds to compare (default: all)")
+    parser = harness.build_parser("finetune", __doc__)
+    parser.add_argument("--kinds", type=harness.read_list, default=list(KINDS), help="kinds to compare (default: all)")
     add_demo_options(parser)
-    add_counts(parser, **_COUNTS)
+    harness.add_counts(parser, **_COUNTS)
     options = parser.parse_args(argv)
-    check_counts(options, *_COUNTS)
-    check_choices("--kinds", options.kinds, list(KINDS))
+    harness.check_counts(options, *_COUNTS)
+    harness.check_choices("--kinds", options.kinds, list(KINDS))
     for kind in options.kinds:
         if KINDS[kind].has_pairs and options.batch_size % 2:
             raise UserError(f"--batch_size is {options.batch_size}: {kind} has pairs of rows; give an even number")
@@ -268,7 +255,7 @@ def _measure(workload: FinetuneWorkload, options: argparse.Namespace, directory:
     with ExitStack() as stack:
         workers = {name: start(stack, name, workload.num_warmup_steps) for name in (OURS, TRL)}
         ask = ask_burst(options.burst_steps)
-        bursts = take_rounds(workers, options.pairs, ask, lambda one: one.tokens_per_second, "tokens/s")
+        bursts = harness.take_rounds(workers, options.pairs, ask, lambda one: one.tokens_per_second, "tokens/s")
         for worker in workers.values():
             worker.stop()
     losses = {name: [float(line) for line in file.read_text().split()] for name, file in files.items()}
@@ -289,8 +276,8 @@ def summarise(
         "versions": {name: ready.versions for name, ready in readies.items()},
         "tokens_per_second": {name: round(statistics.median(values), 1) for name, values in speeds.items()},
         "tokens_per_second_by_round": {name: [round(v, 1) for v in values] for name, values in speeds.items()},
-        "speed_over_trl": asdict(compare_pairs(speeds[OURS], speeds[TRL])),
-        "speed_over_trl_by_cpu_time": asdict(compare_pairs(cpu_speeds[OURS], cpu_speeds[TRL])),
+        "speed_over_trl": asdict(harness.compare_pairs(speeds[OURS], speeds[TRL])),
+        "speed_over_trl_by_cpu_time": asdict(harness.compare_pairs(cpu_speeds[OURS], cpu_speeds[TRL])),
         "peak_resident_bytes": peaks,
         "memory_over_trl": peaks[OURS] / peaks[TRL],
         "losses": {name: list(values) for name, values in losses.items()},
@@ -329,8 +316,8 @@ def format_record(record: Mapping[str, Any]) -> str:
             [
                 kind,
                 *(f"{speed[name]:,.1f}" for name in (OURS, TRL)),
-                f"{format_ratio(result['speed_over_trl'], 2)} ({KINDS[kind].goal})",
-                format_ratio(result["speed_over_trl_by_cpu_time"], 2),
+                f"{harness.format_ratio(result['speed_over_trl'], 2)} ({KINDS[kind].goal})",
+                harness.format_ratio(result["speed_over_trl_by_cpu_time"], 2),
                 *(f"{peak[name] / 2**20:,.0f}" for name in (OURS, TRL)),
                 f"{result['memory_over_trl']:.2f}",
                 *(f"{differences[name]:.1e}" for name in (REFERENCE, TRL)),
@@ -338,6 +325,6 @@ def format_record(record: Mapping[str, Any]) -> str:
         )
     versions = next(iter(record["kinds"].values()))["versions"]
     contenders = {name: {"summary": one.summary, "versions": versions[name]} for name, one in CONTENDERS.items()}
-    return format_page(
-        "Fine-tuning beside TRL", record, notes, [*format_table(_COLUMNS, rows), *format_contenders(contenders)]
+    return harness.format_page(
+        "Fine-tuning beside TRL", record, notes, [*harness.format_table(_COLUMNS, rows), *format_contenders(contenders)]
     )

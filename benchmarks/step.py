@@ -14,19 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    format_versions,
-)
+from benchmarks import harness
 from benchmarks.processes import WORKERS, Contender, parse_peers, run_bursts
 from benchmarks.workers.protocol import Burst, Ready, Workload
 from genesis.arguments import Parser
@@ -118,7 +106,7 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
     chosen = []
     for text in own.split(","):
         name, *options = text.split("+")
-        check_choices("--contenders", [name], list(known))
+        harness.check_choices("--contenders", [name], list(known))
         contender = known[name]
         if options and not contender.arguments:
             raise UserError(f"--contenders has {text!r}, but {name} is no fit of genesis and takes no options")
@@ -167,7 +155,7 @@ def main(argv: list[str]) -> int:
     if peak_flops is None:
         Console(stderr=True).print(f"the peak of {device_name} is not known: no MFU", highlight=False)
     results = summarise(bursts, workload, peak_flops)
-    record = begin_record(
+    record = harness.begin_record(
         "step", "tokens per second of training steps, in interleaved bursts", argv, device_name=device_name
     )
     record |= {"workload": asdict(workload), "pairs": options.pairs, "burst_steps": options.burst_steps}
@@ -180,12 +168,12 @@ def main(argv: list[str]) -> int:
         }
         for one in contenders
     }
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("step", __doc__)
+    parser = harness.build_parser("step", __doc__)
     add = parser.add_argument
     add_shape_options(parser, MODELS, "9m")
     add(
@@ -198,7 +186,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--memory_gib", type=float, help="memory of the GPU that a contender may use (default: all)")
     add_burst_options(parser)
     options = parser.parse_args(argv)
-    check_counts(options, "pairs", "burst_steps", "warmup_steps", "micro_batches", "threads")
+    harness.check_counts(options, "pairs", "burst_steps", "warmup_steps", "micro_batches", "threads")
     check_available(options.device)
     if options.memory_gib is not None and (options.memory_gib <= 0 or options.device == CPU):
         raise UserError(f"--memory_gib is {options.memory_gib}: it must be above 0, and limits a GPU's memory alone")
@@ -220,7 +208,7 @@ def add_shape_options(parser: Parser, models: Mapping[str, Recipe], default: str
 
 def add_burst_options(parser: Parser) -> None:
     """Adds the numbers of rounds, of steps and of threads."""
-    add_counts(
+    harness.add_counts(
         parser,
         pairs=(10, "number of rounds"),
         burst_steps=(5, "windows of each contender per round"),
@@ -286,7 +274,7 @@ def summarise(
     is_cpu_time_telling = workload.device == CPU and workload.num_threads == 1
 
     def compare(of: Mapping[str, Sequence[float]], one: str, other: str) -> dict[str, Any] | None:
-        return asdict(compare_pairs(of[one], of[other])) if {one, other} <= of.keys() else None
+        return asdict(harness.compare_pairs(of[one], of[other])) if {one, other} <= of.keys() else None
 
     return {
         name: Result(
@@ -328,8 +316,8 @@ def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
     return [
         name,
         f"{result['tokens_per_second']:,.0f}",
-        format_ratio(result["speed_of_genesis"]) if is_trainer else "",
-        format_ratio(result["speed_of_genesis_by_cpu_time"]) if is_trainer else "",
+        harness.format_ratio(result["speed_of_genesis"]) if is_trainer else "",
+        harness.format_ratio(result["speed_of_genesis_by_cpu_time"]) if is_trainer else "",
         f"{share['median']:.3f}" if share is not None and is_trainer else "",
         "" if result["mfu"] is None else f"{result['mfu']:.3f}",
         resident if device_bytes is None else f"{resident}, on the GPU {device_bytes / 2**20:,.0f}",
@@ -350,7 +338,10 @@ def describe_workload(workload: Mapping[str, Any]) -> str:
 
 def format_contenders(contenders: Mapping[str, Any]) -> list[str]:
     """Returns a line for each contender, with its summary and versions."""
-    return [f"- **{name}**: {one['summary']}. {format_versions(one['versions'])}." for name, one in contenders.items()]
+    return [
+        f"- **{name}**: {one['summary']}. {harness.format_versions(one['versions'])}."
+        for name, one in contenders.items()
+    ]
 
 
 def format_record(record: Mapping[str, Any]) -> str:
@@ -363,5 +354,5 @@ def format_record(record: Mapping[str, Any]) -> str:
         *([] if flops is None else [f"matmul peak of the same run: {flops / 1e9:,.0f} GFLOP/s (median)"]),
     ]
     rows = [_format_result(*item) for item in record["contenders"].items()]
-    body = [*format_table(_COLUMNS, rows), *format_contenders(record["contenders"])]
-    return format_page("The training step", record, notes, body)
+    body = [*harness.format_table(_COLUMNS, rows), *format_contenders(record["contenders"])]
+    return harness.format_page("The training step", record, notes, body)

@@ -16,17 +16,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_table,
-    rotate_order,
-)
+from benchmarks import harness
 from genesis.device import CPU, check_available, name_device
 from genesis.doctor.fits import Size, build_trainer, random_windows
 from genesis.doctor.probe import Task
@@ -102,7 +92,7 @@ class _Bursts(pl.Callback):
 
     def __init__(self, contenders: dict[str, list[pl.Callback]], num_rounds: int, num_steps: int) -> None:
         self._contenders, self._num_steps = contenders, num_steps
-        self._turns = list(chain(*(rotate_order(list(contenders), index) for index in range(num_rounds))))
+        self._turns = list(chain(*(harness.rotate_order(list(contenders), index) for index in range(num_rounds))))
         self._own: list[pl.Callback] = []
         self._others: list[pl.Callback] | None = None
         self._num_done = 0
@@ -190,7 +180,7 @@ def summarise(bursts: _Bursts) -> dict[str, Any]:
     found: dict[str, Any] = {}
     idle = statistics.median(bursts.wall_ms[_NOTHING])
     for name in (*_OPTIONS, _EVERYTHING):
-        ratio = compare_pairs(bursts.wall_ms[name], bursts.wall_ms[_NOTHING])
+        ratio = harness.compare_pairs(bursts.wall_ms[name], bursts.wall_ms[_NOTHING])
         own_ms = statistics.median(bursts.own_ms[name])
         found[name] = {
             "wall_overhead": round(ratio.median - 1, 5),
@@ -219,23 +209,23 @@ def format_record(record: dict[str, Any]) -> str:
         ]
         for name, row in record["overheads"].items()
     ]
-    table = format_table(("callbacks", "own time", "per step", "wall time", "interval"), rows)
-    return format_page("Overhead of the telemetry callbacks", record, notes, table)
+    table = harness.format_table(("callbacks", "own time", "per step", "wall time", "interval"), rows)
+    return harness.format_page("Overhead of the telemetry callbacks", record, notes, table)
 
 
 def main(argv: list[str]) -> int:
     """Measures and prints; the exit status is 1 if an own time is above its limit."""
-    parser = build_parser("telemetry", __doc__)
+    parser = harness.build_parser("telemetry", __doc__)
     parser.add_argument("--device", default=CPU, help="what trains: cpu, cuda ... (default %(default)s)")
-    add_counts(parser, rounds=(14, "rounds of bursts"), steps=(30, "measured steps of a burst"))
+    harness.add_counts(parser, rounds=(14, "rounds of bursts"), steps=(30, "measured steps of a burst"))
     parser.add_argument("--small", action="store_true", help="train a tiny model, to try the benchmark out")
     options = parser.parse_args(argv)
     check_available(options.device)
-    check_counts(options, "rounds", "steps")
+    harness.check_counts(options, "rounds", "steps")
     with tempfile.TemporaryDirectory() as directory:
         bursts = measure(options.device, options.rounds, options.steps, is_small=options.small, out=Path(directory))
     what = "overhead of the telemetry callbacks on the demo's training step, bursts in turn within one fit"
-    record = begin_record("telemetry", what, argv, ("torch", "lightning"), name_device(options.device))
+    record = harness.begin_record("telemetry", what, argv, ("torch", "lightning"), name_device(options.device))
     record |= {
         "rounds": options.rounds,
         "steps_per_burst": options.steps,
@@ -243,7 +233,7 @@ def main(argv: list[str]) -> int:
         "limits": {"one": _LIMIT_ONE, "all": _LIMIT_ALL},
         **summarise(bursts),
     }
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     limits = {name: _LIMIT_ALL if name == _EVERYTHING else _LIMIT_ONE for name in record["overheads"]}
     too_much = [name for name, row in record["overheads"].items() if row["own_overhead"] > limits[name]]
     return int(bool(too_much) and not options.small)

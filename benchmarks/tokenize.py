@@ -19,18 +19,7 @@ from typing import Any
 
 import sentencepiece
 
-from benchmarks.harness import (
-    add_counts,
-    begin_record,
-    build_parser,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    take_rounds,
-)
+from benchmarks import harness
 from genesis.arguments import read_size
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, sample_texts
@@ -39,8 +28,8 @@ from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 def main(argv: list[str]) -> int:
     """Measures, prints the page and writes the record to `--out`; the exit status is 1 below `--at_least`."""
-    parser = build_parser("tokenize", __doc__)
-    add_counts(
+    parser = harness.build_parser("tokenize", __doc__)
+    harness.add_counts(
         parser,
         pairs=(10, "rounds of runs"),
         vocab_size=(49_152, "ids of the tokenizer"),
@@ -50,20 +39,20 @@ def main(argv: list[str]) -> int:
     add("--text_bytes", type=read_size, default=60_000_000, help="bytes of text to tokenize (default %(default)s)")
     add("--at_least", type=float, default=0.9, help="smallest ratio with exit status 0 (default %(default)s)")
     options = parser.parse_args(argv)
-    check_counts(options, "pairs", "vocab_size", "num_workers", "text_bytes")
+    harness.check_counts(options, "pairs", "vocab_size", "num_workers", "text_bytes")
     texts = read_texts(options.text_bytes)
     num_bytes = sum(len(text.encode()) for text in texts)
     with tempfile.TemporaryDirectory() as directory:
         seconds = measure(Path(directory), texts, options.vocab_size, options.num_workers, options.pairs)
     what = "genesis data prepare (jsonl to shards and manifest) compared with SentencePiece's parallel encode"
-    record = begin_record("tokenize", what, argv, ("sentencepiece", "numpy"))
+    record = harness.begin_record("tokenize", what, argv, ("sentencepiece", "numpy"))
     record |= {
         "text": {"what": "Python's standard library", "documents": len(texts), "bytes": num_bytes},
         "median_megabytes_per_second": {name: round(num_bytes / median(of) / 1e6, 2) for name, of in seconds.items()},
-        "ratios": {name: asdict(compare_pairs(of, seconds["prepare"])) for name, of in seconds.items()},
+        "ratios": {name: asdict(harness.compare_pairs(of, seconds["prepare"])) for name, of in seconds.items()},
         "seconds": {name: [round(value, 3) for value in of_one] for name, of_one in seconds.items()},
     }
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0 if record["ratios"]["encode_list"]["median"] >= options.at_least else 1
 
 
@@ -72,11 +61,11 @@ def format_record(record: Mapping[str, Any]) -> str:
     text = record["text"]
     notes = [f"text: {text['what']}, {text['documents']:,} documents, {text['bytes']:,} bytes"]
     rows = [
-        [name, f"{speed:.2f}", format_ratio(record["ratios"][name])]
+        [name, f"{speed:.2f}", harness.format_ratio(record["ratios"][name])]
         for name, speed in record["median_megabytes_per_second"].items()
     ]
-    body = format_table(("work", "MB/s (median)", "speed of prepare / work (95%)"), rows)
-    return format_page("Tokenizing a corpus", record, notes, body)
+    body = harness.format_table(("work", "MB/s (median)", "speed of prepare / work (95%)"), rows)
+    return harness.format_page("Tokenizing a corpus", record, notes, body)
 
 
 def read_texts(num_bytes: int) -> list[str]:
@@ -117,4 +106,4 @@ def measure(
         return time.perf_counter() - start
 
     work = {"prepare": prepare, "encode_list": encode(), "encode_numpy": encode(return_type="numpy")}
-    return take_rounds(work, num_pairs, time_work, float, "s")
+    return harness.take_rounds(work, num_pairs, time_work, float, "s")

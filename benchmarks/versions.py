@@ -17,25 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import harness
 from benchmarks.checkpoint import MODELS as CHECKPOINT_MODELS
 from benchmarks.checkpoint import MODES, OVERLAPPED
 from benchmarks.corpora import write_random_corpus
 from benchmarks.data import SHAPES
-from benchmarks.harness import (
-    ROOT,
-    add_counts,
-    begin_record,
-    build_parser,
-    check_choices,
-    check_counts,
-    compare_pairs,
-    finish,
-    format_page,
-    format_ratio,
-    format_table,
-    read_list,
-    take_rounds,
-)
+from benchmarks.harness import ROOT
 from benchmarks.processes import WorkerProcess
 from benchmarks.step import MODELS as STEP_MODELS
 from benchmarks.step import plan_workload
@@ -96,7 +83,7 @@ def main(argv: list[str]) -> int:
         "generate": _measure_generate,
     }
     what = "seconds of this version divided by seconds of the earlier version, in interleaved pairs"
-    record = begin_record("versions", what, argv, ("torch", "lightning"))
+    record = harness.begin_record("versions", what, argv, ("torch", "lightning"))
     record |= {"threads": options.threads, "goal_ratio": GOAL_RATIO, "results": {}}
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         for part in options.parts:
@@ -104,21 +91,21 @@ def main(argv: list[str]) -> int:
             own = Path(directory) / part
             own.mkdir()
             record["results"] |= {key: _compare(of_key) for key, of_key in parts[part](options, own).items()}
-    finish(record, format_record, options.out)
+    harness.finish(record, format_record, options.out)
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("versions", __doc__)
+    parser = harness.build_parser("versions", __doc__)
     add = parser.add_argument
     add("--before", type=Path, required=True, help="root of a checkout of the version to compare with")
-    add("--parts", type=read_list, default=list(_PARTS), help=f"parts, from {', '.join(_PARTS)} (default: all)")
+    add("--parts", type=harness.read_list, default=list(_PARTS), help=f"parts, from {', '.join(_PARTS)} (default: all)")
     add("--model", choices=sorted(STEP_MODELS), default="9m", help="model of the part step (default %(default)s)")
     saved = "model of the part checkpoint (default %(default)s)"
     add("--saved_model", choices=sorted(CHECKPOINT_MODELS), default="43m", help=saved)
     add("--seconds", type=float, default=1.0, help="seconds of a turn of data and generate (default %(default)s)")
     add("--dir", type=Path, help="directory for corpora and checkpoints (default: the system's)")
-    add_counts(
+    harness.add_counts(
         parser,
         pairs=(20, "rounds of each part"),
         windows=(5, "windows of a turn"),
@@ -126,9 +113,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         threads=(os.cpu_count() or 1, "CPU threads per worker"),
     )
     options = parser.parse_args(argv)
-    check_choices("--parts", options.parts, _PARTS)
-    check_counts(options, "pairs", "tokens", "threads")
-    check_counts(options, "windows", least=2)
+    harness.check_choices("--parts", options.parts, _PARTS)
+    harness.check_counts(options, "pairs", "tokens", "threads")
+    harness.check_counts(options, "windows", least=2)
     if not any((options.before / place).is_dir() for place in _PLACES):
         raise UserError(
             f"--before is {options.before}, which is not a checkout of Genesis with benchmarks; give the root of one"
@@ -165,7 +152,7 @@ def _take_turns(
         for key, word in words.items():
             for worker in workers.values():
                 worker.ask(word)
-            found[key] = take_rounds(
+            found[key] = harness.take_rounds(
                 workers,
                 options.pairs,
                 lambda worker, word=word: read(worker.ask(word)),  # type: ignore[misc]
@@ -247,7 +234,7 @@ def _measure_generate(options: argparse.Namespace, directory: Path) -> Figures:
 def _compare(figures: Mapping[str, Sequence[tuple[float, ...]]]) -> dict[str, Any]:
     seconds = {name: [first for first, *_ in of_one] for name, of_one in figures.items()}
     return {
-        "ratio": asdict(compare_pairs(seconds[NOW], seconds[BEFORE])),
+        "ratio": asdict(harness.compare_pairs(seconds[NOW], seconds[BEFORE])),
         "median_seconds": {name: statistics.median(of_one) for name, of_one in seconds.items()},
     }
 
@@ -263,6 +250,8 @@ def format_record(record: Mapping[str, Any]) -> str:
     for key, result in record["results"].items():
         ratio, medians = result["ratio"], result["median_seconds"]
         times = (f"{medians[name]:.3g} s" for name in (BEFORE, NOW))
-        rows.append([key, format_ratio(ratio), str(ratio["num_pairs"]), *times])
+        rows.append([key, harness.format_ratio(ratio), str(ratio["num_pairs"]), *times])
     columns = ("measurement", "ratio (95%)", "pairs", "median before", "median now")
-    return format_page("This version compared with the earlier one", record, notes, format_table(columns, rows))
+    return harness.format_page(
+        "This version compared with the earlier one", record, notes, harness.format_table(columns, rows)
+    )
