@@ -64,10 +64,10 @@ def merge_ranks(bursts: Sequence[Burst]) -> Turn:
     """Merges the bursts of all ranks: rank 0's windows, the slowest rank's save, the largest memory."""
     figures = [burst.figures for burst in bursts]
     device_bytes = [burst.peak_device_bytes for burst in bursts if burst.peak_device_bytes is not None]
-    slowest = {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
-    own = {name: figures[0][name] for name in ("turn_seconds_since_begin", "file_bytes") if name in figures[0]}
+    slowest: dict[str, Any] = {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
+    slowest |= {name: figures[0][name] for name in ("turn_seconds_since_begin", "file_bytes") if name in figures[0]}
     resident = max(burst.peak_resident_bytes for burst in bursts)
-    return Turn(bursts[0].step_seconds, resident, max(device_bytes, default=None), **{**slowest, **own})
+    return Turn(bursts[0].step_seconds, resident, max(device_bytes, default=None), **slowest)
 
 
 @dataclass(frozen=True)

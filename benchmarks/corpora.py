@@ -104,8 +104,10 @@ def write_random_corpus(path: Path, num_tokens: int, vocab_size: int = VOCAB_SIZ
                 shard_tokens = num_tokens // (len(_WEIGHTS) * _NUM_SHARDS)
                 shards.append(_write_random_shard(path / relative, relative, shard_tokens, rng, vocab_size))
                 flat.write((path / relative).read_bytes())
-            sums = (sum(getattr(shard, key) for shard in shards) for key in ("num_documents", "num_text_bytes"))
-            sources.append(SourceRecord(name, weight, *sums, sum(shard.num_tokens for shard in shards), shards))
+            documents, text_bytes, tokens = (
+                sum(getattr(shard, f"num_{key}") for shard in shards) for key in ("documents", "text_bytes", "tokens")
+            )
+            sources.append(SourceRecord(name, weight, documents, text_bytes, tokens, shards))
     _write_manifest(path, tuple(sources), vocab_size)
     return flat_path
 

@@ -1,9 +1,11 @@
 """Measures data throughput: a prepared corpus compared with other projects' readers, a stream with SentencePiece.
 
-prepared    windows of a corpus on disk, on one core; takes turns with other projects' readers of the same tokens
-opening     time and memory to open a corpus of 60 billion tokens in 100,000 shards
-streaming   windows from raw text, in pairs with SentencePiece's own encode of that text on the same cores; and
-whether memory grows with the number of streamed tokens
+    prepared    windows of a corpus on disk, on one core; takes turns with other projects' readers of the same tokens
+    opening     time and memory to open a corpus of 60 billion tokens in 100,000 shards
+    streaming   windows from raw text, and `data prepare` of that text, in pairs with SentencePiece's own encode of it on
+                the same cores; and whether memory grows with the number of streamed tokens
+
+All ratios are of turns within a round.
 """
 
 import argparse
@@ -222,6 +224,8 @@ def _describe_streaming(part: Mapping[str, Any]) -> list[str]:
         "",
         f"- genesis {rates['genesis'] / 1e6:.2f} M tokens/s, SentencePiece {rates['encode'] / 1e6:.2f}; ratio "
         f"{harness.format_ratio(ratio)} of {ratio['num_pairs']} pairs. Goal: 0.8",
+        f"- data prepare {rates['prepare'] / 1e6:.2f} M tokens/s, from jsonl.zst to manifest; ratio "
+        f"{harness.format_ratio(part['speed_of_prepare_over_encode'])}. Goal: 0.9",
         f"- resident memory of all processes together while {part['memory']['tokens']:,} tokens are streamed: after a "
         f"tenth {resident[0] / 1e6:.0f} MB, at the end {resident[-1] / 1e6:.0f}, at most {max(resident) / 1e6:.0f}",
     ]

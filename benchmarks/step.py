@@ -77,10 +77,10 @@ class Recipe:
 
 
 def build_recipe(
-    seq_len: int, micro_batch_size: int, precision: str = "32-true", *, is_tied: bool = False, **shape: int
+    seq_len: int, micro_batch_size: int, precision: str = "32-true", *, is_tied: bool = False, **shape: Any
 ) -> Recipe:
     """Returns a shape with as many heads of keys as of queries, unless it says otherwise."""
-    heads = {"num_kv_heads": shape["num_heads"], "max_seq_len": seq_len, **shape}
+    heads: dict[str, Any] = {"num_kv_heads": shape["num_heads"], "max_seq_len": seq_len, **shape}
     return Recipe(DecoderConfig(**heads, has_tied_embeddings=is_tied), seq_len, micro_batch_size, precision)
 
 
@@ -245,6 +245,8 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
     precision: Any = getattr(options, "precision", None) or recipe.precision
     device = getattr(options, "device", CPU)
     memory_gib = getattr(options, "memory_gib", None)
+    if precision == AUTO:
+        precision = choose_precision(device)
     return Workload(
         decoder=dump_decoder_config(recipe.decoder),
         optimizer={name: getattr(recipe.optimizer, name) for name in _ADAMW},
@@ -254,7 +256,7 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
         documents="one_per_row",
         flops_per_token=count_flops_per_token(recipe.decoder, recipe.seq_len),
         device=device,
-        precision=choose_precision(device) if precision == AUTO else precision,
+        precision=precision,
         is_compiled=getattr(options, "compile", False),
         num_threads=options.threads,
         num_warmup_steps=num_warmup_steps,

@@ -1,10 +1,12 @@
-"""Measures a stream from raw text: the time from its start to its last window, and its memory."""
+"""Measures raw text: a stream of it, from its start to its last window, its preparation, and the memory of a stream."""
 
 import json
 import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import count, cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, cast
@@ -13,11 +15,11 @@ import sentencepiece
 import zstandard
 
 from benchmarks.harness import compare_pairs, take_rounds
-from benchmarks.tokenize import read_texts
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
+from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.shards import little_endian, token_dtype
-from genesis.data.sources import SourceOptions
+from genesis.data.sources import SourceOptions, sample_texts
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
@@ -51,7 +53,11 @@ class TextTask:
 
 
 def measure_streaming(task: TextTask, num_pairs: int) -> dict[str, Any]:
-    """Returns, in plain types, the speed of streaming a text once and the speed of encoding the text from memory."""
+    """Returns, in plain types, the speeds of streaming a text once, of preparing it, and of encoding it from memory.
+
+    The time of `data prepare` covers all its work: starting the workers, reading, tokenizing, hashing, writing and
+    syncing shards and manifest.
+    """
     texts = read_texts(task.text_bytes)
     model = train_tokenizer(texts, TokenizerOptions(task.vocab_size), task.directory)
     paths = write_shards(task.directory / "text", texts)
@@ -61,11 +67,22 @@ def measure_streaming(task: TextTask, num_pairs: int) -> dict[str, Any]:
         ids = processor.encode(texts, num_threads=task.num_workers)
         return sum(map(len, ids)) + 2 * len(ids)
 
+    def prepare() -> int:
+        sources = (SourceOptions(_SOURCE, paths),)
+        name = f"run-{next(runs)}"
+        done = prepare_corpus(PrepareOptions(name, model, sources, out=task.directory, num_workers=task.num_workers))
+        return sum(source.num_tokens for source in done.train)
+
+    runs = count()
+
     def time_tokens(work: Callable[[], int]) -> float:
         begin_seconds = time.perf_counter()
         return work() / (time.perf_counter() - begin_seconds)
 
-    work = {"genesis": lambda: sum(stream_tokens(paths, model, task.num_workers, max_epochs=1)), "encode": encode}
+    def stream() -> int:
+        return sum(stream_tokens(paths, model, task.num_workers, max_epochs=1))
+
+    work = {"genesis": stream, "prepare": prepare, "encode": encode}
     rates = take_rounds(work, num_pairs, time_tokens, float, "tokens/s")
     return {
         "text": "Python's standard library",
@@ -75,8 +92,21 @@ def measure_streaming(task: TextTask, num_pairs: int) -> dict[str, Any]:
         "seq_len": SEQ_LEN,
         "tokens_per_second": {name: sorted(of_one)[len(of_one) // 2] for name, of_one in rates.items()},
         "speed_over_encode": asdict(compare_pairs(rates["genesis"], rates["encode"])),
+        "speed_of_prepare_over_encode": asdict(compare_pairs(rates["prepare"], rates["encode"])),
         "tokens_per_second_by_round": {name: [round(rate) for rate in of_one] for name, of_one in rates.items()},
     }
+
+
+def read_texts(num_bytes: int) -> list[str]:
+    """Returns the source files of Python's standard library, repeated until they have `num_bytes`."""
+    library = SourceOptions(_SOURCE, (sysconfig.get_path("stdlib"),), suffixes=(".py",), on_undecodable="replace")
+    texts: list[str] = []
+    for text in cycle(list(sample_texts([library], num_bytes))):
+        texts.append(text)
+        num_bytes -= len(text.encode())
+        if num_bytes <= 0:
+            break
+    return texts
 
 
 def measure_memory(task: TextTask, num_tokens: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from benchmarks import harness
 from benchmarks.checkpoint import MODELS as CHECKPOINT_MODELS
-from benchmarks.checkpoint import MODES, OVERLAPPED
+from benchmarks.checkpoint import MODES
+from benchmarks.checkpoint_results import OVERLAPPED
 from benchmarks.corpora import write_random_corpus
 from benchmarks.data import SHAPES
 from benchmarks.harness import ROOT
