@@ -2,7 +2,7 @@
 
     prepared    windows of a corpus on disk, on one core; takes turns with other projects' readers of the same tokens
     opening     time and memory to open a corpus of 60 billion tokens in 100,000 shards
-    streaming   windows from raw text, and `data prepare` of that text, in pairs with SentencePiece's own encode of it on
+    streaming   windows from raw text, and `data prepare` of that text, in pairs with SentencePiece's encode of it on
                 the same cores; and whether memory grows with the number of streamed tokens
 
 All ratios are of turns within a round.
