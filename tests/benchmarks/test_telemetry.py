@@ -13,6 +13,7 @@ OPTIONS = {"throughput", "step_timer", "memory", "loss", "gradient", "everything
 
 
 @pytest.mark.bench
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")  # nothing is validated
 def test_each_callback_has_its_overhead_and_the_record_names_no_path(tmp_path: Path) -> None:
     assert main(["--small", "--rounds", "2", "--steps", "5", "--out", str(tmp_path / "record")]) == 0
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
