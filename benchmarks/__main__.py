@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from genesis.arguments import respell
-from genesis.errors import RunEndedError, UserError
+from genesis.base.arguments import respell
+from genesis.base.errors import RunEndedError, UserError
 from genesis.evaluate.environment import make_quiet
 
 BENCHMARKS: Final = {

@@ -35,9 +35,9 @@ from benchmarks.step import MODELS as STEP_MODELS
 from benchmarks.step import add_shape_options, build_recipe, plan_workload, read_recipe
 from benchmarks.workers.checkpoint_task import Farewell, Mode, Task
 from benchmarks.workers.protocol import Burst, Ready, Workload
-from genesis.console import Console
-from genesis.device import CPU, check_available, count_devices
-from genesis.errors import UserError
+from genesis.base.console import Console
+from genesis.base.device import CPU, check_available, count_devices
+from genesis.base.errors import UserError
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig

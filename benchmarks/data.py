@@ -24,8 +24,8 @@ from benchmarks.corpora import measure_opening, write_random_corpus, write_spars
 from benchmarks.processes import WORKERS, WorkerProcess, parse_peers
 from benchmarks.streaming import TextTask, measure_memory, measure_streaming
 from benchmarks.workers.data_protocol import Reading, ReadTask
-from genesis.arguments import read_size
-from genesis.console import Console
+from genesis.base.arguments import read_size
+from genesis.base.console import Console
 from genesis.tokenizer.train import EOS_ID
 
 SHAPES = ((2048, 8), (256, 64))

@@ -3,10 +3,10 @@
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from genesis.arguments import Parser, read_path
-from genesis.console import Console
-from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
-from genesis.demo.finetune import dequantise, write_conversations
+from genesis.base.arguments import Parser, read_path
+from genesis.base.console import Console
+from genesis.operations.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
+from genesis.operations.demo.finetune import dequantise, write_conversations
 
 _DIRECTORY = Path("runs/demo-finetune")
 _NUM_CONVERSATIONS = 300

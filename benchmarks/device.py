@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.device_repeat import measure_repeats
 from benchmarks.device_serving import measure_serving
-from genesis.arguments import Parser
-from genesis.device import (
+from genesis.base.arguments import Parser
+from genesis.base.device import (
     CPU,
     check_available,
     is_host,

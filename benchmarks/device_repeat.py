@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.options import read_fit_options
-from genesis.device import is_host, leave_memory_unfilled
-from genesis.doctor.fits import SIZES, KeepLosses, StepTimes, build_trainer, random_windows
-from genesis.doctor.probe import Task
-from genesis.errors import UserError
+from genesis.base.device import is_host, leave_memory_unfilled
+from genesis.base.errors import UserError
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
+from genesis.operations.doctor.fits import SIZES, KeepLosses, StepTimes, build_trainer, random_windows
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated
 from genesis.train.module import GenesisModule

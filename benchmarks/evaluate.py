@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from benchmarks import harness
 from benchmarks.demo_files import add_demo_options, find_conversations, find_model
 from benchmarks.evaluate_tasks import TASKS, make_requests, read_pairs
-from genesis.console import Console
+from genesis.base.console import Console
 from genesis.evaluate.model import GenesisLM
 from genesis.export.importing import import_directory
 from genesis.generate.load import Loaded, load_decoder

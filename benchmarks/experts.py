@@ -15,7 +15,7 @@ from benchmarks import harness
 from benchmarks.processes import PEERS, WORKERS, Contender, run_bursts
 from benchmarks.step import Recipe, add_burst_options, describe_contender, format_contenders, plan_workload
 from benchmarks.workers.protocol import Burst, Workload
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
 

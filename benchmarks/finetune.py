@@ -25,11 +25,11 @@ from benchmarks.processes import PEERS, WORKERS, Contender, WorkerProcess, ask_b
 from benchmarks.step import format_contenders
 from benchmarks.workers.finetune_protocol import IGNORE_INDEX, FinetuneWorkload, Kind, Row, write_rows
 from benchmarks.workers.protocol import Burst, Ready
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.chat.conversation import read_conversation
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import RenderedChat, open_renderer
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.huggingface.peft import CONFIG_NAME, WEIGHTS_NAME, build_adapter_config, name_adapter_tensor
 from genesis.huggingface.shape import read_shape
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters

@@ -20,9 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from genesis.arguments import Parser
-from genesis.console import Console
-from genesis.errors import UserError
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 """The root of the checkout."""

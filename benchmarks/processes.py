@@ -14,9 +14,9 @@ from typing import IO, Any, Final, Literal, Self
 
 from benchmarks.harness import ROOT, take_rounds
 from benchmarks.workers.protocol import Burst, Ready, TimedWork, Workload
-from genesis.console import Console
-from genesis.errors import UserError
-from genesis.processes import start_program
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.processes import start_program
 
 WORKERS: Final = ROOT / "benchmarks/workers"
 PEERS: Final = ROOT / "benchmarks/peers"

@@ -25,11 +25,11 @@ import yaml
 
 from benchmarks.corpora import write_random_corpus
 from benchmarks.harness import add_counts, begin_record, build_parser, check_counts, finish, format_page, format_table
-from genesis.console import Console
-from genesis.errors import RunEndedError, UserError
-from genesis.processes import start_program
-from genesis_callbacks.event_reader import read_events
-from genesis_callbacks.events import Event
+from genesis.base.console import Console
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.processes import start_program
+from genesis_callbacks.base.event_reader import read_events
+from genesis_callbacks.base.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 
 PARTS: Final = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.harness import ROOT
-from genesis.device import is_host, read_properties
+from genesis.base.device import is_host, read_properties
 from genesis.model.attend.fa4 import find_version
 
 OUT: Final = "{out}"

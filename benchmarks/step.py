@@ -17,15 +17,15 @@ import yaml
 from benchmarks import harness
 from benchmarks.processes import WORKERS, Contender, parse_peers, run_bursts
 from benchmarks.workers.protocol import Burst, Ready, Workload
-from genesis.arguments import Parser
-from genesis.console import Console
-from genesis.device import CPU, check_available
-from genesis.errors import UserError
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.device import CPU, check_available
+from genesis.base.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
+from genesis.model.precision import AUTO, choose_precision
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import OptimizerOptions
-from genesis.precision import AUTO, choose_precision
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
 REFERENCE: Final = "genesis"

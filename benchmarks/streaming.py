@@ -15,6 +15,7 @@ import sentencepiece
 import zstandard
 
 from benchmarks.harness import compare_pairs, take_rounds
+from genesis.base.processes import PipedWorker, serve_pipe
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
 from genesis.data.prepare import PrepareOptions, prepare_corpus
@@ -23,7 +24,6 @@ from genesis.data.sources import SourceOptions, sample_texts
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
-from genesis.processes import PipedWorker, serve_pipe
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import padding_id
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer

@@ -17,12 +17,12 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from benchmarks import harness
-from genesis.device import CPU, check_available, name_device
-from genesis.doctor.fits import Size, build_trainer, random_windows
-from genesis.doctor.probe import Task
+from genesis.base.device import CPU, check_available, name_device
+from genesis.base.run_directory import RunDirectory
 from genesis.model.decoder import DecoderConfig
+from genesis.operations.doctor.fits import Size, build_trainer, random_windows
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule

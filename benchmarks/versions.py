@@ -29,8 +29,8 @@ from benchmarks.step import MODELS as STEP_MODELS
 from benchmarks.step import plan_workload
 from benchmarks.workers.checkpoint_task import Task
 from benchmarks.workers.data_protocol import ReadTask
-from genesis.console import Console
-from genesis.errors import UserError
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 
 NOW, BEFORE = "now", "before"

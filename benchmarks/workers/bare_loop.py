@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.workers.protocol import Gate, workload_from_json
 from benchmarks.workers.windows import build_windows
-from genesis.device import CPU
-from genesis.loss import sum_cross_entropy
+from genesis.base.device import CPU
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies.wrap import apply_wrappers
 

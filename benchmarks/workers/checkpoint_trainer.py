@@ -25,14 +25,14 @@ from benchmarks.workers.checkpoint_saves import (
 from benchmarks.workers.checkpoint_task import Farewell, Task, task_from_json
 from benchmarks.workers.protocol import ENDLESS, Gate
 from benchmarks.workers.windows import build_windows
+from genesis.base.device import name_collectives, select_device
+from genesis.base.run_directory import RunDirectory
 from genesis.data.window import AccumulationWindow
-from genesis.device import name_collectives, select_device
-from genesis.doctor import probe
-from genesis.doctor.fits import Windows, build_trainer
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.operations.doctor import probe
+from genesis.operations.doctor.fits import Windows, build_trainer
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.csv_log import CSVLog

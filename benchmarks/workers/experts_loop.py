@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workers.protocol import Gate, NoMoreStepsError, Workload, workload_from_json
 from benchmarks.workers.windows import build_windows
+from genesis.base.device import CPU
 from genesis.data.window import IGNORE_INDEX, MicroBatch
-from genesis.device import CPU
-from genesis.loss import sum_cross_entropy
 from genesis.model.balance import update_balance_biases
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import LOAD, Routing, find_routers

@@ -28,8 +28,6 @@ from genesis.data.loader import SequenceFormat
 from genesis.data.pair_windows import PAIRS, build_pair_window
 from genesis.data.pairs import Answer, Pair
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.doctor.fits import Windows, build_trainer
-from genesis.doctor.probe import Task
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import CONFIG_NAME, read_adapters
@@ -38,6 +36,8 @@ from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import DPO
+from genesis.operations.doctor.fits import Windows, build_trainer
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated
 from genesis.train.module import GenesisModule

@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks.workers.options import read_fit_options
 from benchmarks.workers.protocol import ENDLESS, Gate, workload_from_json
 from benchmarks.workers.windows import build_windows
-from genesis.doctor.fits import KeepLosses, Windows, build_trainer
-from genesis.doctor.probe import Task
+from genesis.base.run_directory import RunDirectory
 from genesis.model.decoder import DecoderConfig
+from genesis.operations.doctor.fits import KeepLosses, Windows, build_trainer
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule

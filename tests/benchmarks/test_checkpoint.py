@@ -23,7 +23,7 @@ from benchmarks.checkpoint_results import (
 from benchmarks.step import plan_workload
 from benchmarks.workers.checkpoint_task import Farewell, Task
 from benchmarks.workers.protocol import Burst
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.describe import describe
 
 MODE = {mode.name: mode for mode in MODES}

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import evaluate
 from benchmarks.evaluate_tasks import MAX_NEW_TOKENS, NUM_EXAMPLES, TASKS, make_requests, read_pairs
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from tests.evaluate.support import make_text
 from tests.tiny_runs import build_decoder
 

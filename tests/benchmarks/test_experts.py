@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.experts import choose_contenders, main
 from benchmarks.workers.experts_loop import build_own
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.describe import describe
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import find_routers

@@ -11,8 +11,8 @@ from benchmarks.finetune import main, pack_rows, pair_rows, summarise
 from benchmarks.workers.finetune_protocol import IGNORE_INDEX
 from benchmarks.workers.genesis_finetuner import build_window, build_window_of_pairs
 from benchmarks.workers.protocol import Burst
+from genesis.base.errors import UserError
 from genesis.chat.render import RenderedChat
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import write_tokenizer
 

@@ -14,10 +14,10 @@ import torch
 from benchmarks import device, device_repeat, session, session_plan
 from benchmarks.session import main, read_tests
 from benchmarks.session_plan import USUAL_SECONDS, SessionPart, plan_session
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.processes import Ending
+from genesis.base.scrub import scrub_all
 from genesis.model.attend.table import KERNELS
-from genesis.processes import Ending
-from genesis.scrub import scrub_all
 
 ANSWER = (
     "import json, sys, time; time.sleep(float(sys.argv[2])); json.dump({'findings': ['2 ms']}, open(sys.argv[1], 'w'))"

@@ -7,7 +7,7 @@ from benchmarks.harness import compare_pairs, find_interval_rank, rotate_order
 from benchmarks.processes import Contender
 from benchmarks.step import MODELS, choose_contenders, count_flops_per_token, main, read_recipe
 from benchmarks.workers.protocol import Workload
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 
 @pytest.mark.bench

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.versions import BEFORE, NOW, format_record, main
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
