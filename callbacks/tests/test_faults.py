@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import Callback
 from plain_project import run_training
 
+from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     DirectoryLock,
@@ -21,12 +23,10 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_shards,
     read_tensors,
     save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.lineage import remove_abandoned
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline

@@ -20,14 +20,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from genesis.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value
-from genesis_callbacks.checkpoint import local_shards
+from genesis_callbacks.base.local_shards import local_shards
 
 MAGNITUDE: Final = "lora_magnitude"
 ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
-from genesis.errors import UserError
 from genesis.model.adapter import adapters_off, has_adapters, is_adapter_tensor
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.preference import DPO, sum_answers
@@ -24,11 +24,10 @@ from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, r
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
+from genesis_callbacks.base.local_shards import LocalShard, local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
-    LocalShard,
     Manifest,
-    local_shards,
     read_committed_hash,
     read_manifest,
     restore_shards,

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from genesis.cli.main import main
 from genesis.train.recipe_policy import RECIPE_POLICY
+from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     DirectoryLock,
     Ranks,
@@ -27,14 +29,12 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_drift,
-    local_shards,
     read_manifest,
     save_blocking,
     verify,
 )
 from genesis_callbacks.checkpoint.best import Measured, mark_best, rank
 from genesis_callbacks.checkpoint.compare import max_abs_difference
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from tests.cli.conftest import Genesis
 from tests.planted import Payload, plant_pickles
 

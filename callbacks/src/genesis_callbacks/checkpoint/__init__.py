@@ -8,20 +8,7 @@ directories with names that it did not give.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from genesis_callbacks.run_directory import (
-    COMMITTED_NAME,
-    MANIFEST_NAME,
-    PLACES_VARIABLE,
-    checkpoint_name,
-    is_checkpoint_name,
-    is_staging_name,
-    step_of,
-)
-
-from .best import Best, find_best, read_best, read_marked_names
-from .commit import supersede
-from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
-from .errors import (
+from ..base.checkpoint_errors import (
     BaseCheckpointError,
     CheckpointError,
     CorruptCheckpointError,
@@ -32,7 +19,31 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from .hashing import hash_bytes, hash_file
+from ..base.hashing import hash_bytes, hash_file
+from ..base.manifest import (
+    Ancestor,
+    BaseReference,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    dtype_name,
+    encode_manifest,
+    read_committed_hash,
+    read_manifest,
+)
+from ..base.run_directory import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    PLACES_VARIABLE,
+    checkpoint_name,
+    is_checkpoint_name,
+    is_staging_name,
+    step_of,
+)
+from .best import Best, find_best, read_best, read_marked_names
+from .commit import supersede
+from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .inventory import (
     InventoryEntry,
     Repair,
@@ -54,18 +65,6 @@ from .lineage import (
     list_checkpoints,
     list_committed,
 )
-from .manifest import (
-    Ancestor,
-    BaseReference,
-    ChunkRecord,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    dtype_name,
-    encode_manifest,
-    read_committed_hash,
-    read_manifest,
-)
 from .retain import CommittedCheckpoint, Retention, apply_retention, name_bases, plan_removals
 from .roles import pick_data_sections
 from .state import read_state
@@ -74,6 +73,7 @@ from .verify import VerifyLevel, verify
 from .writer_start import start_writer_early, writer_environment
 
 if TYPE_CHECKING:
+    from ..base.local_shards import LocalShard, TensorShard, local_shards
     from .compare import TensorComparison, compare_tensors
     from .contents import Contents, find_format, find_non_finite, read_contents
     from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
     from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
     from .lightning_file import export_lightning_checkpoint
-    from .plan import LocalShard, TensorShard, local_shards
     from .ranks import Ranks
     from .restore import check_restored, read_tensors, restore_shards
     from .save_once import save_blocking

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .errors import UnsupportedStateError
-from .manifest import Manifest, TensorRecord
-from .plan import LocalShard, PartsCache
+from ..base.checkpoint_errors import UnsupportedStateError
+from ..base.local_shards import LocalShard
+from ..base.manifest import Manifest, TensorRecord
+from .plan import PartsCache
 
 MODEL_PREFIX = "model."
 SWAPPED_PREFIX = "swapped."
