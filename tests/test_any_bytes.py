@@ -17,9 +17,9 @@ from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_index, read_weights
+from genesis.mirror.listing import decode_listing
 from genesis.model.decoder import DecoderConfig
 from genesis.serve.request import parse_chat, parse_completion
-from genesis.supervise.mirror_manifest import decode_listing
 from genesis.tokenizer.huggingface import HuggingFaceTokenizer
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint.manifest import decode_manifest

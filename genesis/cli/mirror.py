@@ -13,15 +13,14 @@ from types import FrameType
 
 from genesis.arguments import Parser, read_size
 from genesis.errors import UserError, printable
+from genesis.mirror.contents import read_contents, verify_contents
+from genesis.mirror.history import verify_history
+from genesis.mirror.mirror import Mirror, MirrorOptions
+from genesis.mirror.places import Place, open_place
+from genesis.mirror.plan import MirrorRetention
+from genesis.mirror.status import without_password
+from genesis.mirror.transfer import Pace
 from genesis.run_directory import RUNS_NAME
-from genesis.supervise.mirror import Mirror, MirrorOptions
-from genesis.supervise.mirror_contents import read_contents, verify_contents
-from genesis.supervise.mirror_history import verify_history
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_place import Place
-from genesis.supervise.mirror_plan import MirrorRetention
-from genesis.supervise.mirror_source import Pace
-from genesis.supervise.mirror_state import without_password
 
 _BAD = 1
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM

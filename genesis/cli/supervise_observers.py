@@ -8,12 +8,13 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.cli.mirror import read_rate
 from genesis.errors import UserError
+from genesis.mirror.metrics import MirrorCollector
+from genesis.mirror.places import open_place
+from genesis.mirror.plan import MirrorRetention
+from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.alerts import AlertOptions, Alerts, check_program, read_command
 from genesis.supervise.log_lines import LogFormat, build_report
 from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_plan import MirrorRetention
-from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Observer
 from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
@@ -112,7 +113,9 @@ def open_observers(
             check_program(command)
         observers.append(Alerts(run_dir, options, report))
     if arguments.metrics_port is not None:
-        server = MetricsServer(run_dir, arguments.metrics_host, arguments.metrics_port, node)
+        server = MetricsServer(
+            run_dir, arguments.metrics_host, arguments.metrics_port, node, others=[MirrorCollector(run_dir)]
+        )
         report(f"metrics at {server.url}/metrics, health at {server.url}/healthz")
         observers.append(server)
     elif arguments.metrics_host != _HOST:

@@ -15,13 +15,12 @@
     genesis_time_seconds_total          wall time by `part`: trained, start, restore, repeated, saves, waiting, down
     genesis_time_lost_seconds_total     wall time that trained no new tokens
     genesis_goodput_ratio               the share of wall time that trained new tokens, from 0 to 1
-    genesis_mirror_lag_seconds          time since the first commit that the `mirror` lacks; 0 if it lacks none
-    genesis_mirror_failing              1 if the last attempt of the `mirror` failed
     genesis_attempt, genesis_ranks      number of the attempt, and of its ranks on this node
     genesis_node_info                   1, with the `node` whose supervisor answers; only with `--nodes`
     genesis_state                       1 for the `state` of the run, 0 for the others
 
-The clocks of tokens go back with a restart, and a Prometheus counter must not: therefore they are gauges.
+Other parts of a run add their own metrics, as `genesis.mirror.metrics` does. The clocks of tokens go back with a
+restart, and a Prometheus counter must not: therefore they are gauges.
 """
 
 import json
@@ -42,7 +41,6 @@ from prometheus_client.registry import Collector
 
 from genesis.errors import UserError, printable
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_state import measure_lag, read_mirror_statuses
 from genesis.supervise.observers import NullObserver
 from genesis.supervise.status import State, SupervisorStatus, read_status
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
@@ -90,7 +88,6 @@ class RunCollector(Collector):
             info = GaugeMetricFamily("genesis_node_info", "The node of this supervisor", labels=("run", "node"))
             info.add_metric((self._name, self._node), 1.0)
             yield info
-        yield from self._collect_mirrors()
 
     def _collect_progress(
         self, status: SupervisorStatus | None, newest: HeartbeatRecord | None
@@ -143,15 +140,6 @@ class RunCollector(Collector):
             states.add_metric((self._name, state), float(state == status.state))
         yield states
 
-    def _collect_mirrors(self) -> Iterator[GaugeMetricFamily]:
-        lag = GaugeMetricFamily("genesis_mirror_lag_seconds", "Time the mirror is behind", labels=("run", "mirror"))
-        failing = GaugeMetricFamily("genesis_mirror_failing", "Whether the mirror fails", labels=("run", "mirror"))
-        for mirror in read_mirror_statuses(self._run_dir):
-            lag.add_metric((self._name, mirror.url), measure_lag(self._run_dir, mirror, self._clock()))
-            failing.add_metric((self._name, mirror.url), float(bool(mirror.problem)))
-        yield lag
-        yield failing
-
     def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
         family = CounterMetricFamily(name, help_text, labels=("run",))
         family.add_metric((self._name,), value)
@@ -184,6 +172,8 @@ class MetricsServer(NullObserver):
         run_dir: The run's directory.
         host: Address to listen on; the default can be reached from this machine alone.
         port: Port; 0 takes a free one.
+        node: The name of this node; None for a run on one node.
+        others: Collectors of other parts, such as a mirror's.
 
     Attributes:
         url: The address, as "http://127.0.0.1:9464".
@@ -192,11 +182,19 @@ class MetricsServer(NullObserver):
         UserError: The address cannot be listened on.
     """
 
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1", port: int = 0, node: str | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        node: str | None = None,
+        others: Iterable[Collector] = (),
+    ) -> None:
         self._run_dir = run_dir
         self._status: SupervisorStatus | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(RunCollector(run_dir, str(run_dir), self._read, node=node))
+        for collector in (RunCollector(run_dir, str(run_dir), self._read, node=node), *others):
+            self._registry.register(collector)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             kind = _Server if family == socket.AF_INET else _Server6

@@ -36,11 +36,12 @@ from genesis.supervise.ends import ENDS, EXIT_COMPLETE, EXIT_REQUEUE
 from genesis.supervise.loop import SuperviseOptions, Supervisor, attempt_folder
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.observers import Launch, Observer, Observers
+from genesis.supervise.plain import decode
 from genesis.supervise.plan import NodePlace, Plan, build_jobs
 from genesis.supervise.records import Records
 from genesis.supervise.rendezvous import Meeting, Messages, NotMetError, StoreLostError, Watch, describe_difference
-from genesis.supervise.skips import choose_newest
-from genesis.supervise.state import decode_skips, encode_skips, read_skips
+from genesis.supervise.skips import Skips, choose_newest
+from genesis.supervise.state import read_skips
 from genesis.supervise.status import State
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.files import replace_file
@@ -231,7 +232,7 @@ class NodeSupervisor(Supervisor):
             **{"recipe": facts.recipe_hash, "ranks": facts.num_ranks, "rounds": self._num_rounds},
             **{"attempt": self._state.attempt, "first_crash": self._state.first_crash},
             **{"best_step": self._state.best_step, "plan": asdict(self._plan)},
-            **{"skips": encode_skips(self._skips), "may_skip_data": self._options.policy.may_skip_data},
+            **{"skips": asdict(self._skips), "may_skip_data": self._options.policy.may_skip_data},
         }
 
     def _lead(self, round_: Round) -> None:
@@ -268,10 +269,10 @@ class NodeSupervisor(Supervisor):
         self._all_observers.call(lambda each: each.before_launch(self._options.run_dir, attempt))
         self._take_restored()
         # The file is the newest, unless a full disk has not taken it.
-        known = [self._skips, *(decode_skips(hello["skips"]) for hello in hellos.values())]
+        known = [self._skips, *(decode(Skips, hello["skips"]) for hello in hellos.values())]
         self._skips = choose_newest([read_skips(self._options.run_dir), *known])
         go = {
-            **{"error": "", "port": round_.port, "plan": hellos[model]["plan"], "skips": encode_skips(self._skips)},
+            **{"error": "", "port": round_.port, "plan": hellos[model]["plan"], "skips": asdict(self._skips)},
             **{"attempt": attempt, "first_crash": self._state.first_crash},
             "best_step": max(hello["best_step"] for hello in hellos.values()),
             "names": [hellos[node]["name"] for node in sorted(hellos)],
@@ -315,7 +316,7 @@ class NodeSupervisor(Supervisor):
             self._observers = self._local_observers
         state.attempt, state.first_crash, state.best_step = go["attempt"], go["first_crash"], go["best_step"]
         self._repeated_until, state.saved_step = state.best_step, newest_step(options.run_dir)
-        self._skips = decode_skips(go["skips"])
+        self._skips = decode(Skips, go["skips"])
         self._records = Records(options.run_dir, read_crashes(options.run_dir), self._writer)
         self._plan = Plan(**go["plan"])
         self._num_rounds += 1

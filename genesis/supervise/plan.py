@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.data.skipped import Ranges, merge
 from genesis.errors import UserError
@@ -15,7 +15,7 @@ from genesis.processes import Mark
 from genesis.run_directory import RunDirectory
 from genesis.supervise.decide import Action
 from genesis.supervise.launch_protocol import Job
-from genesis.supervise.plain import count, read_object, read_positions, text
+from genesis.supervise.plain import read_record, write_record
 from genesis_callbacks.files import replace_file
 from genesis_callbacks.run_directory import checkpoint_name
 from genesis_callbacks.untrusted import open_file
@@ -78,25 +78,7 @@ class RecipeFacts:
 
 def read_facts(directory: Path) -> RecipeFacts | None:
     """Returns the facts that `write_facts` wrote; None without valid ones."""
-    content = read_object(directory / FACTS_NAME)
-    try:
-        return None if content is None else _decode(content)
-    except (ValueError, LookupError):
-        return None
-
-
-def _decode(content: Mapping[str, Any]) -> RecipeFacts:
-    return RecipeFacts(
-        run_dir=text(content["run_dir"]),
-        num_ranks=count(content["num_ranks"]),
-        num_nodes=count(content["num_nodes"]),
-        micro_batch_size=count(content["micro_batch_size"]),
-        recipe_hash=text(content.get("recipe_hash", "")),
-        global_batch_size=count(content.get("global_batch_size", 0)),
-        unskippable=text(content.get("unskippable", "")),
-        skip_positions=read_positions(content.get("skip_positions", [])),
-        note=text(content.get("note", "")),
-    )
+    return read_record(RecipeFacts, directory / FACTS_NAME)
 
 
 @dataclass(frozen=True)
@@ -238,7 +220,7 @@ def build_probe(target: str, arguments: Sequence[str], directory: Path, mark: Ma
 
 def write_facts(path: Path, facts: RecipeFacts) -> None:
     """Writes the facts for the supervisor."""
-    path.write_text(json.dumps(vars(facts)), encoding="utf-8")
+    write_record(path, facts)
 
 
 def save_stalls(metrics: Path, after_step: int) -> float:

@@ -20,7 +20,6 @@ import yaml
 from genesis.errors import UserError, printable
 from genesis.recipe_yaml import FastRecipeLoader
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_manifest import MAX_MANIFEST_BYTES
 from genesis.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.events import decode_event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
@@ -28,7 +27,7 @@ from genesis_callbacks.json_text import load_json
 from genesis_callbacks.locks import lock_file
 from genesis_callbacks.run_directory import COMMITTED_NAME, LOCK_NAME, MANIFEST_NAME, is_checkpoint_name
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
-from genesis_callbacks.untrusted import open_descriptor, open_file, read_file
+from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, open_descriptor, open_file, read_file
 
 RunState = Literal["training", "waiting", "ended", "crashed", "stopped", "new"]
 
@@ -211,7 +210,7 @@ def _read_newest(path: Path, names: list[str]) -> Mapping[str, Any]:
     directory = RunDirectory(path).checkpoints
     try:
         newest = max(names, key=lambda name: (directory / name / COMMITTED_NAME).stat().st_mtime)
-        content = load_json(read_file(directory / newest / MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        content = load_json(read_file(directory / newest / MANIFEST_NAME, MAX_DOCUMENT_BYTES))
     except (OSError, ValueError, RecursionError):  # removed in between, forged, or there is none
         return {}
     return content if isinstance(content, dict) else {}

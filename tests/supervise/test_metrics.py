@@ -25,11 +25,12 @@ from genesis.supervise.alerts import AlertOptions, Alerts, read_command
 from genesis.supervise.crashes import CrashRecord
 from genesis.supervise.goodput import Goodput
 from genesis.supervise.log_lines import build_report
+from genesis.mirror.metrics import MirrorCollector
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.service_files import ServiceCommand, render_file
 from genesis.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.heartbeats import HeartbeatRecord, write_heartbeat
-from tests.supervise.mirror_support import Run, sync
+from tests.mirror.support import Run, sync
 
 CRASH = CrashRecord(1, 1, "lost_rank", 1, 40, 0.0, "rank 1 was killed by SIGKILL", "restart", lost_seconds=2.5)
 COMMAND = ServiceCommand(("--", "fit"), Path("runs/a"), Path("/work"))
@@ -78,7 +79,7 @@ def scrape(server: MetricsServer) -> dict[tuple[str, ...], float]:
 
 @pytest.fixture
 def server(tmp_path: Path):
-    server = MetricsServer(tmp_path / "run")
+    server = MetricsServer(tmp_path / "run", others=[MirrorCollector(tmp_path / "run")])
     yield server
     server.close()
 

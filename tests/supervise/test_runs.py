@@ -16,7 +16,7 @@ from genesis.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.checkpoint import DirectoryLock
 from genesis_callbacks.events import EventLog
 from genesis_callbacks.heartbeats import HeartbeatRecord, write_heartbeat
-from tests.supervise.mirror_support import Run, sync
+from tests.mirror.support import Run, sync
 
 RECIPE = "model: {decoder: {num_layers: 6, dim: 288}}\ndata: {corpus: corpora/python}\n"
 

@@ -32,7 +32,7 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from .hashing import hash_bytes, hash_file
+from .hashing import Hasher, build_hasher, hash_bytes, hash_file
 from .inventory import (
     InventoryEntry,
     Repair,
@@ -61,6 +61,7 @@ from .manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
+    decode_committed,
     dtype_name,
     encode_manifest,
     read_committed_hash,
@@ -135,6 +136,7 @@ __all__ = [
     "FileRoomError",
     "InventoryEntry",
     "FileRecord",
+    "Hasher",
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
@@ -162,6 +164,7 @@ __all__ = [
     "apply_repair",
     "apply_retention",
     "bind_scope",
+    "build_hasher",
     "build_stream",
     "check_drift",
     "check_not_in_use",
@@ -170,6 +173,7 @@ __all__ = [
     "checkpoints_in",
     "compare_mappings",
     "compare_tensors",
+    "decode_committed",
     "digest_chunk",
     "digest_tensor",
     "dtype_name",

@@ -21,10 +21,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from genesis.data.store import StoreError
-from genesis.recipe_imports import explain_others, list_others
-from genesis.recipe_yaml import find_imports
-from genesis.supervise.mirror_history_files import (
+from genesis.mirror.history_files import (
     METRICS,
     SKIPS,
     HeldFile,
@@ -34,10 +31,13 @@ from genesis.supervise.mirror_history_files import (
     is_recipe,
     read_whole,
 )
-from genesis.supervise.mirror_manifest import CheckpointListing, DamagedCheckpointError, decode_marker
-from genesis.supervise.mirror_place import Place
-from genesis.supervise.mirror_source import Pace
+from genesis.mirror.listing import CheckpointListing, decode_marker
+from genesis.mirror.places import Place
+from genesis.mirror.transfer import Pace, read_hash, write_verified
+from genesis.recipe_imports import explain_others, list_others
+from genesis.recipe_yaml import find_imports
 from genesis.supervise.plain import count, text
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 from genesis_callbacks.files import create_file, sync_directory
 from genesis_callbacks.json_text import load_json
 from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME
@@ -45,7 +45,6 @@ from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME
 HISTORY: Final = "history"
 _NUMBER: Final = re.compile(r"\d{8}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
-_ATTEMPTS: Final = 3
 _APART: Final = ".unread"
 
 
@@ -233,22 +232,16 @@ class HistoryMirror:
         if not num_bytes:
             return HistoryFile(name, file.num_bytes, digest, begun)
         piece = Piece(folder, num_bytes, _hash_part(file, first, num_bytes))
-        path = self._place.file_path(f"{HISTORY}/{folder}", name, is_committed=False)
-
-        def read_blocks(block_bytes: int) -> Iterator[bytes]:
-            for block in file.read_blocks(first, num_bytes, block_bytes):
-                self._pace.spend(len(block))
-                yield block
-
-        for _ in range(_ATTEMPTS):
-            self._place.write(path, read_blocks, num_bytes)
-            if _has_hash(self._place, path, piece, self._pace):
-                self._whole.add((folder, name))
-                return HistoryFile(name, file.num_bytes, digest, (*begun, piece))
-        raise StoreError(
-            f"{self._place.url}/{HISTORY}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the "
-            "place, or the way to it, changes data"
+        write_verified(
+            *(self._place, f"{HISTORY}/{folder}", name),
+            blocks=lambda block_bytes: file.read_blocks(first, num_bytes, block_bytes),
+            num_bytes=num_bytes,
+            digest=piece.hash,
+            build_hasher=blake3,
+            pace=self._pace,
         )
+        self._whole.add((folder, name))
+        return HistoryFile(name, file.num_bytes, digest, (*begun, piece))
 
     def _commit(self, history: History) -> None:
         content = {"schema_version": 2, "checkpoint": history.checkpoint, "step": history.step}
@@ -289,7 +282,7 @@ def find_history(place: Place, report: Callable[[str], None] | None = None) -> H
     for folder in _list_copies(place):
         try:
             return _read_history(place, folder)
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             if report is not None:
                 report(f"a copy of the history is left out: {error}")
     return None
@@ -306,13 +299,13 @@ def _read_history(place: Place, folder: str) -> History:
     marker = decode_marker(place.read(place.file_path(where, COMMITTED_NAME, is_committed=True)))
     manifest = place.read(place.file_path(where, MANIFEST_NAME, is_committed=True))
     if manifest is None or marker != f"blake3:{blake3(manifest).hexdigest()}":
-        raise DamagedCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
+        raise CorruptCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
     try:
         content = load_json(manifest)
         files = tuple(_decode_file(each, folder) for each in content["files"])
         return History(folder, text(content["checkpoint"]), count(content["step"]), files)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{place.url}/{where} has a manifest that cannot be read: {error}") from error
+        raise CorruptCheckpointError(f"{place.url}/{where} has a manifest that cannot be read: {error}") from error
 
 
 def _decode_file(content: Mapping[str, Any], folder: str) -> HistoryFile:
@@ -341,7 +334,7 @@ def verify_history(place: Place, pace: Pace) -> Iterator[tuple[str, str | None]]
         try:
             yield f"{HISTORY}/{folder}", _find_problem(place, _read_history(place, folder), pace)
             return
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             yield f"{HISTORY}/{folder}", str(error)
 
 
@@ -353,12 +346,7 @@ def _find_problem(place: Place, history: History, pace: Pace) -> str | None:
 
 
 def _has_hash(place: Place, path: str, piece: Piece, pace: Pace) -> bool:
-    hasher, num_bytes = blake3(), 0
-    for block in place.read_blocks(path, piece.num_bytes):
-        pace.spend(len(block))
-        hasher.update(block)
-        num_bytes += len(block)
-    return num_bytes == piece.num_bytes and hasher.hexdigest() == piece.hash
+    return read_hash(place, path, piece.num_bytes, blake3(), pace) == piece.hash
 
 
 def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: Callable[[str], None]) -> None:
@@ -418,10 +406,7 @@ def _restore_file(place: Place, file: HistoryFile, target: Path, step: int, pace
     try:
         with create_file(partial) as out:
             for piece in file.pieces:
-                for block in place.read_blocks(_path(place, file.name, piece), piece.num_bytes):
-                    pace.spend(len(block))
-                    hasher.update(block)
-                    out.write(block)
+                read_hash(place, _path(place, file.name, piece), piece.num_bytes, hasher, pace, out)
         if hasher.hexdigest() != file.hash:
             return False
         if file.name == METRICS:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from genesis.supervise.mirror_contents import read_contents, verify_contents
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_restore import restore_run
-from genesis.supervise.mirror_source import Pace
-from genesis.supervise.mirror_state import read_mirror_statuses
+from genesis.mirror.contents import read_contents, verify_contents
+from genesis.mirror.places import open_place
+from genesis.mirror.restore import restore_run
+from genesis.mirror.status import read_mirror_statuses
+from genesis.mirror.transfer import Pace
 from genesis_callbacks.checkpoint import verify
 from tests.data.store_support import CREDENTIALS
-from tests.supervise.mirror_support import Run, open_mirror
-from tests.supervise.test_mirror_store import STOPPED, run_until_stopped, wait_for
+from tests.mirror.support import Run, open_mirror
+from tests.mirror.test_store import STOPPED, run_until_stopped, wait_for
 
 pytestmark = [
     pytest.mark.process,

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from genesis.errors import UserError
-from genesis.supervise.mirror_manifest import CheckpointListing
+from genesis.mirror.listing import CheckpointListing
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from genesis.cli.main import main
 from genesis.cli.mirror_restore import main as restore_main
 from genesis.cli.supervise_observers import add_observer_options, open_observers, open_report, print_file
 from genesis.errors import UserError
-from genesis.supervise import fresh, mirror_process
-from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
+from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.mirror import process
 from genesis.supervise.observers import Launch, LaunchRefusedError, Observers
 from genesis.supervise.status import SupervisorStatus
 from genesis_callbacks.checkpoint import list_committed
-from tests.supervise.mirror_support import Run, sync
+from tests.mirror.support import Run, sync
 
 STATUS = SupervisorStatus("training", 1, "node", 0.0, 0.0)
 
 
 def stub(monkeypatch, program: str) -> None:
     """Replaces the command line of genesis by a small program."""
-    monkeypatch.setattr(mirror_process, "_genesis", lambda *words: [sys.executable, "-S", "-c", program, *words])
+    monkeypatch.setattr(process, "_genesis", lambda *words: [sys.executable, "-S", "-c", program, *words])
 
 
 def build(tmp_path: Path, **options) -> tuple[MirrorProcess, list[str]]:
@@ -38,7 +38,7 @@ def build(tmp_path: Path, **options) -> tuple[MirrorProcess, list[str]]:
 
 @pytest.mark.process
 def test_a_mirror_that_ends_is_started_again_after_a_growing_pause(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(mirror_process, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_FIRST_PAUSE_SECONDS", 0.01)
     started = tmp_path / "started"
     stub(monkeypatch, f"open({str(started)!r}, 'a').write('x')")
     mirror, lines = build(tmp_path)
@@ -84,7 +84,7 @@ def test_a_run_that_began_again_from_scratch_does_not_get_its_old_checkpoints_ba
 
 
 def test_a_run_is_not_started_from_scratch_while_its_mirror_cannot_be_read(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(mirror_process, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_FIRST_PAUSE_SECONDS", 0.0)
     stub(monkeypatch, "raise SystemExit(2)")
     mirror, _ = build(tmp_path)
     observers = Observers([mirror], lambda line: None)
@@ -128,7 +128,7 @@ def test_a_killed_supervisor_leaves_no_mirror_behind(tmp_path: Path):
     Run(tmp_path / "run").save(1)
     program = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions\n"
+        "from genesis.mirror.process import MirrorProcess, MirrorProcessOptions\n"
         f"options = MirrorProcessOptions({str(tmp_path / 'mirror')!r})\n"
         f"mirror = MirrorProcess(Path({str(tmp_path / 'run')!r}), options, print)\n"
         "mirror._keep_running()\nprint(mirror._process.pid, flush=True)\ntime.sleep(60)"

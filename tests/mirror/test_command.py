@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import main
-from genesis.supervise.mirror_contents import read_contents, verify_contents
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_source import Pace
+from genesis.mirror.contents import read_contents, verify_contents
+from genesis.mirror.places import open_place
+from genesis.mirror.transfer import Pace
 from genesis_callbacks.checkpoint import list_committed, verify
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
-from tests.supervise.mirror_support import Run
+from tests.mirror.support import Run
 
 
 def start_mirror(*arguments: str | Path) -> subprocess.Popen[bytes]:

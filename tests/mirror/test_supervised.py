@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
 from genesis.run_directory import RunDirectory
 from genesis.supervise.alerts import AlertOptions, Alerts
 from genesis.supervise.crashes import read_crashes
 from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.observers import Launch, NullObserver
 from genesis.supervise.runs import summarise_run
 from genesis.supervise.skips import Skips

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from genesis.mirror.listing import read_local_marker
+from genesis.mirror.status import without_password
 from genesis.processes import run_program, start_program
 from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror_manifest import read_local_marker
-from genesis.supervise.mirror_state import without_password
 from genesis.supervise.observers import Launch, LaunchRefusedError, NullObserver
 from genesis.supervise.status import SupervisorStatus
 from genesis_callbacks.run_directory import is_checkpoint_name

@@ -10,20 +10,19 @@ from blake3 import blake3
 
 from genesis.cli.mirror import main as mirror_main
 from genesis.data.store import StoreError
+from genesis.mirror.history import HISTORY, HistoryMirror, find_history, plan_merge, verify_history
+from genesis.mirror.history_files import find_local_path
+from genesis.mirror.listing import CheckpointListing
+from genesis.mirror.mirror import MirrorTakenError
+from genesis.mirror.places import DirectoryPlace, open_place
+from genesis.mirror.restore import restore_run
+from genesis.mirror.transfer import Pace
 from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
-from genesis.supervise.mirror import MirrorTakenError
-from genesis.supervise.mirror_directory import DirectoryPlace
-from genesis.supervise.mirror_history import HISTORY, HistoryMirror, find_history, plan_merge, verify_history
-from genesis.supervise.mirror_history_files import find_local_path
-from genesis.supervise.mirror_manifest import CheckpointListing
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_restore import restore_run
-from genesis.supervise.mirror_source import Pace
 from genesis.supervise.skips import Skips
 from genesis.supervise.state import read_skips, write_skips
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import EventLog
-from tests.supervise.mirror_support import Run, open_mirror, sync
+from tests.mirror.support import Run, open_mirror, sync
 
 
 class LoggedRun(Run):

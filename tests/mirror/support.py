@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from genesis.supervise.mirror import Mirror, MirrorOptions
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_plan import MirrorRetention
+from genesis.mirror.mirror import Mirror, MirrorOptions
+from genesis.mirror.places import open_place
+from genesis.mirror.plan import MirrorRetention
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
