@@ -25,8 +25,8 @@ from genesis.recipe_imports import OPTION
 from genesis.recipe_yaml import load_yaml
 from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
-from genesis.supervise.loop import SuperviseOptions, Supervisor
-from genesis.supervise.node_options import read_nodes
+from genesis.supervise.loop import supervise
+from genesis.supervise.options import SuperviseOptions, read_nodes
 from genesis_callbacks.untrusted import read_text
 
 _DESCRIPTION = """Keeps one run alive, on this machine or with --nodes on several: starts `genesis fit` from the
@@ -87,10 +87,10 @@ def main(argv: list[str]) -> int:
     report = open_report(arguments, run_dir)
     if nodes is not None:
         with _quiet_stores():
-            from genesis.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
+            from genesis.supervise.nodes import supervise_nodes  # noqa: PLC0415  # its rendezvous imports torch
 
-        return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name)).run()
-    return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
+        return supervise_nodes(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name))
+    return supervise(options, report, _echo, open_observers(arguments, run_dir, report))
 
 
 @contextlib.contextmanager

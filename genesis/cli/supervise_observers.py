@@ -15,8 +15,8 @@ from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.alerts import AlertOptions, Alerts, check_program, read_command
 from genesis.supervise.log_lines import LogFormat, build_report
 from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Observer
+from genesis.supervise.options import NodeOptions
 from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
 FILES_OF_ANY_RUN = ("alerts", "dashboard")

@@ -18,7 +18,7 @@ from genesis.mirror.listing import read_local_marker
 from genesis.mirror.status import without_password
 from genesis.processes import run_program, start_program
 from genesis.run_directory import RunDirectory
-from genesis.supervise.observers import Launch, LaunchRefusedError, NullObserver
+from genesis.supervise.observers import Launch, LaunchRefusedError, Observer
 from genesis.supervise.status import SupervisorStatus
 from genesis_callbacks.run_directory import is_checkpoint_name
 
@@ -42,7 +42,7 @@ class MirrorProcessOptions:
     finish_seconds: float = 600.0
 
 
-class MirrorProcess(NullObserver):
+class MirrorProcess(Observer):
     """Restores a run from its mirror before the first launch, and runs `genesis mirror` beside it.
 
     Args:

@@ -1,8 +1,11 @@
-"""What the supervisor knows of a run's checkpoints: names and commit markers alone, without torch."""
+"""What the supervisor knows of a run's checkpoints and does with them: names and commit markers alone, no torch."""
 
+import time
 from pathlib import Path
 
 from genesis.run_directory import RunDirectory
+from genesis.supervise.state import write_fresh_seconds
+from genesis_callbacks.checkpoint import list_committed, supersede
 from genesis_callbacks.run_directory import COMMITTED_NAME, is_checkpoint_name, step_of
 
 
@@ -19,3 +22,10 @@ def list_steps(run_dir: Path) -> list[int]:
 def newest_step(run_dir: Path) -> int:
     """Returns the step of the newest committed checkpoint; 0 for none."""
     return max(list_steps(run_dir), default=0)
+
+
+def move_aside(run_dir: Path) -> None:
+    """Moves all committed checkpoints of a run into a `superseded-N`, for `--on_drift fresh`."""
+    # The note comes first: without it a mirror would bring back what is moved aside.
+    write_fresh_seconds(run_dir, time.time())
+    supersede([path for path, _ in list_committed(run_dir)])

@@ -41,7 +41,7 @@ from prometheus_client.registry import Collector
 
 from genesis.errors import UserError, printable
 from genesis.run_directory import RunDirectory
-from genesis.supervise.observers import NullObserver
+from genesis.supervise.observers import Observer
 from genesis.supervise.status import State, SupervisorStatus, read_status
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 from genesis_callbacks.run_directory import COMMITTED_NAME, is_checkpoint_name
@@ -163,7 +163,7 @@ def find_newest_commit(run_dir: Path) -> float | None:
     return max(times, default=None)
 
 
-class MetricsServer(NullObserver):
+class MetricsServer(Observer):
     """Answers `/metrics` for Prometheus and `/healthz`, in threads of its own, as an observer of the supervisor.
 
     `/healthz` answers with status 200 while the supervisor's loop works, else with 503 and the reason.
@@ -181,6 +181,8 @@ class MetricsServer(NullObserver):
     Raises:
         UserError: The address cannot be listened on.
     """
+
+    is_local = True
 
     def __init__(
         self,

@@ -52,13 +52,14 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def write_record(path: Path, record: Record, *, has_rivals: bool = False) -> None:
-    """Replaces the file of a dataclass, in a directory that is made if there is none.
+    """Replaces the file of a dataclass, which gets a line for each field, in a directory that is made if needed.
 
     Raises:
         OSError: It cannot be written.
     """
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(record).items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(asdict(record), indent=2).encode() + b"\n", has_rivals=has_rivals)
+    replace_file(path, f"{{\n{lines}\n}}\n".encode(), has_rivals=has_rivals)
 
 
 def decode(kind: type[T], content: Any) -> T:

@@ -210,14 +210,6 @@ def build_environment(
     return environment
 
 
-def build_probe(target: str, arguments: Sequence[str], directory: Path, mark: Mark) -> Job:
-    """Returns a job that is no training."""
-    output = directory / "job.log"
-    output.write_bytes(b"")
-    environment = {**os.environ, mark.name: mark.value}
-    return Job(0, target, list(arguments), environment, str(Path.cwd()), str(output), str(directory / "job.stacks"))
-
-
 def write_facts(path: Path, facts: RecipeFacts) -> None:
     """Writes the facts for the supervisor."""
     write_record(path, facts)

@@ -14,8 +14,9 @@ from genesis.cli.main import main
 from genesis.cli.mirror_restore import main as restore_main
 from genesis.cli.supervise_observers import add_observer_options, open_observers, open_report, print_file
 from genesis.errors import UserError
-from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
 from genesis.mirror import process
+from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.supervise.checkpoints import move_aside
 from genesis.supervise.observers import Launch, LaunchRefusedError, Observers
 from genesis.supervise.status import SupervisorStatus
 from genesis_callbacks.checkpoint import list_committed
@@ -71,7 +72,7 @@ def test_a_run_that_began_again_from_scratch_does_not_get_its_old_checkpoints_ba
     run.save(1)
     run.save(2)
     sync(run, place)
-    assert fresh.main([str(run.path)]) == 0
+    move_aside(run.path)
     assert restore_main([str(place), str(run.path), "--or_none"]) == 0
     assert not list(run.directory.glob("step-*"))
     assert "2 checkpoints of" in capfd.readouterr().err

@@ -15,7 +15,7 @@ from genesis.run_directory import RunDirectory
 from genesis.supervise.alerts import AlertOptions, Alerts
 from genesis.supervise.crashes import read_crashes
 from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.observers import Launch, NullObserver
+from genesis.supervise.observers import Launch, Observer
 from genesis.supervise.runs import summarise_run
 from genesis.supervise.skips import Skips
 from genesis.supervise.state import read_skips, read_state, write_skips
@@ -28,7 +28,7 @@ from tests.supervise.test_metrics import scrape
 __all__ = ["forked_launcher"]
 
 
-class KillOnce(NullObserver):
+class KillOnce(Observer):
     """Kills rank 0 of the first attempt after some steps."""
 
     def __init__(self, run: Run) -> None:

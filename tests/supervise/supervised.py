@@ -10,8 +10,9 @@ from genesis.processes import Mark
 from genesis.supervise import launcher_client
 from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
-from genesis.supervise.loop import SuperviseOptions, Supervisor
+from genesis.supervise.loop import supervise
 from genesis.supervise.observers import Observer
+from genesis.supervise.options import SuperviseOptions
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import STDOUT, ForkedCommand
 
@@ -60,7 +61,7 @@ class Run:
             policy=policy or Policy(max_ends_without_progress=3),
             **options,
         )
-        return Supervisor(given, self.lines.append, self.output.extend, observers).run()
+        return supervise(given, self.lines.append, self.output.extend, observers)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 
 from genesis.processes import Mark
 from genesis.supervise import launcher_client
-from genesis.supervise.launcher_client import LauncherClient
-from genesis.supervise.plan import build_probe
+from genesis.supervise.launcher_client import LauncherClient, build_probe
 from genesis_callbacks.errors import RunEndedError
 from tests.supervise.supervised import forked_launcher
 

@@ -17,7 +17,7 @@ from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.decide import Policy
 from genesis.supervise.launch_protocol import Job, LauncherState
 from genesis.supervise.launcher_client import LauncherClient
-from genesis.supervise.observers import Launch, NullObserver
+from genesis.supervise.observers import Launch, Observer
 from genesis.supervise.state import SupervisorLock
 from genesis.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.event_reader import read_events
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("fo
 __all__ = ["forked_launcher"]
 
 
-class Strike(NullObserver):
+class Strike(Observer):
     """Lets something happen to the ranks once the first attempt has trained some steps."""
 
     def __init__(self, act: Callable[[dict[int, int]], None], run: Run, min_step: int = 6) -> None:

@@ -21,11 +21,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from genesis.errors import UserError
+from genesis.mirror.metrics import MirrorCollector
 from genesis.supervise.alerts import AlertOptions, Alerts, read_command
 from genesis.supervise.crashes import CrashRecord
 from genesis.supervise.goodput import Goodput
 from genesis.supervise.log_lines import build_report
-from genesis.mirror.metrics import MirrorCollector
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.service_files import ServiceCommand, render_file
 from genesis.supervise.status import SupervisorStatus, write_status

@@ -14,8 +14,8 @@ from genesis.cli import supervise
 from genesis.errors import UserError
 from genesis.processes import Mark
 from genesis.supervise.classify import Evidence, RankEnd, classify
-from genesis.supervise.node_options import read_nodes
 from genesis.supervise.nodes import decode_evidence, encode_evidence, keep_size, merge_evidence
+from genesis.supervise.options import read_nodes
 from genesis.supervise.plan import NodePlace, Plan, RecipeFacts, build_jobs
 from genesis.supervise.rendezvous import describe_difference, find_interface
 from genesis.supervise.service_files import ServiceCommand, render_file

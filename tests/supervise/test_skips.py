@@ -15,8 +15,9 @@ from genesis.run_directory import RunDirectory
 from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import EndClass
-from genesis.supervise.loop import SuperviseOptions, Supervisor
+from genesis.supervise.options import SuperviseOptions
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs
+from genesis.supervise.run_state import RunState
 from genesis.supervise.skips import NO_SKIPS, Blame, Skips, find_blame
 from genesis.supervise.state import read_skips, write_skips
 from genesis_callbacks.event_reader import read_events
@@ -165,19 +166,19 @@ def test_what_is_skipped_survives_the_supervisor_and_forged_files_do_not_count(t
 
 def test_what_comes_back_from_a_mirror_counts_for_the_budget_and_the_numbers_of_crashes(tmp_path: Path) -> None:
     options = SuperviseOptions(("fit",), tmp_path)
-    supervisor = Supervisor(options, lambda line: None, lambda data: None)
+    run = RunState(options, lambda line: None)
     for number in (1, 2):
         write_crash(tmp_path, CrashRecord(number, number, "hang", 0, 13, 1.7e9, "silent", "restart"))
     write_skips(tmp_path, Skips(((8, 16),), 4))
-    supervisor._take_restored()
-    assert supervisor._skips == Skips(((8, 16),), 4)
-    assert supervisor._records.last_number == 2
-    assert supervisor._records.history(supervisor._state.first_crash) == [], "a new machine is a new try"
+    run.take_restored()
+    assert run.skips == Skips(((8, 16),), 4)
+    assert run.records.last_number == 2
+    assert run.records.history(run.memory.first_crash) == [], "a new machine is a new try"
     # What a full disk has not taken is known nevertheless.
-    supervisor._skips = Skips(((8, 16), (24, 32)), 5)
-    supervisor._take_restored()
-    assert supervisor._skips.num_windows == 5
-    supervisor._lock.release()
+    run.skips = Skips(((8, 16), (24, 32)), 5)
+    run.take_restored()
+    assert run.skips.num_windows == 5
+    run.close()
 
 
 def test_ranks_are_told_what_to_skip_beside_what_the_recipe_skips(tmp_path: Path) -> None:
