@@ -16,9 +16,9 @@ from rich.text import Text
 from genesis.arguments import Parser
 from genesis.console import Console
 from genesis.errors import UserError
+from genesis.report.runs import RunSummary, find_runs, summarise_run
 from genesis.run_directory import RUNS_NAME
 from genesis.supervise.goodput import format_seconds
-from genesis.supervise.runs import RunSummary, find_runs, summarise_run
 
 _DESCRIPTION = """Lists the runs under a directory: recipe, steps, tokens, loss, state, crashes, checkpoints and size.
 States: training; waiting, for ranks or resources, under a supervisor; ended; crashed; stopped, after its supervisor

@@ -36,7 +36,7 @@ from genesis.mirror.places import Place
 from genesis.mirror.transfer import Pace, read_hash, write_verified
 from genesis.recipe_imports import explain_others, list_others
 from genesis.recipe_yaml import find_imports
-from genesis.supervise.plain import count, text
+from genesis.supervise.plain import count, decode, text
 from genesis_callbacks.checkpoint import CorruptCheckpointError
 from genesis_callbacks.files import create_file, sync_directory
 from genesis_callbacks.json_text import load_json
@@ -309,19 +309,15 @@ def _read_history(place: Place, folder: str) -> History:
 
 
 def _decode_file(content: Mapping[str, Any], folder: str) -> HistoryFile:
-    name, num_bytes, digest = text(content["name"]), count(content["num_bytes"]), text(content["hash"])
     # Copies of earlier versions have each file whole.
-    whole = [{"folder": folder, "num_bytes": num_bytes, "hash": digest}]
-    pieces = tuple(
-        Piece(text(each["folder"]), count(each["num_bytes"]), text(each["hash"]))
-        for each in content.get("pieces", whole)
-    )
+    whole = {"folder": folder, "num_bytes": content["num_bytes"], "hash": content["hash"]}
+    file = decode(HistoryFile, {"pieces": [whole], **content})
     is_piece = all(
-        _NUMBER.fullmatch(each.folder) and each.num_bytes >= 0 and _HASH.fullmatch(each.hash) for each in pieces
+        _NUMBER.fullmatch(each.folder) and each.num_bytes >= 0 and _HASH.fullmatch(each.hash) for each in file.pieces
     )
-    if find_local_path(Path(), name) is None or not is_piece or _count(pieces) != num_bytes:
-        raise ValueError(f"{name!r} is no file of a history")
-    return HistoryFile(name, num_bytes, digest, pieces)
+    if find_local_path(Path(), file.name) is None or not is_piece or _count(file.pieces) != file.num_bytes:
+        raise ValueError(f"{file.name!r} is no file of a history")
+    return file
 
 
 def verify_history(place: Place, pace: Pace) -> Iterator[tuple[str, str | None]]:

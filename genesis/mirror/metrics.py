@@ -4,7 +4,6 @@ genesis_mirror_lag_seconds          time since the first commit that the `mirror
 genesis_mirror_failing              1 if the last attempt of the `mirror` failed
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,8 +14,7 @@ from prometheus_client.registry import Collector
 from genesis.errors import printable
 from genesis.mirror.listing import read_local_marker
 from genesis.mirror.status import MirrorStatus, read_mirror_statuses
-from genesis.run_directory import RunDirectory
-from genesis_callbacks.run_directory import COMMITTED_NAME, is_checkpoint_name
+from genesis.supervise.checkpoints import commit_seconds, list_markers
 
 
 class MirrorCollector(Collector):
@@ -47,18 +45,11 @@ def measure_lag(run_dir: Path, status: MirrorStatus, now_seconds: float) -> floa
     The lag is measured from the run's directory, so that it grows even if the mirror's process is gone. Older
     checkpoints that the mirror's retention leaves out do not count.
     """
-    directory = RunDirectory(run_dir).checkpoints
-    try:
-        names = [name for name in os.listdir(directory) if is_checkpoint_name(name)]  # noqa: PTH208 - names alone
-    except OSError:
-        return 0.0
-    missing = []
-    for name in names:
-        try:
-            committed_seconds = (directory / name / COMMITTED_NAME).stat().st_mtime
-            is_newer = committed_seconds > status.newest_created_seconds
-            if is_newer and read_local_marker(directory / name) not in (None, *status.markers):
-                missing.append(committed_seconds)
-        except OSError:  # removed in between
-            continue
+    missing: list[float] = []
+    for marker in list_markers(run_dir).values():
+        seconds = commit_seconds(marker) or 0.0
+        is_newer = seconds > status.newest_created_seconds
+        # Older checkpoints are not read: this is asked at each scrape.
+        if is_newer and read_local_marker(marker.parent) not in (None, *status.markers):
+            missing.append(seconds)
     return max(0.0, now_seconds - min(missing)) if missing else 0.0

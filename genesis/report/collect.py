@@ -16,9 +16,9 @@ from genesis.determinism import note_unrepeatable
 from genesis.errors import UserError, printable
 from genesis.evaluate.results import Result, read_results
 from genesis.report.log import RunLog, read_log
+from genesis.report.runs import RunSummary, parse_recipe, summarise_run
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.supervise.crashes import CrashRecord, read_crashes
-from genesis.supervise.runs import RunSummary, parse_recipe, summarise_run
 from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.events import Event
 from genesis_callbacks.json_text import load_json

@@ -12,8 +12,8 @@ from genesis.plan.recipe import Recipe, read_recipe
 from genesis.plan.timeline import Timeline, play_step
 from genesis.report.charts import Drawing
 from genesis.report.collect import Run
+from genesis.report.runs import parse_recipe
 from genesis.report.style import Palette, new_figure, styled
-from genesis.supervise.runs import parse_recipe
 from genesis_callbacks.errors import printable
 
 _GB: Final = 1e9

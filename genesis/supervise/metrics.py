@@ -27,7 +27,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -40,11 +40,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from genesis.errors import UserError, printable
-from genesis.run_directory import RunDirectory
+from genesis.supervise.checkpoints import commit_seconds, list_markers
 from genesis.supervise.observers import Observer
 from genesis.supervise.status import State, SupervisorStatus, read_status
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
-from genesis_callbacks.run_directory import COMMITTED_NAME, is_checkpoint_name
 
 _STALE_SECONDS: Final = 60.0
 """A supervisor writes a snapshot about once a second: a snapshot of this age means that its loop hangs."""
@@ -80,22 +79,17 @@ class RunCollector(Collector):
         status = self._read()
         heartbeats = list(read_heartbeats(self._run_dir).values())
         newest = max(heartbeats, key=lambda record: record.time_seconds, default=None)
-        yield from self._collect_progress(status, newest)
+        steps = [each.step for each in (status, newest) if each is not None]
+        yield self._counter("genesis_steps", "The largest step that any attempt has reached", max(steps, default=0))
+        if newest is not None:
+            yield from self._collect_progress(newest)
         yield from self._collect_ages(status, heartbeats, newest)
         if status is not None:
             yield from self._collect_status(status)
         if self._node is not None:
-            info = GaugeMetricFamily("genesis_node_info", "The node of this supervisor", labels=("run", "node"))
-            info.add_metric((self._name, self._node), 1.0)
-            yield info
+            yield self._gauge("genesis_node_info", "The node of this supervisor", {self._node: 1.0}, "node")
 
-    def _collect_progress(
-        self, status: SupervisorStatus | None, newest: HeartbeatRecord | None
-    ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        steps = [*([status.step] if status is not None else []), *([newest.step] if newest is not None else [])]
-        yield self._counter("genesis_steps", "The largest step that any attempt has reached", max(steps, default=0))
-        if newest is None:
-            return
+    def _collect_progress(self, newest: HeartbeatRecord) -> Iterator[Metric]:
         yield self._gauge("genesis_step", "Step of the current attempt", newest.step)
         for clock in ("tokens_seen", "tokens_updated"):
             if clock in newest.clocks:
@@ -107,7 +101,7 @@ class RunCollector(Collector):
 
     def _collect_ages(
         self, status: SupervisorStatus | None, heartbeats: list[HeartbeatRecord], newest: HeartbeatRecord | None
-    ) -> Iterator[GaugeMetricFamily]:
+    ) -> Iterator[Metric]:
         now = self._clock()
         committed = find_newest_commit(self._run_dir)
         begin = committed if committed is not None else status.began_seconds if status is not None else None
@@ -119,48 +113,44 @@ class RunCollector(Collector):
             oldest = min(record.time_seconds for record in live)
             yield self._gauge("genesis_heartbeat_age_seconds", "Age of the oldest heartbeat", max(0.0, now - oldest))
 
-    def _collect_status(self, status: SupervisorStatus) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def _collect_status(self, status: SupervisorStatus) -> Iterator[Metric]:
         yield self._counter("genesis_crashes", "Ends of attempts before the run was complete", status.num_crashes)
-        restarts = CounterMetricFamily("genesis_restarts", "Restarts by class of the end", labels=("run", "class"))
-        for name, count in status.restarts.items():
-            restarts.add_metric((self._name, name), count)
-        yield restarts
+        yield self._counter("genesis_restarts", "Restarts by class of the end", status.restarts, "class")
         if status.verified_step is not None:
             yield self._gauge("genesis_last_verified_step", "Newest verified checkpoint", status.verified_step)
-        parts = CounterMetricFamily("genesis_time_seconds", "Wall time by use", labels=("run", "part"))
-        for part, seconds in asdict(status.goodput).items():
-            parts.add_metric((self._name, part), seconds)
-        yield parts
+        yield self._counter("genesis_time_seconds", "Wall time by use", asdict(status.goodput), "part")
         yield self._counter("genesis_time_lost_seconds", "Wall time without new tokens", status.lost_seconds)
         yield self._gauge("genesis_goodput_ratio", "Share of wall time that trained new tokens", status.goodput.share)
         yield self._gauge("genesis_attempt", "Number of the attempt", status.attempt)
         yield self._gauge("genesis_ranks", "Number of ranks on this node", status.num_ranks)
-        states = GaugeMetricFamily("genesis_state", "State of the run", labels=("run", "state"))
-        for state in get_args(State):
-            states.add_metric((self._name, state), float(state == status.state))
-        yield states
+        states = {state: float(state == status.state) for state in get_args(State)}
+        yield self._gauge("genesis_state", "State of the run", states, "state")
 
-    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, help_text, labels=("run",))
-        family.add_metric((self._name,), value)
-        return family
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
+        return self._fill(CounterMetricFamily, name, text, value, label)
 
-    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, help_text, labels=("run",))
-        family.add_metric((self._name,), value)
-        return family
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
+        return self._fill(GaugeMetricFamily, name, text, value, label)
+
+    def _fill(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        value: float | Mapping[str, float],
+        label: str | None,
+    ) -> Metric:
+        """Returns a metric with one value, or with one for each value of a label."""
+        metric = family(name, text, labels=("run",) if label is None else ("run", label))
+        for key, each in value.items() if isinstance(value, Mapping) else ((None, value),):
+            metric.add_metric((self._name,) if key is None else (self._name, key), each)
+        return metric
 
 
 def find_newest_commit(run_dir: Path) -> float | None:
     """Returns the Unix time of the newest commit of a run; None without any."""
-    times = []
-    try:
-        for path in RunDirectory(run_dir).checkpoints.iterdir():
-            if is_checkpoint_name(path.name):
-                times.append((path / COMMITTED_NAME).stat().st_mtime)
-    except OSError:  # there is no directory yet, or retention removes a checkpoint at this moment
-        return max(times, default=None)
-    return max(times, default=None)
+    found = map(commit_seconds, list_markers(run_dir).values())
+    return max((seconds for seconds in found if seconds is not None), default=None)
 
 
 class MetricsServer(Observer):

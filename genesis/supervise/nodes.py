@@ -19,6 +19,7 @@ meets the others again. The machine of `--rdzv` must be there: without it nobody
 """
 
 import contextlib
+import math
 import signal
 import time
 import uuid
@@ -70,6 +71,11 @@ class Round:
     watch: Watch
     place: NodePlace
     port: int
+
+    def wait(self, key: str, node: int, limit_seconds: float = math.inf) -> Any:
+        """Returns a message of a node; None if the node is lost, or the limit has passed, before it comes."""
+        end = time.monotonic() + limit_seconds
+        return self.messages.wait(key, lambda: self.watch.is_gone(node) or time.monotonic() > end)
 
 
 @dataclass(frozen=True)
@@ -261,14 +267,14 @@ def _agree(party: Party, round_: Round) -> bool:
     Raises:
         UserError: This node must not take part.
     """
-    messages, watch, node = round_.messages, round_.watch, round_.place.node
+    messages, node = round_.messages, round_.place.node
     messages.put(f"hello/{node}", _describe(party))
     if node == 0:
         _lead(party, round_)
-    token = messages.wait("token", lambda: watch.is_gone(0))
+    token = round_.wait("token", 0)
     if token is not None:
         messages.put(f"seen/{node}", _sees(party.run, token))
-    go = messages.wait("go", lambda: watch.is_gone(0))
+    go = round_.wait("go", 0)
     if go is None:
         return False
     if go["error"]:
@@ -295,7 +301,7 @@ def _describe(party: Party) -> dict[str, Any]:
 
 def _lead(party: Party, round_: Round) -> None:
     """Compares the nodes and publishes how the attempt begins, or who of them must not take part."""
-    run, messages, watch = party.run, round_.messages, round_.watch
+    run, messages = party.run, round_.messages
     token = uuid.uuid4().hex
     replace_file(run.paths.supervisor / _TOKEN_NAME, token.encode())
     messages.put("token", token)
@@ -303,8 +309,8 @@ def _lead(party: Party, round_: Round) -> None:
     hellos = {0: _describe(party)}
     seen = {0: True}
     for node in others:
-        hello = messages.wait(f"hello/{node}", lambda node=node: watch.is_gone(node))  # type: ignore[misc]
-        answer = messages.wait(f"seen/{node}", lambda node=node: watch.is_gone(node))  # type: ignore[misc]
+        hello = round_.wait(f"hello/{node}", node)
+        answer = round_.wait(f"seen/{node}", node)
         if hello is None or answer is None:
             messages.put("go", {"error": f"node {node} was lost before the launch", "guilty": []})
             return
@@ -387,11 +393,11 @@ def _take_over(party: Party, round_: Round, go: Mapping[str, Any]) -> None:
 
 def _settle(party: Party, round_: Round, attempt: Attempt, evidence: Evidence) -> Verdict:
     """Hands over what is left of this node's ranks, and returns what node 0 has decided."""
-    messages, watch, node = round_.messages, round_.watch, round_.place.node
+    messages, node = round_.messages, round_.place.node
     is_interrupted = party.stops.is_interrupted
     messages.put(f"end/{node}", {"evidence": encode_evidence(evidence), "is_interrupted": is_interrupted})
     if node != 0:
-        content = messages.wait("verdict", lambda: watch.is_gone(0))
+        content = round_.wait("verdict", 0)
         messages.put(f"read/{node}", True)
         if content is None:
             return Verdict("membership", "node 0 is lost", plan=keep_size(party.run.plan))
@@ -399,7 +405,7 @@ def _settle(party: Party, round_: Round, attempt: Attempt, evidence: Evidence) -
     gathered = [evidence]
     lost = []
     for other in range(1, messages.num_nodes):
-        content = messages.wait(f"end/{other}", lambda other=other: watch.is_gone(other))  # type: ignore[misc]
+        content = round_.wait(f"end/{other}", other)
         if content is None:
             lost.append(other)
         else:
@@ -407,12 +413,8 @@ def _settle(party: Party, round_: Round, attempt: Attempt, evidence: Evidence) -
             is_interrupted = is_interrupted or content["is_interrupted"]
     verdict = _decide(party, attempt, merge_evidence(gathered), lost, is_interrupted=is_interrupted)
     messages.put("verdict", asdict(verdict))
-    limit = time.monotonic() + _READ_SECONDS
     for other in set(range(1, messages.num_nodes)) - set(lost):  # the host of the store must exit last
-        messages.wait(
-            f"read/{other}",
-            lambda other=other: watch.is_gone(other) or time.monotonic() > limit,  # type: ignore[misc]
-        )
+        round_.wait(f"read/{other}", other, _READ_SECONDS)
     return verdict
 
 

@@ -167,7 +167,7 @@ def build_jobs(
         arguments += ["--trainer.num_nodes", str(place.num_nodes)]
     place = place or ONE_NODE
     first = place.node * facts.num_ranks
-    folder = run.supervisor / f"attempt-{attempt:04d}"
+    folder = attempt_folder(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     if skips:
         # A file, because a run may skip data in more places than arguments or a launcher's packet have room for.
@@ -187,6 +187,11 @@ def build_jobs(
         )
         for rank in range(first, first + facts.num_ranks)
     ]
+
+
+def attempt_folder(run: RunDirectory, attempt: int) -> Path:
+    """Returns where the output and the stacks of an attempt's ranks lie."""
+    return run.supervisor / f"attempt-{attempt:04d}"
 
 
 def build_environment(

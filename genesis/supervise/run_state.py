@@ -28,7 +28,7 @@ from genesis.supervise.goodput import Goodput, GoodputMeter, format_seconds
 from genesis.supervise.launcher_client import MARK_NAME
 from genesis.supervise.observers import Observer, Observers
 from genesis.supervise.options import SuperviseOptions
-from genesis.supervise.plan import Plan, RecipeFacts, save_stalls
+from genesis.supervise.plan import Plan, RecipeFacts, attempt_folder, save_stalls
 from genesis.supervise.skips import Blame, Skips, choose_newest, find_blame
 from genesis.supervise.state import LoopState, SupervisorLock, read_skips, read_state, write_skips, write_state
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
@@ -350,8 +350,3 @@ class RunState:
             goodput=self.meter.read(time.monotonic()),
             reason=self.reason,
         )
-
-
-def attempt_folder(paths: RunDirectory, attempt: int) -> Path:
-    """Returns where the output and the stacks of an attempt's ranks lie."""
-    return paths.supervisor / f"attempt-{attempt:04d}"

@@ -4,7 +4,6 @@ A metrics endpoint in the supervisor reads the object; other processes read the 
 (`genesis_callbacks.heartbeats`) have what changes with each step.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,8 +81,3 @@ def read_status(run_dir: Path) -> SupervisorStatus | None:
     Its supervisor may be gone: compare `updated_seconds`, or try the lock.
     """
     return read_record(SupervisorStatus, RunDirectory(run_dir).supervisor_status)
-
-
-def measure_age(status: SupervisorStatus) -> float:
-    """Returns the seconds since a snapshot was written, by this machine's clock."""
-    return max(0.0, time.time() - status.updated_seconds)

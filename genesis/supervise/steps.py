@@ -17,8 +17,8 @@ from genesis.supervise.decide import Action
 from genesis.supervise.goodput import describe_goodput, format_seconds
 from genesis.supervise.launcher_client import LauncherClient
 from genesis.supervise.observers import Launch
-from genesis.supervise.plan import NodePlace, Plan, build_jobs, read_facts
-from genesis.supervise.run_state import RunState, attempt_folder
+from genesis.supervise.plan import NodePlace, Plan, attempt_folder, build_jobs, read_facts
+from genesis.supervise.run_state import RunState
 from genesis.supervise.space import wait_for_space
 from genesis.supervise.status import State
 from genesis.supervise.stops import StopRequests

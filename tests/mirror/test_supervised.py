@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.report.runs import summarise_run
 from genesis.run_directory import RunDirectory
 from genesis.supervise.alerts import AlertOptions, Alerts
 from genesis.supervise.crashes import read_crashes
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.observers import Launch, Observer
-from genesis.supervise.runs import summarise_run
 from genesis.supervise.skips import Skips
 from genesis.supervise.state import read_skips, read_state, write_skips
 from genesis_callbacks.checkpoint import list_committed, verify

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import main
+from genesis.report.runs import find_runs, summarise_run
 from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
-from genesis.supervise.runs import find_runs, summarise_run
 from genesis.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.checkpoint import DirectoryLock
 from genesis_callbacks.events import EventLog
