@@ -24,9 +24,8 @@ from genesis.progress import numbered
 from genesis.rehearse.compare import read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
-from genesis.rehearse.launch import Launcher, Start, read_last_words
+from genesis.rehearse.launch import MARK_NAME, Launcher, Start, read_last_words
 from genesis.rehearse.plan import Trigger, Victim, plan_kills
-from genesis.rehearse.processes import MARK_NAME
 from genesis.rehearse.recipe import RehearsedRecipe, resolve_recipe
 from genesis.rehearse.report import Report
 from genesis.rehearse.watch import RunView

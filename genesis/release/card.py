@@ -10,8 +10,7 @@ from genesis.errors import UserError
 from genesis.export.card import PLACE
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.release.folder import SUMS_NAME
-from genesis.release.licenses import OTHER
-from genesis.release.options import ReleaseOptions
+from genesis.release.options import OTHER, ReleaseOptions
 
 LICENSE_NAME: Final = "LICENSE"
 

@@ -9,8 +9,7 @@ import pytest
 
 from genesis.errors import RunEndedError
 from genesis.processes import Mark, end_all
-from genesis.rehearse.launch import Launcher, Start
-from genesis.rehearse.processes import MARK_NAME, Training
+from genesis.rehearse.launch import MARK_NAME, Launcher, Start, Training
 from genesis.rehearse.watch import RunView
 from genesis_callbacks.events import EventLog
 

@@ -14,7 +14,7 @@ import pytest
 
 from genesis import processes
 from genesis.processes import Mark, end_all, find_processes, kill_process, wait_until_gone
-from genesis.rehearse.processes import MARK_NAME, Training
+from genesis.rehearse.launch import MARK_NAME, Training
 from genesis_callbacks.files import replace_file
 
 DEADLINE_SECONDS = 60

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder
-from genesis.release.licenses import LICENSES, check_license
-from genesis.release.options import ReleaseOptions
+from genesis.release.options import LICENSES, ReleaseOptions, check_license
 from genesis.release.release import plan_release
 from tests.release.conftest import OPTIONS
 
