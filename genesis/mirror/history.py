@@ -114,8 +114,12 @@ def plan_merge(folders: Sequence[tuple[int, int]], num_new_bytes: int) -> int:
         >>> plan_merge([(900, 900), (200, 200), (90, 90)], 100)
         2
     """
+    # A folder goes only as a whole. Without this rule, logs that resumes cut back would leave the place full of bytes
+    # that no copy uses.
     first = next((number for number, (used, there) in enumerate(folders) if 2 * used < there), len(folders))
     size = num_new_bytes + sum(used for used, _ in folders[first:])
+    # As sizes double from folder to folder, a byte is written again only when its folder doubles. One folder for each
+    # copy would need a request for each, and one for all would be written again at each copy.
     while first and folders[first - 1][0] <= size:
         first -= 1
         size += folders[first][0]
@@ -182,12 +186,14 @@ class HistoryMirror:
             used[piece.folder] = used.get(piece.folder, 0) + piece.num_bytes
         folders = sorted(used)
         staying = set(folders[: plan_merge([(used[each], sum(there[each].values())) for each in folders], num_new)])
+        # Above all that are there, also those of copies that are damaged: the newest number is the copy that counts.
         folder = f"{max(map(int, there), default=0) + 1:08d}"
         files = []
         for name, file in held.files.items():
             pieces = tuple(piece for piece in begun[name] if piece.folder in staying)
             files.append(self._copy_file(name, file, folder, pieces))
         self._commit(History(folder, listing.marker, listing.step, tuple(files)))
+        # Only after the commit: until then, the copy before needs them.
         for each in there.keys() - staying:
             self._place.remove(f"{HISTORY}/{each}", is_committed=True)
         self._whole = {key for key in self._whole if key[0] in {*staying, folder}}
@@ -210,6 +216,8 @@ class HistoryMirror:
         begun: list[Piece] = []
         offset = 0
         for piece in pieces:
+            # The bytes decide, and not the length: a resume cuts the log back and writes other rows in their place.
+            # What follows the first piece that differs cannot be shared, as its offset is another.
             is_there = there.get(piece.folder, {}).get(name) == piece.num_bytes
             if not is_there or _hash_part(file, offset, piece.num_bytes) != piece.hash or not self._reads(name, piece):
                 break
@@ -247,10 +255,12 @@ class HistoryMirror:
         content = {"schema_version": 2, "checkpoint": history.checkpoint, "step": history.step}
         manifest = json.dumps({**content, "files": [asdict(file) for file in history.files]}).encode()
         folder = f"{HISTORY}/{history.folder}"
-        path = self._place.file_path(folder, MANIFEST_NAME, is_committed=False)
-        self._place.write(path, lambda block_bytes: iter([manifest]), len(manifest))
+        digest = blake3(manifest).hexdigest()
+        write_verified(
+            self._place, folder, MANIFEST_NAME, lambda _: iter([manifest]), len(manifest), digest, blake3, self._pace
+        )
         self._check_owner()
-        self._place.commit(folder, b"blake3:" + blake3(manifest).hexdigest().encode())
+        self._place.commit(folder, f"blake3:{digest}".encode())
         self._known = history
 
 

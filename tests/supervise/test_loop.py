@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from genesis.errors import RunEndedError
 from genesis.run_directory import RunDirectory
 from genesis.supervise import loop
 from genesis.supervise.attempt import Limits
@@ -151,7 +152,7 @@ def test_a_preemption_saves_and_a_later_supervisor_completes_the_run(run: Run, t
 
 def test_a_mistake_in_the_recipe_is_not_tried_again(run: Run) -> None:
     run.write({"model.optimizer.lr": "fast"})
-    with pytest.raises(loop.RunEndedError, match="lr") as caught:
+    with pytest.raises(RunEndedError, match="lr") as caught:
         run.supervise()
     assert caught.value.exit_status == 2
 
