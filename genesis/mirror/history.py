@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from blake3 import blake3
 
@@ -36,7 +36,7 @@ from genesis.mirror.places import Place
 from genesis.mirror.transfer import Pace, read_hash, write_verified
 from genesis.recipe_imports import explain_others, list_others
 from genesis.recipe_yaml import find_imports
-from genesis.supervise.plain import count, decode, text
+from genesis.supervise.plain import decode
 from genesis_callbacks.checkpoint import CorruptCheckpointError
 from genesis_callbacks.files import create_file, sync_directory
 from genesis_callbacks.json_text import load_json
@@ -312,22 +312,23 @@ def _read_history(place: Place, folder: str) -> History:
         raise CorruptCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
     try:
         content = load_json(manifest)
-        files = tuple(_decode_file(each, folder) for each in content["files"])
-        return History(folder, text(content["checkpoint"]), count(content["step"]), files)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        for file in content["files"]:
+            # Copies of earlier versions have each file whole.
+            file.setdefault("pieces", [{"folder": folder, "num_bytes": file["num_bytes"], "hash": file["hash"]}])
+        history = decode(History, {**content, "folder": folder})
+        for each in history.files:
+            _check_file(each)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{place.url}/{where} has a manifest that cannot be read: {error}") from error
+    return history
 
 
-def _decode_file(content: Mapping[str, Any], folder: str) -> HistoryFile:
-    # Copies of earlier versions have each file whole.
-    whole = {"folder": folder, "num_bytes": content["num_bytes"], "hash": content["hash"]}
-    file = decode(HistoryFile, {"pieces": [whole], **content})
+def _check_file(file: HistoryFile) -> None:
     is_piece = all(
         _NUMBER.fullmatch(each.folder) and each.num_bytes >= 0 and _HASH.fullmatch(each.hash) for each in file.pieces
     )
     if find_local_path(Path(), file.name) is None or not is_piece or _count(file.pieces) != file.num_bytes:
         raise ValueError(f"{file.name!r} is no file of a history")
-    return file
 
 
 def verify_history(place: Place, pace: Pace) -> Iterator[tuple[str, str | None]]:

@@ -21,7 +21,7 @@ from genesis.data.store import StoreError, plan_wait_seconds
 from genesis.errors import RunEndedError, UserError
 from genesis.mirror.contents import BASES, CHECKPOINTS, MirrorContents, read_contents
 from genesis.mirror.history import HistoryMirror
-from genesis.mirror.listing import CheckpointListing, decode_listing, read_local_listing, read_local_marker
+from genesis.mirror.listing import CheckpointListing, read_local_listing, read_local_marker
 from genesis.mirror.places import Place
 from genesis.mirror.plan import (
     MirrorRetention,
@@ -355,7 +355,10 @@ class Mirror:
                 contents.leftovers.pop(folder, None)
                 self._place.remove(folder, is_committed=False)
                 raise
-        self._write_manifest(listing, folder)
+        write_verified(
+            *(self._place, folder, MANIFEST_NAME, lambda block_bytes: _cut(listing.manifest, block_bytes)),
+            *(len(listing.manifest), listing.marker.partition(":")[2], listing.build_hasher, self._pace),
+        )
         self._check_owner()
         self._place.commit(folder, listing.marker.encode())
         contents.leftovers.pop(folder, None)
@@ -378,11 +381,6 @@ class Mirror:
             )
             self._status = replace(self._status, copied_bytes=self._status.copied_bytes + file.num_bytes)
         self._whole.add(key)
-
-    def _write_manifest(self, listing: CheckpointListing, folder: str) -> None:
-        path = self._place.file_path(folder, MANIFEST_NAME, is_committed=False)
-        self._place.write(path, lambda block_bytes: _cut(listing.manifest, block_bytes), len(listing.manifest))
-        decode_listing(listing.marker, self._place.read(path) or b"", f"{self._status.url}/{folder}")
 
     def _remove(self, run: list[CheckpointListing], contents: MirrorContents) -> None:
         mirrored = list(contents.checkpoints.values())

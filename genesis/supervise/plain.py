@@ -22,6 +22,7 @@ from genesis_callbacks.untrusted import read_file
 MAX_BYTES: Final = 1 << 20
 _MAX_TEXT: Final = 2000
 _MAX_ENTRIES: Final = 4096
+_MAX_COUNT: Final = 1 << 62
 
 
 class Record(Protocol):
@@ -33,21 +34,11 @@ class Record(Protocol):
 T = TypeVar("T", bound=Record)
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file; None if there is no regular file of moderate size that holds one."""
-    try:
-        content = load_json(read_file(path, MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def read_record(kind: type[T], path: Path) -> T | None:
-    """Returns the dataclass in a file; None without a valid one: a forged file, or one of another version."""
-    content = read_object(path)
+    """Returns the dataclass in a small regular file; None without a valid one: it is forged, or of another version."""
     try:
-        return None if content is None else decode(kind, content)
-    except ValueError:
+        return decode(kind, load_json(read_file(path, MAX_BYTES)))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -93,89 +84,49 @@ def _decode_value(hint: Any, value: Any) -> Any:
         return None if value is None else _decode_value(inner[0], value)
     if get_origin(hint) is Literal and value in inner:
         return value
-    if get_origin(hint) is Mapping:
-        # JSON has only texts as keys.
-        named = entries(value).items()
-        return {int(name) if inner[0] is int else name: _decode_value(inner[1], each) for name, each in named}
+    if get_origin(hint) is Mapping and isinstance(value, dict) and len(value) <= _MAX_ENTRIES:
+        key = int if inner[0] is int else _text  # JSON has only texts as keys
+        return {key(name): _decode_value(inner[1], each) for name, each in value.items()}
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_decode_value(inner[0], each) for each in value)
     raise ValueError(f"not a {hint}")
 
 
-def text(value: Any) -> str:
-    """Returns a text that is safe to print.
-
-    Raises:
-        ValueError: The value is not a text.
-    """
+def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("not a text")
     return printable(value[:_MAX_TEXT])
 
 
-def count(value: Any) -> int:
-    """Returns a whole number.
-
-    Raises:
-        ValueError: The value is not a whole number of moderate size.
-    """
-    if type(value) is not int or not -(1 << 62) < value < 1 << 62:
-        raise ValueError("not a whole number")
+def _count(value: Any) -> int:
+    if type(value) is not int or not -_MAX_COUNT < value < _MAX_COUNT:
+        raise ValueError("not a whole number of moderate size")
     return value
 
 
-def number(value: Any) -> float:
-    """Returns a finite number.
-
-    Raises:
-        ValueError: The value is not a finite number.
-    """
-    if type(value) not in (int, float) or (type(value) is int and abs(value) >= 1 << 62) or not math.isfinite(value):
+def _number(value: Any) -> float:
+    if type(value) is int:  # a larger one has no float
+        return float(_count(value))
+    if type(value) is not float or not math.isfinite(value):
         raise ValueError("not a finite number")
-    return float(value)
+    return value
 
 
-def flag(value: Any) -> bool:
-    """Returns a truth value.
-
-    Raises:
-        ValueError: The value is not one.
-    """
+def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("neither true nor false")
     return value
 
 
-def entries(value: Any) -> Mapping[str, Any]:
-    """Returns a small mapping, with names that are safe to print.
-
-    Raises:
-        ValueError: The value is not a small mapping.
-    """
-    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
-        raise ValueError("not a small mapping")
-    return {text(name): each for name, each in value.items()}
-
-
-def read_positions(value: Any) -> Ranges:
-    """Returns ranges of positions, in order and without overlaps; the size of their file limits how many there are.
-
-    Raises:
-        ValueError: The value is not a list of such ranges.
-    """
-    if not isinstance(value, list):
+def _positions(value: Any) -> Ranges:
+    """Returns ranges in order and without overlaps; the size of their file limits how many there are."""
+    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
         raise ValueError("not a list of ranges")
-    ranges = tuple((count(first), count(stop)) for first, stop in map(_pair, value))
+    ranges = tuple((_count(first), _count(stop)) for first, stop in value)
     flat = [position for each in ranges for position in each]
     if flat != sorted(set(flat)) or (flat and flat[0] < 0):
         raise ValueError("not ranges in order")
     return ranges
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("not a range")
-    return value[0], value[1]
-
-
-_READERS: Final = {int: count, float: number, str: text, bool: flag, Ranges: read_positions}
+_READERS: Final = {int: _count, float: _number, str: _text, bool: _flag, Ranges: _positions}
