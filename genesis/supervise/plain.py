@@ -54,7 +54,7 @@ def write_record(path: Path, record: Record, *, has_rivals: bool = False) -> Non
 
 
 def decode(kind: type[T], content: Any) -> T:
-    """Returns the dataclass that `asdict` and JSON made; a missing field has its default, an unknown one is ignored.
+    """Returns the dataclass that `asdict` made, with or without JSON; a missing field has its default, an unknown one is ignored.
 
     Raises:
         ValueError: A value is not of its field's type, or a field without a default is missing.
@@ -87,7 +87,7 @@ def _decode_value(hint: Any, value: Any) -> Any:
     if get_origin(hint) is Mapping and isinstance(value, dict) and len(value) <= _MAX_ENTRIES:
         key = int if inner[0] is int else _text  # JSON has only texts as keys
         return {key(name): _decode_value(inner[1], each) for name, each in value.items()}
-    if get_origin(hint) is tuple and isinstance(value, list):
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
         return tuple(_decode_value(inner[0], each) for each in value)
     raise ValueError(f"not a {hint}")
 
@@ -120,7 +120,9 @@ def _flag(value: Any) -> bool:
 
 def _positions(value: Any) -> Ranges:
     """Returns ranges in order and without overlaps; the size of their file limits how many there are."""
-    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(each, list | tuple) and len(each) == 2 for each in value
+    ):
         raise ValueError("not a list of ranges")
     ranges = tuple((_count(first), _count(stop)) for first, stop in value)
     flat = [position for each in ranges for position in each]

@@ -1,5 +1,6 @@
 """`--may_skip_data`: which windows are blamed, what the budget allows, and supervised runs that skip planted data."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import EndClass
 from genesis.supervise.options import SuperviseOptions
+from genesis.supervise.plain import decode
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs
 from genesis.supervise.run_state import RunState
 from genesis.supervise.skips import NO_SKIPS, Blame, Skips, find_blame
@@ -162,6 +164,11 @@ def test_what_is_skipped_survives_the_supervisor_and_forged_files_do_not_count(t
     for forged in ('{"positions": [], "num_windows": -4}', '{"positions": []}', "[]", "{", ""):
         path.write_text(forged)
         assert read_skips(tmp_path) == NO_SKIPS, forged
+
+
+def test_skips_that_a_node_describes_are_read_by_itself_and_by_others() -> None:
+    skips = Skips(((8, 16), (32, 40)), 2)
+    assert decode(Skips, asdict(skips)) == decode(Skips, json.loads(json.dumps(asdict(skips)))) == skips
 
 
 def test_what_comes_back_from_a_mirror_counts_for_the_budget_and_the_numbers_of_crashes(tmp_path: Path) -> None:
