@@ -54,7 +54,7 @@ def write_record(path: Path, record: Record, *, has_rivals: bool = False) -> Non
 
 
 def decode(kind: type[T], content: Any) -> T:
-    """Returns the dataclass that `asdict` made, with or without JSON; a missing field has its default, an unknown one is ignored.
+    """Returns the dataclass that `asdict` made, with or without JSON; a missing field has its default.
 
     Raises:
         ValueError: A value is not of its field's type, or a field without a default is missing.

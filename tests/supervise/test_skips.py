@@ -1,7 +1,7 @@
 """`--may_skip_data`: which windows are blamed, what the budget allows, and supervised runs that skip planted data."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
