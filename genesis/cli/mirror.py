@@ -11,16 +11,16 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
-from genesis.arguments import Parser, read_size
-from genesis.errors import UserError, printable
-from genesis.mirror.contents import read_contents, verify_contents
-from genesis.mirror.history import verify_history
-from genesis.mirror.mirror import Mirror, MirrorOptions
-from genesis.mirror.places import Place, open_place
-from genesis.mirror.plan import MirrorRetention
-from genesis.mirror.status import without_password
-from genesis.mirror.transfer import Pace
-from genesis.run_directory import RUNS_NAME
+from genesis.base.arguments import Parser, read_size
+from genesis.base.errors import UserError, printable
+from genesis.base.run_directory import RUNS_NAME
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.history import verify_history
+from genesis.operations.mirror.mirror import Mirror, MirrorOptions
+from genesis.operations.mirror.places import Place, open_place
+from genesis.operations.mirror.plan import MirrorRetention
+from genesis.operations.mirror.status import without_password
+from genesis.operations.mirror.transfer import Pace
 
 _BAD = 1
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM

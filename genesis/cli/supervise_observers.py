@@ -5,19 +5,19 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
 from genesis.cli.mirror import read_rate
-from genesis.errors import UserError
-from genesis.mirror.metrics import MirrorCollector
-from genesis.mirror.places import open_place
-from genesis.mirror.plan import MirrorRetention
-from genesis.mirror.process import MirrorProcess, MirrorProcessOptions
-from genesis.supervise.alerts import AlertOptions, Alerts, check_program, read_command
-from genesis.supervise.log_lines import LogFormat, build_report
-from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.observers import Observer
-from genesis.supervise.options import NodeOptions
-from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
+from genesis.operations.mirror.metrics import MirrorCollector
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.plan import MirrorRetention
+from genesis.operations.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.operations.supervise.alerts import AlertOptions, Alerts, check_program, read_command
+from genesis.operations.supervise.log_lines import LogFormat, build_report
+from genesis.operations.supervise.metrics import MetricsServer
+from genesis.operations.supervise.observers import Observer
+from genesis.operations.supervise.options import NodeOptions
+from genesis.operations.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
 FILES_OF_ANY_RUN = ("alerts", "dashboard")
 """The files of `--print` that need no training on the command line."""
