@@ -64,7 +64,6 @@ EXCEPTIONS = {
     "genesis/data/cache.py::_download": CREATES,
     "genesis/data/cache.py::_make_room": CREATES,
     "genesis/data/cache.py::_try_lock": CREATES,
-    "genesis/operations/supervise/cleanup.py::_is_lock_free": CREATES,
     "genesis/operations/supervise/forked_writer.py::run_writer": CREATES,
     "genesis/operations/supervise/launcher.py::become": CREATES,
     "genesis/operations/supervise/launcher_client.py::start_launcher": CREATES,

@@ -19,8 +19,8 @@
     genesis_node_info                   1, with the `node` whose supervisor answers; only with `--nodes`
     genesis_state                       1 for the `state` of the run, 0 for the others
 
-Other parts of a run add their own metrics, as `genesis.operations.mirror.metrics` does. The clocks of tokens go back with a
-restart, and a Prometheus counter must not: therefore they are gauges.
+Other parts of a run add their own metrics, as `genesis.operations.mirror.metrics` does. The clocks of tokens go back
+with a restart, and a Prometheus counter must not: therefore they are gauges.
 """
 
 import json
