@@ -18,7 +18,7 @@ from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_index, read_weights
 from genesis.model.decoder import DecoderConfig
-from genesis.operations.supervise.mirror_manifest import decode_listing
+from genesis.operations.mirror.listing import decode_listing
 from genesis.serve.request import parse_chat, parse_completion
 from genesis.tokenizer.huggingface import HuggingFaceTokenizer
 from genesis.tokenizer.open import open_tokenizer

@@ -61,8 +61,9 @@ def test_wheels_hold_their_package_and_nothing_else(wheels: dict[str, Path]) -> 
         folders = {name.split("/")[0] for name in names}
         assert folders == {package, wheels[distribution].name.removesuffix("-py3-none-any.whl") + ".dist-info"}
         assert f"{package}/py.typed" in names
-        for file in (REPOSITORY / package / "serve" / "page").glob("*"):
-            assert f"{package}/serve/page/{file.name}" in names
+        for folder in ("serve/page", "supervise/files"):
+            for file in (REPOSITORY / package / folder).glob("*"):
+                assert f"{package}/{folder}/{file.name}" in names
 
 
 def test_the_application_runs_from_its_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:

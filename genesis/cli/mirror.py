@@ -14,14 +14,13 @@ from types import FrameType
 from genesis.base.arguments import Parser, read_size
 from genesis.base.errors import UserError, printable
 from genesis.base.run_directory import RUNS_NAME
-from genesis.operations.supervise.mirror import Mirror, MirrorOptions
-from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
-from genesis.operations.supervise.mirror_history import verify_history
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_place import Place
-from genesis.operations.supervise.mirror_plan import MirrorRetention
-from genesis.operations.supervise.mirror_source import Pace
-from genesis.operations.supervise.mirror_state import without_password
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.history import verify_history
+from genesis.operations.mirror.mirror import Mirror, MirrorOptions
+from genesis.operations.mirror.places import Place, open_place
+from genesis.operations.mirror.plan import MirrorRetention
+from genesis.operations.mirror.status import without_password
+from genesis.operations.mirror.transfer import Pace
 
 _BAD = 1
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM

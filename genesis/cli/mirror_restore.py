@@ -9,10 +9,10 @@ from genesis.base.run_directory import RunDirectory
 from genesis.cli.mirror import read_rate
 from genesis.data.remote import strip_local
 from genesis.data.store import is_url
-from genesis.operations.supervise.mirror import OWNER_NAME
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_restore import restore_run
-from genesis.operations.supervise.mirror_state import without_password
+from genesis.operations.mirror.mirror import OWNER_NAME
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.restore import restore_run
+from genesis.operations.mirror.status import without_password
 
 _DESCRIPTION = """Copies the newest checkpoint of a mirror that verifies into a run's directory, with the base that it
 names; `genesis fit ... --ckpt_path latest` continues from it. The run may be empty, or have older checkpoints; if its

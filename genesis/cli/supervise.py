@@ -23,8 +23,8 @@ from genesis.cli.supervise_observers import (
 )
 from genesis.operations.supervise.attempt import Limits
 from genesis.operations.supervise.decide import Policy
-from genesis.operations.supervise.loop import SuperviseOptions, Supervisor
-from genesis.operations.supervise.node_options import read_nodes
+from genesis.operations.supervise.loop import supervise
+from genesis.operations.supervise.options import SuperviseOptions, read_nodes
 from genesis.recipe.imports import OPTION
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
@@ -87,10 +87,10 @@ def main(argv: list[str]) -> int:
     report = open_report(arguments, run_dir)
     if nodes is not None:
         with _quiet_stores():
-            from genesis.operations.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
+            from genesis.operations.supervise.nodes import supervise_nodes  # noqa: PLC0415  # its rendezvous imports torch
 
-        return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name)).run()
-    return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
+        return supervise_nodes(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name))
+    return supervise(options, report, _echo, open_observers(arguments, run_dir, report))
 
 
 @contextlib.contextmanager

@@ -8,14 +8,15 @@ from pathlib import Path
 from genesis.base.arguments import Parser
 from genesis.base.errors import UserError
 from genesis.cli.mirror import read_rate
+from genesis.operations.mirror.metrics import MirrorCollector
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.plan import MirrorRetention
+from genesis.operations.mirror.process import MirrorProcess, MirrorProcessOptions
 from genesis.operations.supervise.alerts import AlertOptions, Alerts, check_program, read_command
 from genesis.operations.supervise.log_lines import LogFormat, build_report
 from genesis.operations.supervise.metrics import MetricsServer
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_plan import MirrorRetention
-from genesis.operations.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
-from genesis.operations.supervise.node_options import NodeOptions
 from genesis.operations.supervise.observers import Observer
+from genesis.operations.supervise.options import NodeOptions
 from genesis.operations.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
 FILES_OF_ANY_RUN = ("alerts", "dashboard")
@@ -112,7 +113,9 @@ def open_observers(
             check_program(command)
         observers.append(Alerts(run_dir, options, report))
     if arguments.metrics_port is not None:
-        server = MetricsServer(run_dir, arguments.metrics_host, arguments.metrics_port, node)
+        server = MetricsServer(
+            run_dir, arguments.metrics_host, arguments.metrics_port, node, others=[MirrorCollector(run_dir)]
+        )
         report(f"metrics at {server.url}/metrics, health at {server.url}/healthz")
         observers.append(server)
     elif arguments.metrics_host != _HOST:

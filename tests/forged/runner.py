@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import genesis.data.prepare
-import genesis.operations.supervise.mirror_restore  # noqa: F401
+import genesis.operations.mirror.restore  # noqa: F401
 from genesis.base import processes
 from genesis.cli.main import main
 from genesis.export import importing, proof

@@ -24,9 +24,8 @@ from genesis.base.progress import numbered
 from genesis.operations.rehearse.compare import read_losses
 from genesis.operations.rehearse.display import Display
 from genesis.operations.rehearse.killed_run import POLL_SECONDS, KilledRun
-from genesis.operations.rehearse.launch import Launcher, Start, read_last_words
+from genesis.operations.rehearse.launch import MARK_NAME, Launcher, Start, read_last_words
 from genesis.operations.rehearse.plan import Trigger, Victim, plan_kills
-from genesis.operations.rehearse.processes import MARK_NAME
 from genesis.operations.rehearse.recipe import RehearsedRecipe, resolve_recipe
 from genesis.operations.rehearse.report import Report
 from genesis.operations.rehearse.watch import RunView

@@ -10,8 +10,7 @@ from genesis.base.errors import UserError
 from genesis.export.card import PLACE
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.operations.release.folder import SUMS_NAME
-from genesis.operations.release.licenses import OTHER
-from genesis.operations.release.options import ReleaseOptions
+from genesis.operations.release.options import OTHER, ReleaseOptions
 
 LICENSE_NAME: Final = "LICENSE"
 

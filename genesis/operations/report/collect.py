@@ -17,8 +17,8 @@ from genesis.base.errors import UserError, printable
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.evaluate.results import Result, read_results
 from genesis.operations.report.log import RunLog, read_log
+from genesis.operations.report.runs import RunSummary, parse_recipe, summarise_run
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes
-from genesis.operations.supervise.runs import RunSummary, parse_recipe, summarise_run
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.events import Event
 from genesis_callbacks.base.json_text import load_json

@@ -12,8 +12,8 @@ from genesis.operations.plan.recipe import Recipe, read_recipe
 from genesis.operations.plan.timeline import Timeline, play_step
 from genesis.operations.report.charts import Drawing
 from genesis.operations.report.collect import Run
+from genesis.operations.report.runs import parse_recipe
 from genesis.operations.report.style import Palette, new_figure, styled
-from genesis.operations.supervise.runs import parse_recipe
 from genesis_callbacks.base.errors import printable
 
 _GB: Final = 1e9

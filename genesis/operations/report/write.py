@@ -1,4 +1,4 @@
-"""Writes a report: the page, and pictures of its main charts."""
+"""Writes a report: the page, pictures of its main charts, and texts that the newest checkpoint writes."""
 
 import re
 import time
@@ -7,18 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from matplotlib.figure import Figure
+
 from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.report.collect import collect_runs
-from genesis.operations.report.overview import build_overview
+from genesis.generate.ids import build_writer
+from genesis.generate.load import load_decoder
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.operations.report.charts import CHARTS
+from genesis.operations.report.collect import Run, Sample, collect_runs
+from genesis.operations.report.history import draw_timeline
 from genesis.operations.report.page import plan_sections, render_page
-from genesis.operations.report.style import LIGHT, VARIABLES, to_png, to_svg_file
-from genesis.operations.report.texts import write_texts
+from genesis.operations.report.style import LIGHT, VARIABLES, Palette, new_figure, styled, to_png, to_svg_file
+from genesis.tokenizer.tokenizer import encode_prompt
 from genesis_callbacks.base.files import replace_file
 
 OVERVIEW_NAME: Final = "overview.png"
 _OVERVIEW_SVG: Final = "overview.svg"
+_MAIN: Final = ("bits-per-byte", "loss", "gradient-norm", "tokens-per-second", "learning-rate")
+_TEMPERATURE: Final = 0.7
+_NUM_TOKENS: Final = 120
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9-]")
 
 
@@ -77,3 +87,45 @@ def _write(path: Path, data: bytes) -> None:
         replace_file(path, data, has_rivals=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another place by --out or --png") from error
+
+
+def build_overview(runs: Sequence[Run], palette: Palette) -> Figure:
+    """Returns loss, gradient norm and speed of the runs, and the timeline of the first one."""
+    charts = [chart for chart in CHARTS if chart.name in _MAIN and any(chart.is_in(run) for run in runs)]
+    charts = sorted(charts, key=lambda chart: _MAIN.index(chart.name))
+    charts = [chart for chart in charts if chart.name != "loss" or charts[0] is chart][:3]
+    has_timeline = bool(runs[0].events)
+    num_panels = max(1, len(charts) + has_timeline)
+    with styled(palette):
+        figure = new_figure(3.0 * -(-num_panels // 2), 10.0)
+        for place, chart in enumerate(charts):
+            axes = figure.add_subplot(-(-num_panels // 2), 2, place + 1)
+            chart.draw(axes, runs, palette)
+            axes.set_title(chart.title, fontsize=11)
+            if any(label for label in axes.get_legend_handles_labels()[1]):
+                axes.legend(loc="best")
+        if has_timeline:
+            axes = figure.add_subplot(-(-num_panels // 2), 2, num_panels)
+            draw_timeline(axes, runs[0], palette)
+            axes.set_title("Checkpoints and crashes", fontsize=11)
+    return figure
+
+
+def write_texts(run: Path, prompts: Sequence[str]) -> list[Sample]:
+    """Returns the newest checkpoint's continuation of each prompt, sampled with a fixed seed on the CPU.
+
+    Raises:
+        UserError: The run has no checkpoint or no tokenizer.
+    """
+    loaded = load_decoder(run)
+    tokenizer = loaded.text_tokenizer
+    options = GenerateOptions(max_new_tokens=_NUM_TOKENS, sampling=SamplingOptions(_TEMPERATURE), seed=0)
+    writers, texts = [build_writer(tokenizer) for _ in prompts], list(prompts)
+    ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    for token in generate(loaded.decoder, ids, options, loaded.stop_ids):
+        if token.id < tokenizer.vocab_size:  # a model may have more ids, without a text
+            texts[token.prompt] += writers[token.prompt].feed(token.id)
+        if token.is_last:
+            texts[token.prompt] += writers[token.prompt].flush()
+    title = f"{loaded.checkpoint.name}, temperature {_TEMPERATURE}"
+    return [Sample(title, text) for text in texts]

@@ -25,7 +25,7 @@ import aiohttp
 from genesis.base.errors import UserError
 from genesis.base.processes import start_program
 from genesis.operations.supervise.crashes import CrashRecord
-from genesis.operations.supervise.observers import NullObserver
+from genesis.operations.supervise.observers import Observer
 from genesis.operations.supervise.status import SupervisorStatus
 
 _ATTEMPTS: Final = 3
@@ -85,7 +85,7 @@ def check_program(command: Sequence[str]) -> None:
         )
 
 
-class Alerts(NullObserver):
+class Alerts(Observer):
     """Delivers an alert for each crash, recovery and end, in order.
 
     The object of an alert has `event` ("crash", "recovery" or "end"), `run`, `text` for people, `time`, and what else

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -63,12 +63,16 @@ class Sight:
         restored_step: Step of the checkpoint that was restored; None before, and for a start from scratch.
         started_seconds: When a rank had taken the run's directory, by the monotonic clock; None before.
         failures: By rank, the first event of its fit's failure.
+        looked_seconds: When heartbeats and events were read last, by the monotonic clock.
+        end_seconds: When the end was noticed, by the monotonic clock; 0 before.
     """
 
     heartbeats: dict[int, HeartbeatRecord] = field(default_factory=dict)
     restored_step: int | None = None
     started_seconds: float | None = None
     failures: dict[int, Event] = field(default_factory=dict)
+    looked_seconds: float = 0.0
+    end_seconds: float = 0.0
 
     @property
     def step(self) -> int | None:
@@ -108,8 +112,8 @@ class Attempt:
         limits: How long things may take.
         find_stop: Returns why the ranks shall save and stop, or None.
         on_look: Called with what is seen, a few times a second.
+        events: Follows the run's events from before the launch.
         peers: The other nodes of the attempt; None on one node.
-        events: What follows the run's events from before the launch; None for an attempt that is found.
     """
 
     def __init__(
@@ -120,101 +124,95 @@ class Attempt:
         limits: Limits,
         find_stop: Callable[[], str | None],
         on_look: Callable[[Sight], None],
+        events: EventFollower,
         peers: Peers | None = None,
-        events: EventFollower | None = None,
     ) -> None:
         self._run_dir, self._client, self._outputs, self._limits = run_dir, client, outputs, limits
-        self._find_stop, self._on_look = find_stop, on_look
-        state = client.state
-        assert state is not None
-        self._forked_seconds = state.forked_seconds
-        self._children: Sequence[Child] = state.children
-        self._peers = peers
-        # Monotonic clocks of several machines, and of one machine before and after a reboot, cannot be compared: only
-        # what comes from now on is of this attempt.
-        self._events = events or EventFollower(run_dir, is_from_now=peers is not None)
-        self._looked_seconds = 0.0
-        self._oom_kills = _count_oom_kills()
-        self._hung: tuple[int | None, float] | None = None
-        self._has_lost_launcher = False
-        self._is_disk_full = False
+        self._find_stop, self._on_look, self._events, self._peers = find_stop, on_look, events, peers
+        assert client.state is not None
+        self._ranks = client.state
         self.sight = Sight()
-        self.end_seconds = 0.0
-        """When the end was noticed, by the monotonic clock."""
 
     @property
     def pids(self) -> dict[int, int]:
         """Process id by rank."""
-        return {child.rank: child.pid for child in self._children}
+        return {child.rank: child.pid for child in self._ranks.children}
 
     @property
     def statuses(self) -> dict[int, int]:
         """Exit status by rank, of the ranks that have ended."""
-        return {child.rank: child.status for child in self._children if child.status is not None}
+        return {child.rank: child.status for child in self._ranks.children if child.status is not None}
 
     def run(self) -> Evidence:
         """Watches until the attempt is over and none of its ranks is left; returns what is left of them."""
-        stop_reason: str | None = None
+        oom_kills = _count_oom_kills()
+        found = Evidence((), False)
         try:
-            stop_reason = self._watch()
+            found = self._watch()
         except LauncherLostError:
             self._lose_launcher()
-        self.end_seconds = time.monotonic()
+        self.sight.end_seconds = time.monotonic()
         if self._peers is not None and not self._is_complete():
             self._peers.tell_end()
         self._look()
-        survivors = {child.rank for child in self._children if child.status is None}
-        if survivors and not self._has_lost_launcher:
-            self._end_ranks(has_hung=self._hung is not None)
+        survivors = {child.rank for child in self._ranks.children if child.status is None}
+        if survivors:
+            self._end_ranks(has_hung=found.hung_seconds is not None)
         self._look()
         # Without space neither events nor output say why a rank has ended.
-        has_failed = any(child.status not in (0, None) for child in self._children)
-        self._is_disk_full = self._is_disk_full or (has_failed and not has_space(self._run_dir, _HEARTBEAT_BYTES))
-        return self._gather(survivors, stop_reason)
+        has_failed = any(child.status not in (0, None) for child in self._ranks.children)
+        return replace(
+            found,
+            ranks=[self._describe(child, child.rank in survivors) for child in self._ranks.children],
+            has_trained=self.sight.has_trained,
+            is_disk_full=found.is_disk_full or (has_failed and not has_space(self._run_dir, _HEARTBEAT_BYTES)),
+            oom_kills=_count_oom_kills() - oom_kills,
+        )
 
     def _is_complete(self) -> bool:
-        return all(child.status == 0 for child in self._children)
+        return all(child.status == 0 for child in self._ranks.children)
 
     # ---- watching
 
-    def _watch(self) -> str | None:
-        """Returns why the ranks were asked to stop, once a rank has failed, all have ended or one hangs; or None."""
+    def _watch(self) -> Evidence:
+        """Returns why the watch is over: a rank has failed, all have ended, one hangs, or they were asked to stop."""
         first_end_seconds: float | None = None
         while True:
             self._poll(_POLL_SECONDS)
-            alive = [child for child in self._children if child.status is None]
-            if not alive or any(child.status for child in self._children):
-                return None
+            alive = [child for child in self._ranks.children if child.status is None]
+            if not alive or any(child.status for child in self._ranks.children):
+                return Evidence((), False)
             now = time.monotonic()
-            if len(alive) < len(self._children):  # the others have ended well; these close their files
+            if len(alive) < len(self._ranks.children):  # the others have ended well; these close their files
                 first_end_seconds = first_end_seconds or now
             if self._peers is not None and self._peers.has_ended():
-                return None
+                return Evidence((), False)
             stop_reason = self._find_stop()
             if stop_reason is not None:
                 self._stop_ranks()
-                return stop_reason
-            if now - self._looked_seconds >= _LOOK_SECONDS:
+                return Evidence((), False, stop_reason=stop_reason)
+            if now - self.sight.looked_seconds >= _LOOK_SECONDS:
                 self._look()
-                self._is_disk_full = self._is_silenced_by_disk(now, alive)
-                self._hung = self._find_hung(now, alive, first_end_seconds)
-                if self._hung is not None or self._is_disk_full:
-                    return None
+                is_disk_full = self._is_silenced_by_disk(now, alive)
+                hung = self._find_hung(now, alive, first_end_seconds)
+                if hung is not None or is_disk_full:
+                    rank, seconds = (None, None) if hung is None else hung
+                    return Evidence((), False, hung_rank=rank, hung_seconds=seconds, is_disk_full=is_disk_full)
 
     def _poll(self, seconds: float) -> None:
         if self._client.poll(seconds) and self._client.state is not None:
-            self._children = self._client.state.children
+            self._ranks = self._client.state
 
     def _look(self) -> None:
-        self._looked_seconds = time.monotonic()
+        self.sight.looked_seconds = time.monotonic()
         pids = self.pids
         for rank, beat in read_heartbeats(self._run_dir).items():
             # The file of an earlier attempt stays until the rank writes its first.
-            if pids.get(rank) == beat.pid and beat.monotonic_seconds >= self._forked_seconds:
+            if pids.get(rank) == beat.pid and beat.monotonic_seconds >= self._ranks.forked_seconds:
                 self.sight.heartbeats[rank] = beat
         for event in self._events.poll():
             is_ours = self._peers is None or event.rank in pids
-            if is_ours and event.monotonic_seconds < self._forked_seconds:
+            if is_ours and event.monotonic_seconds < self._ranks.forked_seconds:
                 continue
             if event.kind == "started" and is_ours and self.sight.started_seconds is None:
                 self.sight.started_seconds = event.monotonic_seconds
@@ -251,7 +249,7 @@ class Attempt:
 
     def _last_sign(self, rank: int) -> float:
         beat = self.sight.heartbeats.get(rank)
-        return self._forked_seconds if beat is None else beat.monotonic_seconds
+        return self._ranks.forked_seconds if beat is None else beat.monotonic_seconds
 
     # ---- ending
 
@@ -274,7 +272,7 @@ class Attempt:
 
     def _send(self, number: int) -> None:
         # A child that has ended and is not waited for keeps its number: the launcher reaps and reports in one step.
-        for child in self._children:
+        for child in self._ranks.children:
             if child.status is None:
                 try:
                     os.kill(child.pid, number)
@@ -284,7 +282,7 @@ class Attempt:
     def _wait_ended(self, limit_seconds: float) -> None:
         deadline_seconds = time.monotonic() + limit_seconds
         try:
-            while any(child.status is None for child in self._children):
+            while any(child.status is None for child in self._ranks.children):
                 left = deadline_seconds - time.monotonic()
                 if left <= 0:
                     return
@@ -294,23 +292,11 @@ class Attempt:
 
     def _lose_launcher(self) -> None:
         """Notes that the kernel has ended all ranks with their launcher."""
-        self._has_lost_launcher, now = True, time.monotonic()
-        for child in self._children:
+        for child in self._ranks.children:
             if child.status is None:
-                child.status, child.ended_seconds = -signal.SIGKILL, now
+                child.status, child.ended_seconds = -signal.SIGKILL, time.monotonic()
 
     # ---- what is left
-
-    def _gather(self, survivors: set[int], stop_reason: str | None) -> Evidence:
-        return Evidence(
-            ranks=[self._describe(child, child.rank in survivors) for child in self._children],
-            has_trained=self.sight.has_trained,
-            hung_rank=None if self._hung is None else self._hung[0],
-            hung_seconds=None if self._hung is None else self._hung[1],
-            stop_reason=stop_reason,
-            is_disk_full=self._is_disk_full,
-            oom_kills=_count_oom_kills() - self._oom_kills,
-        )
 
     def _describe(self, child: Child, is_survivor: bool) -> RankEnd:
         failure = self.sight.failures.get(child.rank)
@@ -323,7 +309,7 @@ class Attempt:
             status=None if is_ours else child.status,
             moment_seconds=failure.monotonic_seconds
             if failure is not None
-            else child.ended_seconds or self.end_seconds,
+            else child.ended_seconds or self.sight.end_seconds,
             output=read_tail(self._outputs[child.rank]).decode(errors="replace"),
             error_class=(failure.error_class or "") if failure is not None else "",
             error_text=failure.text if failure is not None else "",

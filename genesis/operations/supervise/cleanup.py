@@ -5,8 +5,6 @@ is killed. What other programs hold is never touched.
 """
 
 import contextlib
-import fcntl
-import os
 import shutil
 import socket
 import subprocess
@@ -17,9 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.base.processes import Mark, find_kind, find_processes, kill_process, run_program
-from genesis.base.run_directory import RunDirectory
-from genesis_callbacks.base.locks import lock_file
-from genesis_callbacks.base.run_directory import LOCK_NAME
+from genesis.operations.supervise.checkpoints import is_held
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _FIRST_POLL_SECONDS: Final = 0.01
@@ -96,27 +92,12 @@ def find_held(scene: Scene, waited_seconds: float = 0.0) -> list[Held]:
         held.append(Held(f"{kind} (process {process.pid})", is_ours=True))
     # The lock and the port first become free when their processes are gone.
     if not held:
-        if scene.has_lock and not _is_lock_free(RunDirectory(scene.run_dir).checkpoints / LOCK_NAME):
+        if scene.has_lock and is_held(scene.run_dir):
             held.append(Held("the run's lock, which another process holds", is_ours=False))
         if scene.port is not None and not is_port_free(scene.port):
             held.append(Held(f"port {scene.port}", is_ours=False))
         held += _find_on_devices(scene.pids)
     return held
-
-
-def _is_lock_free(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        # Shared, for a moment only: a fit that starts meanwhile tries for longer than that.
-        lock_file(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def is_port_free(port: int) -> bool:

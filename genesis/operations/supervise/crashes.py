@@ -8,16 +8,15 @@ The record is written again when the run has recovered, with what the crash has 
 while the supervisor writes them. Whatever the files hold, reading them raises no error.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.plain import count, entries, number, read_object, text
+from genesis.operations.supervise.plain import read_record, write_record
 from genesis_callbacks.base.files import replace_file
 
 RECORD_NAME: Final = "crash.json"
@@ -82,7 +81,7 @@ def write_crash(run_dir: Path, record: CrashRecord, files: Mapping[str, bytes] |
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in (files or {}).items():
         replace_file(folder / name, data)
-    replace_file(folder / RECORD_NAME, json.dumps(asdict(record), indent=2).encode() + b"\n")
+    write_record(folder / RECORD_NAME, record)
     return folder
 
 
@@ -99,46 +98,8 @@ def read_crashes(run_dir: Path) -> list[CrashRecord]:
 
 
 def _read(path: Path) -> CrashRecord | None:
-    content = read_object(path)
-    try:
-        record = None if content is None else _decode(content)
-    except (ValueError, LookupError, OverflowError):  # a forged record, or one of another version
+    record = read_record(CrashRecord, path)
+    if record is None or not 0 <= record.time_seconds < _MAX_TIME_SECONDS:
         return None
     # A record that names another folder would be written there again, and would spoil the numbers of those to come.
-    return record if record is not None and record.folder_name == path.parent.name else None
-
-
-def _decode(content: Mapping[str, Any]) -> CrashRecord:
-    return CrashRecord(
-        number=count(content["number"]),
-        attempt=count(content["attempt"]),
-        end_class=text(content["end_class"]),
-        rank=_maybe_count(content["rank"]),
-        step=_maybe_count(content["step"]),
-        time_seconds=_time(content["time_seconds"]),
-        reason=text(content["reason"]),
-        action=text(content["action"]),
-        clocks={name: count(value) for name, value in entries(content["clocks"]).items()},
-        statuses={int(name): count(value) for name, value in entries(content["statuses"]).items()},
-        environment={name: text(value) for name, value in entries(content["environment"]).items()},
-        saved_step=count(content["saved_step"]),
-        resumed_from=_maybe_count(content["resumed_from"]),
-        repeated_steps=_maybe_count(content["repeated_steps"]),
-        lost_seconds=_maybe_number(content["lost_seconds"]),
-        cost=_maybe_number(content["cost"]),
-    )
-
-
-def _time(value: Any) -> float:
-    seconds = number(value)
-    if not 0 <= seconds < _MAX_TIME_SECONDS:
-        raise ValueError("not a time that a calendar has")
-    return seconds
-
-
-def _maybe_count(value: Any) -> int | None:
-    return None if value is None else count(value)
-
-
-def _maybe_number(value: Any) -> float | None:
-    return None if value is None else number(value)
+    return record if record.folder_name == path.parent.name else None

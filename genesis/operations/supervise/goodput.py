@@ -1,10 +1,7 @@
 """Where the wall time of a supervised run went."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
-
-from genesis.operations.supervise.plain import number
+from typing import Literal
 
 Part = Literal["trained", "start", "restore", "repeated", "saves", "waiting", "down"]
 
@@ -44,15 +41,6 @@ class Goodput:
     def add(self, other: "Goodput") -> "Goodput":
         """Returns the sums of both."""
         return Goodput(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Goodput)))
-
-    @classmethod
-    def decode(cls, content: Mapping[str, Any]) -> "Goodput":
-        """Returns what `asdict` made.
-
-        Raises:
-            ValueError: A part is not a finite number.
-        """
-        return cls(**{field.name: number(content.get(field.name, 0.0)) for field in fields(cls)})
 
 
 class GoodputMeter:

@@ -24,12 +24,15 @@ from genesis.operations.supervise.launch_protocol import (
     encode,
     short_path,
 )
+from genesis_callbacks.base.untrusted import read_text
 
 MARK_NAME: Final = "GENESIS_SUPERVISED"
 """Environment variable that marks every process of a supervised run."""
 
 _IMPORT_LIMIT_SECONDS: Final = 600.0
 _START_TRIES: Final = 3
+_LAUNCHER_TRIES: Final = 2
+_KILLED_TRIES: Final = 5
 _END_LIMIT_SECONDS: Final = 20
 _POLL_SECONDS: Final = 0.02
 
@@ -137,6 +140,68 @@ class LauncherClient:
             raise RunEndedError(f"attempt {attempt} cannot be launched: {state.error}")
         return state
 
+    def launch(self, attempt: int, jobs: Sequence[Job]) -> None:
+        """Forks the children of an attempt, from a new launcher where the last one has just ended.
+
+        Raises:
+            RunEndedError: The new one has ended, too, or several were killed one after the other.
+        """
+        num_tries, limit = 0, _KILLED_TRIES
+        while num_tries < limit:
+            num_tries += 1
+            try:
+                self._ensure_started()
+                self.fork(attempt, jobs)
+                return
+            except LauncherLostError:
+                limit = _KILLED_TRIES if self.was_killed() else _LAUNCHER_TRIES
+                self.close()
+        log = self._directory / "launcher.log"
+        raise RunEndedError(f"the launcher of ranks ends before it has launched any (see {log})")
+
+    def _ensure_started(self) -> None:
+        try:
+            while self.poll(0.0):
+                pass
+        except LauncherLostError:
+            self.start()
+
+    def call(self, target: str, arguments: Sequence[str]) -> None:
+        """Runs a function in a child of the launcher, and again if the child or the launcher was killed.
+
+        Args:
+            target: `module:function`.
+            arguments: Its arguments.
+
+        Raises:
+            RunEndedError: It failed; the exit status is the child's.
+        """
+        status: int | None = None
+        for _ in range(_KILLED_TRIES):
+            job = build_probe(target, arguments, self._directory, self._mark)
+            self.launch(0, [job])
+            status = self._wait_for_job()
+            if status is not None and status >= 0:
+                break
+        if status:
+            lines = read_text(Path(job.output), errors="replace").splitlines()
+            killed = f"{target} was ended by signal {-status}" if status < 0 else f"{target} ended with status {status}"
+            error = RunEndedError((lines or [killed])[-1].removeprefix("genesis: error: "))
+            error.exit_status = status if status > 0 else 1
+            raise error
+        if status is None:
+            raise RunEndedError(f"the launcher of ranks has ended (see {self._directory / 'launcher.log'})")
+
+    def _wait_for_job(self) -> int | None:
+        """Returns the status of the launcher's only child when it has ended; None if the launcher ends before."""
+        try:
+            while self.state is not None and any(child.status is None for child in self.state.children):
+                self.poll(1.0)
+        except LauncherLostError:
+            return None
+        assert self.state is not None
+        return self.state.children[0].status
+
     def poll(self, limit_seconds: float) -> bool:
         """Waits up to `limit_seconds` for news, and returns whether there was one; `state` is then the newest.
 
@@ -242,3 +307,11 @@ class LauncherClient:
             if self.poll(1.0) and self.state is not None:
                 return self.state
         raise LauncherLostError
+
+
+def build_probe(target: str, arguments: Sequence[str], directory: Path, mark: Mark) -> Job:
+    """Returns a job that is no training."""
+    output = directory / "job.log"
+    output.write_bytes(b"")
+    environment = {**os.environ, mark.name: mark.value}
+    return Job(0, target, list(arguments), environment, str(Path.cwd()), str(output), str(directory / "job.stacks"))

@@ -15,20 +15,19 @@
     genesis_time_seconds_total          wall time by `part`: trained, start, restore, repeated, saves, waiting, down
     genesis_time_lost_seconds_total     wall time that trained no new tokens
     genesis_goodput_ratio               the share of wall time that trained new tokens, from 0 to 1
-    genesis_mirror_lag_seconds          time since the first commit that the `mirror` lacks; 0 if it lacks none
-    genesis_mirror_failing              1 if the last attempt of the `mirror` failed
     genesis_attempt, genesis_ranks      number of the attempt, and of its ranks on this node
     genesis_node_info                   1, with the `node` whose supervisor answers; only with `--nodes`
     genesis_state                       1 for the `state` of the run, 0 for the others
 
-The clocks of tokens go back with a restart, and a Prometheus counter must not: therefore they are gauges.
+Other parts of a run add their own metrics, as `genesis.operations.mirror.metrics` does. The clocks of tokens go back
+with a restart, and a Prometheus counter must not: therefore they are gauges.
 """
 
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -41,11 +40,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from genesis.base.errors import UserError, printable
-from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.mirror_state import measure_lag, read_mirror_statuses
-from genesis.operations.supervise.observers import NullObserver
+from genesis.operations.supervise.checkpoints import commit_seconds, list_markers
+from genesis.operations.supervise.observers import Observer
 from genesis.operations.supervise.status import State, SupervisorStatus, read_status
-from genesis_callbacks.base.run_directory import COMMITTED_NAME, is_checkpoint_name
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 
 _STALE_SECONDS: Final = 60.0
@@ -82,23 +79,17 @@ class RunCollector(Collector):
         status = self._read()
         heartbeats = list(read_heartbeats(self._run_dir).values())
         newest = max(heartbeats, key=lambda record: record.time_seconds, default=None)
-        yield from self._collect_progress(status, newest)
+        steps = [each.step for each in (status, newest) if each is not None]
+        yield self._counter("genesis_steps", "The largest step that any attempt has reached", max(steps, default=0))
+        if newest is not None:
+            yield from self._collect_progress(newest)
         yield from self._collect_ages(status, heartbeats, newest)
         if status is not None:
             yield from self._collect_status(status)
         if self._node is not None:
-            info = GaugeMetricFamily("genesis_node_info", "The node of this supervisor", labels=("run", "node"))
-            info.add_metric((self._name, self._node), 1.0)
-            yield info
-        yield from self._collect_mirrors()
+            yield self._gauge("genesis_node_info", "The node of this supervisor", {self._node: 1.0}, "node")
 
-    def _collect_progress(
-        self, status: SupervisorStatus | None, newest: HeartbeatRecord | None
-    ) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        steps = [*([status.step] if status is not None else []), *([newest.step] if newest is not None else [])]
-        yield self._counter("genesis_steps", "The largest step that any attempt has reached", max(steps, default=0))
-        if newest is None:
-            return
+    def _collect_progress(self, newest: HeartbeatRecord) -> Iterator[Metric]:
         yield self._gauge("genesis_step", "Step of the current attempt", newest.step)
         for clock in ("tokens_seen", "tokens_updated"):
             if clock in newest.clocks:
@@ -110,7 +101,7 @@ class RunCollector(Collector):
 
     def _collect_ages(
         self, status: SupervisorStatus | None, heartbeats: list[HeartbeatRecord], newest: HeartbeatRecord | None
-    ) -> Iterator[GaugeMetricFamily]:
+    ) -> Iterator[Metric]:
         now = self._clock()
         committed = find_newest_commit(self._run_dir)
         begin = committed if committed is not None else status.began_seconds if status is not None else None
@@ -122,60 +113,47 @@ class RunCollector(Collector):
             oldest = min(record.time_seconds for record in live)
             yield self._gauge("genesis_heartbeat_age_seconds", "Age of the oldest heartbeat", max(0.0, now - oldest))
 
-    def _collect_status(self, status: SupervisorStatus) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def _collect_status(self, status: SupervisorStatus) -> Iterator[Metric]:
         yield self._counter("genesis_crashes", "Ends of attempts before the run was complete", status.num_crashes)
-        restarts = CounterMetricFamily("genesis_restarts", "Restarts by class of the end", labels=("run", "class"))
-        for name, count in status.restarts.items():
-            restarts.add_metric((self._name, name), count)
-        yield restarts
+        yield self._counter("genesis_restarts", "Restarts by class of the end", status.restarts, "class")
         if status.verified_step is not None:
             yield self._gauge("genesis_last_verified_step", "Newest verified checkpoint", status.verified_step)
-        parts = CounterMetricFamily("genesis_time_seconds", "Wall time by use", labels=("run", "part"))
-        for part, seconds in asdict(status.goodput).items():
-            parts.add_metric((self._name, part), seconds)
-        yield parts
+        yield self._counter("genesis_time_seconds", "Wall time by use", asdict(status.goodput), "part")
         yield self._counter("genesis_time_lost_seconds", "Wall time without new tokens", status.lost_seconds)
         yield self._gauge("genesis_goodput_ratio", "Share of wall time that trained new tokens", status.goodput.share)
         yield self._gauge("genesis_attempt", "Number of the attempt", status.attempt)
         yield self._gauge("genesis_ranks", "Number of ranks on this node", status.num_ranks)
-        states = GaugeMetricFamily("genesis_state", "State of the run", labels=("run", "state"))
-        for state in get_args(State):
-            states.add_metric((self._name, state), float(state == status.state))
-        yield states
+        states = {state: float(state == status.state) for state in get_args(State)}
+        yield self._gauge("genesis_state", "State of the run", states, "state")
 
-    def _collect_mirrors(self) -> Iterator[GaugeMetricFamily]:
-        lag = GaugeMetricFamily("genesis_mirror_lag_seconds", "Time the mirror is behind", labels=("run", "mirror"))
-        failing = GaugeMetricFamily("genesis_mirror_failing", "Whether the mirror fails", labels=("run", "mirror"))
-        for mirror in read_mirror_statuses(self._run_dir):
-            lag.add_metric((self._name, mirror.url), measure_lag(self._run_dir, mirror, self._clock()))
-            failing.add_metric((self._name, mirror.url), float(bool(mirror.problem)))
-        yield lag
-        yield failing
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
+        return self._fill(CounterMetricFamily, name, text, value, label)
 
-    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, help_text, labels=("run",))
-        family.add_metric((self._name,), value)
-        return family
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None) -> Metric:
+        return self._fill(GaugeMetricFamily, name, text, value, label)
 
-    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, help_text, labels=("run",))
-        family.add_metric((self._name,), value)
-        return family
+    def _fill(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        value: float | Mapping[str, float],
+        label: str | None,
+    ) -> Metric:
+        """Returns a metric with one value, or with one for each value of a label."""
+        metric = family(name, text, labels=("run",) if label is None else ("run", label))
+        for key, each in value.items() if isinstance(value, Mapping) else ((None, value),):
+            metric.add_metric((self._name,) if key is None else (self._name, key), each)
+        return metric
 
 
 def find_newest_commit(run_dir: Path) -> float | None:
     """Returns the Unix time of the newest commit of a run; None without any."""
-    times = []
-    try:
-        for path in RunDirectory(run_dir).checkpoints.iterdir():
-            if is_checkpoint_name(path.name):
-                times.append((path / COMMITTED_NAME).stat().st_mtime)
-    except OSError:  # there is no directory yet, or retention removes a checkpoint at this moment
-        return max(times, default=None)
-    return max(times, default=None)
+    found = map(commit_seconds, list_markers(run_dir).values())
+    return max((seconds for seconds in found if seconds is not None), default=None)
 
 
-class MetricsServer(NullObserver):
+class MetricsServer(Observer):
     """Answers `/metrics` for Prometheus and `/healthz`, in threads of its own, as an observer of the supervisor.
 
     `/healthz` answers with status 200 while the supervisor's loop works, else with 503 and the reason.
@@ -184,6 +162,8 @@ class MetricsServer(NullObserver):
         run_dir: The run's directory.
         host: Address to listen on; the default can be reached from this machine alone.
         port: Port; 0 takes a free one.
+        node: The name of this node; None for a run on one node.
+        others: Collectors of other parts, such as a mirror's.
 
     Attributes:
         url: The address, as "http://127.0.0.1:9464".
@@ -192,11 +172,21 @@ class MetricsServer(NullObserver):
         UserError: The address cannot be listened on.
     """
 
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1", port: int = 0, node: str | None = None) -> None:
+    is_local = True
+
+    def __init__(
+        self,
+        run_dir: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        node: str | None = None,
+        others: Iterable[Collector] = (),
+    ) -> None:
         self._run_dir = run_dir
         self._status: SupervisorStatus | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(RunCollector(run_dir, str(run_dir), self._read, node=node))
+        for collector in (RunCollector(run_dir, str(run_dir), self._read, node=node), *others):
+            self._registry.register(collector)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             kind = _Server if family == socket.AF_INET else _Server6

@@ -7,7 +7,6 @@ over to a thread of its own. An observer that raises is reported in one line; th
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from genesis.base.errors import RunEndedError
 from genesis.operations.supervise.crashes import CrashRecord
@@ -35,8 +34,14 @@ class LaunchRefusedError(RunEndedError):
     """An observer knows that the run must not be launched now; the supervisor ends with this reason."""
 
 
-class Observer(Protocol):
-    """What happens to a supervised run. `NullObserver` has a method for each that does nothing."""
+class Observer:
+    """What happens to a supervised run. Each method does nothing: an observer defines those that it needs.
+
+    Attributes:
+        is_local: Whether each of several nodes has one of its own; other observers work for the node that leads.
+    """
+
+    is_local: bool = False
 
     def before_launch(self, run_dir: Path, attempt: int) -> None:
         """Called before an attempt is launched, when nothing of the attempt before is left.
@@ -61,28 +66,6 @@ class Observer(Protocol):
 
     def on_complete(self, status: SupervisorStatus) -> None:
         """Called once at the end, whether the run is complete, stopped or left to its queue (`status.state`)."""
-
-
-class NullObserver:
-    """Does nothing at any time; observers that need only some of the methods begin with it."""
-
-    def before_launch(self, run_dir: Path, attempt: int) -> None:
-        """Does nothing."""
-
-    def on_launch(self, launch: Launch) -> None:
-        """Does nothing."""
-
-    def on_end(self, record: CrashRecord) -> None:
-        """Does nothing."""
-
-    def on_recovered(self, record: CrashRecord) -> None:
-        """Does nothing."""
-
-    def on_status(self, status: SupervisorStatus) -> None:
-        """Does nothing."""
-
-    def on_complete(self, status: SupervisorStatus) -> None:
-        """Does nothing."""
 
 
 class Observers:

@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.base.errors import UserError
 from genesis.base.processes import Mark
@@ -15,7 +15,7 @@ from genesis.base.run_directory import RunDirectory
 from genesis.data.skipped import Ranges, merge
 from genesis.operations.supervise.decide import Action
 from genesis.operations.supervise.launch_protocol import Job
-from genesis.operations.supervise.plain import count, read_object, read_positions, text
+from genesis.operations.supervise.plain import read_record, write_record
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.run_directory import checkpoint_name
 from genesis_callbacks.base.untrusted import open_file
@@ -78,25 +78,7 @@ class RecipeFacts:
 
 def read_facts(directory: Path) -> RecipeFacts | None:
     """Returns the facts that `write_facts` wrote; None without valid ones."""
-    content = read_object(directory / FACTS_NAME)
-    try:
-        return None if content is None else _decode(content)
-    except (ValueError, LookupError):
-        return None
-
-
-def _decode(content: Mapping[str, Any]) -> RecipeFacts:
-    return RecipeFacts(
-        run_dir=text(content["run_dir"]),
-        num_ranks=count(content["num_ranks"]),
-        num_nodes=count(content["num_nodes"]),
-        micro_batch_size=count(content["micro_batch_size"]),
-        recipe_hash=text(content.get("recipe_hash", "")),
-        global_batch_size=count(content.get("global_batch_size", 0)),
-        unskippable=text(content.get("unskippable", "")),
-        skip_positions=read_positions(content.get("skip_positions", [])),
-        note=text(content.get("note", "")),
-    )
+    return read_record(RecipeFacts, directory / FACTS_NAME)
 
 
 @dataclass(frozen=True)
@@ -185,7 +167,7 @@ def build_jobs(
         arguments += ["--trainer.num_nodes", str(place.num_nodes)]
     place = place or ONE_NODE
     first = place.node * facts.num_ranks
-    folder = run.supervisor / f"attempt-{attempt:04d}"
+    folder = attempt_folder(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
     if skips:
         # A file, because a run may skip data in more places than arguments or a launcher's packet have room for.
@@ -205,6 +187,11 @@ def build_jobs(
         )
         for rank in range(first, first + facts.num_ranks)
     ]
+
+
+def attempt_folder(run: RunDirectory, attempt: int) -> Path:
+    """Returns where the output and the stacks of an attempt's ranks lie."""
+    return run.supervisor / f"attempt-{attempt:04d}"
 
 
 def build_environment(
@@ -228,17 +215,9 @@ def build_environment(
     return environment
 
 
-def build_probe(target: str, arguments: Sequence[str], directory: Path, mark: Mark) -> Job:
-    """Returns a job that is no training."""
-    output = directory / "job.log"
-    output.write_bytes(b"")
-    environment = {**os.environ, mark.name: mark.value}
-    return Job(0, target, list(arguments), environment, str(Path.cwd()), str(output), str(directory / "job.stacks"))
-
-
 def write_facts(path: Path, facts: RecipeFacts) -> None:
     """Writes the facts for the supervisor."""
-    path.write_text(json.dumps(vars(facts)), encoding="utf-8")
+    write_record(path, facts)
 
 
 def save_stalls(metrics: Path, after_step: int) -> float:

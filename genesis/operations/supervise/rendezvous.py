@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from genesis.base.errors import UserError
-from genesis.operations.supervise.node_options import NodeOptions
+from genesis.operations.supervise.options import NodeOptions
 
 _POLL_SECONDS: Final = 0.2
 _BEAT_SECONDS: Final = 0.5

@@ -4,6 +4,7 @@ All three use the documented exit statuses: 75 starts the run again without a co
 which a supervisor gives up do not start it again, and a supervisor that was killed is started again and finds its run.
 """
 
+import json
 import re
 import shlex
 import sys
@@ -11,14 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
-import yaml
+import jinja2
 
 from genesis.base.errors import UserError
 
 FileKind = Literal["systemd", "slurm", "kubernetes", "alerts", "dashboard"]
 FILE_KINDS: Final = get_args(FileKind)
+_FILES: Final = {
+    **{"systemd": "systemd.service.j2", "slurm": "slurm.sh.j2", "kubernetes": "kubernetes.yaml.j2"},
+    **{"alerts": "alerts.yaml", "dashboard": "dashboard.json"},
+}
+"""Templates of Jinja and whole files, in `files`."""
+
 
 REQUEUE_STATUS: Final = 75
 GAVE_UP_STATUSES: Final = (2, *range(80, 95))
@@ -60,9 +67,9 @@ class ServiceCommand:
         return f"genesis-{words}"[:_MAX_NAME].rstrip("-")
 
     @property
-    def all_words(self) -> list[str]:
-        """The whole command line."""
-        return [self.python, "-m", "genesis", "supervise", *self.words]
+    def start(self) -> list[str]:
+        """The beginning of the command line."""
+        return [self.python, "-m", "genesis", "supervise"]
 
 
 def render_file(kind: FileKind, command: ServiceCommand) -> str:
@@ -76,43 +83,31 @@ def render_file(kind: FileKind, command: ServiceCommand) -> str:
     Raises:
         UserError: A word cannot stand in such a file.
     """
-    if kind == "systemd":
-        return _render_systemd(command)
-    if kind == "slurm":
-        return _render_slurm(command) if command.max_nodes == 1 else _render_slurm_nodes(command)
-    if kind == "kubernetes":
-        return _render_kubernetes(command)
-    name = "alerts.yaml" if kind == "alerts" else "dashboard.json"
-    return (resources.files("genesis.operations.supervise") / "files" / name).read_text(encoding="utf-8")
-
-
-def _render_systemd(command: ServiceCommand) -> str:
-    words = " ".join(map(_quote_systemd, command.all_words))
-    statuses = " ".join(map(str, GAVE_UP_STATUSES))
-    return f"""\
-# Install: save as /etc/systemd/system/{command.name}.service (add User=), or as a user's unit in
-# ~/.config/systemd/user/{command.name}.service; then `systemctl [--user] enable --now {command.name}`.
-[Unit]
-Description=genesis supervise: {command.run_dir.as_posix().replace("%", "%%")}
-# A machine that starts again and again must not stop the run for good.
-StartLimitIntervalSec=0
-
-[Service]
-Type=exec
-WorkingDirectory={str(command.directory).replace("%", "%%")}
-ExecStart={words}
-Restart=on-failure
-RestartSec=5
-RestartForceExitStatus={REQUEUE_STATUS}
-RestartPreventExitStatus={statuses}
-# SIGTERM reaches the supervisor alone, which saves and ends its ranks; whatever is left is killed afterwards.
-KillMode=mixed
-TimeoutStopSec={_STOP_SECONDS}
-SuccessExitStatus={REQUEUE_STATUS}
-
-[Install]
-WantedBy=default.target
-"""
+    if kind in ("alerts", "dashboard"):
+        return (resources.files(__package__) / "files" / _FILES[kind]).read_text(encoding="utf-8")
+    port, rest = ("", list(command.words)) if command.max_nodes == 1 else _split_rdzv(command.words)
+    least, most = command.min_nodes, command.max_nodes
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "files"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters |= {
+        **{"shell_word": shlex.quote, "systemd_word": _quote_systemd, "yaml_word": _quote_yaml},
+        "percents": lambda text: text.replace("%", "%%"),
+    }
+    return environment.get_template(_FILES[kind]).render(
+        name=command.name,
+        run_dir=command.run_dir.as_posix(),
+        directory=str(command.directory),
+        start=command.start,
+        command=[*command.start, *command.words],
+        rest=rest,
+        port=port,
+        nodes=str(most) if least == most else f"{least}-{most}",
+        max_nodes=most,
+        requeue_status=REQUEUE_STATUS,
+        gave_up_statuses=GAVE_UP_STATUSES,
+        stop_seconds=_STOP_SECONDS,
+    )
 
 
 def _quote_systemd(word: str) -> str:
@@ -120,162 +115,14 @@ def _quote_systemd(word: str) -> str:
     return escaped if re.fullmatch(r"[A-Za-z0-9_./:=@,+%$-]+", escaped) and escaped != "--" else f'"{escaped}"'
 
 
-def _render_slurm(command: ServiceCommand) -> str:
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name={command.name}
-#SBATCH --nodes=1
-#SBATCH --ntasks=1
-#SBATCH --signal=B:USR1@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={command.name}-%j.log
-# Add what the cluster asks for, such as --partition, --time, --cpus-per-task and --gpus-per-node.
-
-cd {shlex.quote(str(command.directory))} || exit 2
-# Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted. The traps come
-# before the start: a signal right after it would end this script and leave the supervisor without it.
-pass_on() {{
-    if [ -z "$!" ]; then exit 143; fi
-    kill -"$1" "$!"
-}}
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
-{shlex.join(command.all_words)} &
-supervisor=$!
-# A signal ends `wait` early, so that it is repeated while the supervisor saves.
-while kill -0 "$supervisor" 2>/dev/null; do
-    wait "$supervisor"
-done
-wait "$supervisor"
-status=$?
-if [ "$status" -eq {REQUEUE_STATUS} ] && [ -n "$SLURM_JOB_ID" ]; then
-    scontrol requeue "$SLURM_JOB_ID" && exit 0
-fi
-exit "$status"
-"""
+def _quote_yaml(word: str) -> str:
+    return json.dumps(word, ensure_ascii=False)  # a text of JSON is one of YAML; pairs of surrogates would be none
 
 
-def _render_slurm_nodes(command: ServiceCommand) -> str:
-    words, port = _split_rdzv(command.words)
-    size = (
-        str(command.max_nodes) if command.min_nodes == command.max_nodes else f"{command.min_nodes}-{command.max_nodes}"
-    )
-    start = shlex.join([command.python, "-m", "genesis", "supervise"])
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name={command.name}
-#SBATCH --nodes={size}
-#SBATCH --ntasks-per-node=1
-#SBATCH --signal=B:USR1@120
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output={command.name}-%j.log
-# Add what the cluster asks for, such as --partition, --time, --cpus-per-task and --gpus-per-node.
-
-cd {shlex.quote(str(command.directory))} || exit 2
-# One supervisor per node; they meet at the first node of the list.
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted. They go
-# to the supervisors, which a signal to srun itself would not reach.
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 {start} --rdzv "$host:{port}" {shlex.join(words)} &
-step=$!
-while kill -0 "$step" 2>/dev/null; do
-    wait "$step"
-done
-wait "$step"
-status=$?
-if [ "$status" -eq {REQUEUE_STATUS} ] && [ -n "$SLURM_JOB_ID" ]; then
-    scontrol requeue "$SLURM_JOB_ID" && exit 0
-fi
-exit "$status"
-"""
-
-
-def _split_rdzv(words: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the words without `--rdzv HOST:PORT`, and the port."""
+def _split_rdzv(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the port of `--rdzv HOST:PORT`, and the other words."""
     for place, word in enumerate(words):
         if word == "--rdzv" or word.startswith("--rdzv="):
             end = place + (2 if word == "--rdzv" else 1)
-            return [*words[:place], *words[end:]], words[end - 1].rpartition(":")[2]
+            return words[end - 1].rpartition(":")[2], [*words[:place], *words[end:]]
     raise ValueError("several nodes without --rdzv")
-
-
-def _render_kubernetes(command: ServiceCommand) -> str:
-    """Returns a claim for the working directory, and a Job; for several nodes an indexed one, and a headless service.
-
-    A pod of an indexed job has a name of its own, its number, by which the others reach it through the service.
-    """
-    words = ["genesis", "supervise", *command.words]
-    if command.max_nodes > 1:
-        rest, port = _split_rdzv(command.words)
-        words = ["genesis", "supervise", "--rdzv", f"{command.name}-0.{command.name}:{port}", *rest]
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _STOP_SECONDS,
-        "containers": [
-            {
-                "name": "genesis",
-                "image": "genesis:latest",
-                "command": words,
-                "workingDir": "/work",
-                "volumeMounts": [{"name": "work", "mountPath": "/work"}, {"name": "memory", "mountPath": "/dev/shm"}],
-            }
-        ],
-        "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": command.name}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [REQUEUE_STATUS]}},
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(GAVE_UP_STATUSES)}},
-    ]
-    labels = {"app.kubernetes.io/name": "genesis", "app.kubernetes.io/instance": command.name}
-    is_one = command.max_nodes == 1
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": command.name, "labels": labels},
-        "spec": {
-            "accessModes": ["ReadWriteOnce" if is_one else "ReadWriteMany"],
-            "resources": {"requests": {"storage": "100Gi"}},
-        },
-    }
-    job: dict[str, Any] = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": command.name, "labels": labels},
-        "spec": {
-            "backoffLimit": 20,
-            "podFailurePolicy": {"rules": rules},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
-    manifests: list[dict[str, Any]] = [claim, job]
-    if not is_one:
-        pod["subdomain"] = command.name
-        job["spec"] |= {
-            "completionMode": "Indexed",
-            "completions": command.max_nodes,
-            "parallelism": command.max_nodes,
-        }
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": command.name, "labels": labels},
-            "spec": {
-                "clusterIP": "None",
-                "publishNotReadyAddresses": True,
-                "selector": {"batch.kubernetes.io/job-name": command.name},
-            },
-        }
-        manifests.insert(1, service)
-    return (
-        "# Change `image` to one that has genesis, and the size of the claim, which holds the working directory:\n"
-        "# recipes, corpora and runs. Add `resources.limits` for GPUs.\n"
-        + yaml.safe_dump_all(manifests, sort_keys=False)
-    )

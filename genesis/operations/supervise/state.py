@@ -8,18 +8,15 @@ The last two are one for all nodes.
 """
 
 import fcntl
-import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.base.errors import UserError
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.plain import count, number, read_object, read_positions, text
+from genesis.operations.supervise.plain import read_record, write_record
 from genesis.operations.supervise.skips import NO_SKIPS, Skips
-from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.locks import lock_file
 
 _STATE_NAME: Final = "state.json"
@@ -54,62 +51,14 @@ class LoopState:
     began_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Fresh:
+    since_seconds: float
+
+
 def read_state(directory: Path) -> LoopState | None:
     """Returns the state in the supervisor's directory; None without a valid one."""
-    content = read_object(directory / _STATE_NAME)
-    if content is None:
-        return None
-    try:
-        return LoopState(
-            run_id=text(content["run_id"]),
-            is_over=content["is_over"] is True,
-            attempt=count(content["attempt"]),
-            first_crash=count(content["first_crash"]),
-            best_step=count(content["best_step"]),
-            saved_step=count(content["saved_step"]),
-            began_seconds=number(content["began_seconds"]),
-        )
-    except (ValueError, LookupError):  # a forged file, or one of another version
-        return None
-
-
-def read_skips(run_dir: Path) -> Skips:
-    """Returns what a run skips by `--may_skip_data`; nothing without a valid file."""
-    content = read_object(RunDirectory(run_dir).supervisor / SKIPS_NAME)
-    try:
-        return NO_SKIPS if content is None else decode_skips(content)
-    except (ValueError, LookupError, TypeError):  # a forged file, or one of another version
-        return NO_SKIPS
-
-
-def encode_skips(skips: Skips) -> dict[str, Any]:
-    """Returns what a run skips in the types of JSON."""
-    return {"positions": [list(each) for each in skips.positions], "num_windows": skips.num_windows}
-
-
-def decode_skips(content: Mapping[str, Any]) -> Skips:
-    """Returns what `encode_skips` encoded.
-
-    Raises:
-        ValueError: A value is invalid.
-        LookupError: A value is missing.
-        TypeError: A range is not a pair.
-    """
-    num_windows = count(content["num_windows"])
-    if num_windows < 0:
-        raise ValueError("not a number of windows")
-    return Skips(read_positions(content["positions"]), num_windows)
-
-
-def write_skips(run_dir: Path, skips: Skips) -> None:
-    """Replaces what a run skips.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    directory = RunDirectory(run_dir).supervisor
-    directory.mkdir(parents=True, exist_ok=True)
-    replace_file(directory / SKIPS_NAME, json.dumps(encode_skips(skips)).encode() + b"\n")
+    return read_record(LoopState, directory / _STATE_NAME)
 
 
 def write_state(directory: Path, state: LoopState) -> None:
@@ -118,16 +67,28 @@ def write_state(directory: Path, state: LoopState) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    replace_file(directory / _STATE_NAME, json.dumps(asdict(state), indent=2).encode() + b"\n")
+    write_record(directory / _STATE_NAME, state)
+
+
+def read_skips(run_dir: Path) -> Skips:
+    """Returns what a run skips by `--may_skip_data`; nothing without a valid file."""
+    skips = read_record(Skips, RunDirectory(run_dir).supervisor / SKIPS_NAME)
+    return NO_SKIPS if skips is None or skips.num_windows < 0 else skips
+
+
+def write_skips(run_dir: Path, skips: Skips) -> None:
+    """Replaces what a run skips.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_record(RunDirectory(run_dir).supervisor / SKIPS_NAME, skips)
 
 
 def read_fresh_seconds(run_dir: Path) -> float:
     """Returns the Unix time at which a run last began again from scratch; 0 if it never did."""
-    content = read_object(RunDirectory(run_dir).supervisor / _FRESH_NAME)
-    try:
-        return 0.0 if content is None else number(content["since_seconds"])
-    except (ValueError, LookupError):  # a forged file, or one of another version
-        return 0.0
+    fresh = read_record(_Fresh, RunDirectory(run_dir).supervisor / _FRESH_NAME)
+    return 0.0 if fresh is None else fresh.since_seconds
 
 
 def write_fresh_seconds(run_dir: Path, seconds: float) -> None:
@@ -136,9 +97,7 @@ def write_fresh_seconds(run_dir: Path, seconds: float) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    directory = RunDirectory(run_dir).supervisor
-    directory.mkdir(parents=True, exist_ok=True)
-    replace_file(directory / _FRESH_NAME, json.dumps({"since_seconds": seconds}).encode() + b"\n")
+    write_record(RunDirectory(run_dir).supervisor / _FRESH_NAME, _Fresh(seconds))
 
 
 class SupervisorLock:

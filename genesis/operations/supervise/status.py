@@ -4,22 +4,18 @@ A metrics endpoint in the supervisor reads the object; other processes read the 
 (`genesis_callbacks.heartbeats`) have what changes with each step.
 """
 
-import json
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal
 
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.supervise.goodput import Goodput
-from genesis.operations.supervise.plain import count, entries, number, read_object, text
-from genesis_callbacks.base.files import replace_file
+from genesis.operations.supervise.plain import read_record, write_record
 
 State = Literal["launching", "training", "recovering", "waiting", "stopped", "requeued", "completed"]
 
 PREEMPTED: Final = "preempted"
-_STATES: dict[str, State] = {state: state for state in get_args(State)}
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,8 @@ def write_status(run_dir: Path, status: SupervisorStatus) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    path = RunDirectory(run_dir).supervisor_status
-    path.parent.mkdir(parents=True, exist_ok=True)
     # The supervisors of several nodes share the directory.
-    replace_file(path, json.dumps(asdict(status), indent=2).encode() + b"\n", has_rivals=True)
+    write_record(RunDirectory(run_dir).supervisor_status, status, has_rivals=True)
 
 
 def read_status(run_dir: Path) -> SupervisorStatus | None:
@@ -86,32 +80,4 @@ def read_status(run_dir: Path) -> SupervisorStatus | None:
 
     Its supervisor may be gone: compare `updated_seconds`, or try the lock.
     """
-    content = read_object(RunDirectory(run_dir).supervisor_status)
-    try:
-        return None if content is None else _decode(content)
-    except (ValueError, LookupError, OverflowError):  # a forged file, or one of another version
-        return None
-
-
-def _decode(content: Mapping[str, Any]) -> SupervisorStatus:
-    verified = content["verified_step"]
-    return SupervisorStatus(
-        state=_STATES[text(content["state"])],
-        pid=count(content["pid"]),
-        host=text(content["host"]),
-        began_seconds=number(content["began_seconds"]),
-        updated_seconds=number(content["updated_seconds"]),
-        attempt=count(content["attempt"]),
-        num_ranks=count(content["num_ranks"]),
-        ends={name: count(value) for name, value in entries(content["ends"]).items()},
-        restarts={name: count(value) for name, value in entries(content["restarts"]).items()},
-        step=count(content["step"]),
-        verified_step=None if verified is None else count(verified),
-        goodput=Goodput.decode(entries(content["goodput"])),
-        reason=text(content["reason"]),
-    )
-
-
-def measure_age(status: SupervisorStatus) -> float:
-    """Returns the seconds since a snapshot was written, by this machine's clock."""
-    return max(0.0, time.time() - status.updated_seconds)
+    return read_record(SupervisorStatus, RunDirectory(run_dir).supervisor_status)

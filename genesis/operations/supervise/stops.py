@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from genesis.operations.supervise.ends import EXIT_REQUEUE
+
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _URL_EVERY_SECONDS: Final = 5.0
 _URL_LIMIT_SECONDS: Final = 2.0
@@ -30,6 +32,11 @@ class StopRequests:
         self._requested = threading.Event()
         self._left = threading.Event()
         self.is_interrupted = False
+
+    @property
+    def requeue_status(self) -> int:
+        """The exit status after a request: that of Ctrl-C, or the one at which a queue starts the run again."""
+        return 128 + signal.SIGINT if self.is_interrupted else EXIT_REQUEUE
 
     def find(self) -> str | None:
         """Returns why the run shall save and stop, or None."""

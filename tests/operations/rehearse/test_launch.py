@@ -9,8 +9,7 @@ import pytest
 
 from genesis.base.errors import RunEndedError
 from genesis.base.processes import Mark, end_all
-from genesis.operations.rehearse.launch import Launcher, Start
-from genesis.operations.rehearse.processes import MARK_NAME, Training
+from genesis.operations.rehearse.launch import MARK_NAME, Launcher, Start, Training
 from genesis.operations.rehearse.watch import RunView
 from genesis_callbacks.base.events import EventLog
 

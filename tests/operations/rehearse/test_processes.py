@@ -14,7 +14,7 @@ import pytest
 
 from genesis.base import processes
 from genesis.base.processes import Mark, end_all, find_processes, kill_process, wait_until_gone
-from genesis.operations.rehearse.processes import MARK_NAME, Training
+from genesis.operations.rehearse.launch import MARK_NAME, Training
 from genesis_callbacks.base.files import replace_file
 
 DEADLINE_SECONDS = 60

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genesis.base.errors import UserError
 from genesis.generate.load import load_decoder
-from genesis.operations.release.licenses import LICENSES, check_license
-from genesis.operations.release.options import ReleaseOptions
+from genesis.operations.release.options import LICENSES, ReleaseOptions, check_license
 from genesis.operations.release.release import plan_release
 from tests.operations.release.conftest import OPTIONS
 

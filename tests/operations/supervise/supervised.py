@@ -10,8 +10,9 @@ from genesis.base.processes import Mark
 from genesis.operations.supervise import launcher_client
 from genesis.operations.supervise.attempt import Limits
 from genesis.operations.supervise.decide import Policy
-from genesis.operations.supervise.loop import SuperviseOptions, Supervisor
+from genesis.operations.supervise.loop import supervise
 from genesis.operations.supervise.observers import Observer
+from genesis.operations.supervise.options import SuperviseOptions
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import STDOUT, ForkedCommand
 
@@ -60,7 +61,7 @@ class Run:
             policy=policy or Policy(max_ends_without_progress=3),
             **options,
         )
-        return Supervisor(given, self.lines.append, self.output.extend, observers).run()
+        return supervise(given, self.lines.append, self.output.extend, observers)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 
 from genesis.base.processes import Mark
 from genesis.operations.supervise import launcher_client
-from genesis.operations.supervise.launcher_client import LauncherClient
-from genesis.operations.supervise.plan import build_probe
+from genesis.operations.supervise.launcher_client import LauncherClient, build_probe
 from genesis_callbacks.base.errors import RunEndedError
 from tests.operations.supervise.supervised import forked_launcher
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import RunEndedError
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.supervise import loop
 from genesis.operations.supervise.attempt import Limits
@@ -17,7 +18,7 @@ from genesis.operations.supervise.crashes import CrashRecord, read_crashes
 from genesis.operations.supervise.decide import Policy
 from genesis.operations.supervise.launch_protocol import Job, LauncherState
 from genesis.operations.supervise.launcher_client import LauncherClient
-from genesis.operations.supervise.observers import Launch, NullObserver
+from genesis.operations.supervise.observers import Launch, Observer
 from genesis.operations.supervise.state import SupervisorLock
 from genesis.operations.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.base.event_reader import read_events
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("fo
 __all__ = ["forked_launcher"]
 
 
-class Strike(NullObserver):
+class Strike(Observer):
     """Lets something happen to the ranks once the first attempt has trained some steps."""
 
     def __init__(self, act: Callable[[dict[int, int]], None], run: Run, min_step: int = 6) -> None:
@@ -151,7 +152,7 @@ def test_a_preemption_saves_and_a_later_supervisor_completes_the_run(run: Run, t
 
 def test_a_mistake_in_the_recipe_is_not_tried_again(run: Run) -> None:
     run.write({"model.optimizer.lr": "fast"})
-    with pytest.raises(loop.RunEndedError, match="lr") as caught:
+    with pytest.raises(RunEndedError, match="lr") as caught:
         run.supervise()
     assert caught.value.exit_status == 2
 

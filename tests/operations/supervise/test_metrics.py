@@ -21,6 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from genesis.base.errors import UserError
+from genesis.operations.mirror.metrics import MirrorCollector
 from genesis.operations.supervise.alerts import AlertOptions, Alerts, read_command
 from genesis.operations.supervise.crashes import CrashRecord
 from genesis.operations.supervise.goodput import Goodput
@@ -29,7 +30,7 @@ from genesis.operations.supervise.metrics import MetricsServer
 from genesis.operations.supervise.service_files import ServiceCommand, render_file
 from genesis.operations.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.heartbeats import HeartbeatRecord, write_heartbeat
-from tests.operations.supervise.mirror_support import Run, sync
+from tests.operations.mirror.support import Run, sync
 
 CRASH = CrashRecord(1, 1, "lost_rank", 1, 40, 0.0, "rank 1 was killed by SIGKILL", "restart", lost_seconds=2.5)
 COMMAND = ServiceCommand(("--", "fit"), Path("runs/a"), Path("/work"))
@@ -78,7 +79,7 @@ def scrape(server: MetricsServer) -> dict[tuple[str, ...], float]:
 
 @pytest.fixture
 def server(tmp_path: Path):
-    server = MetricsServer(tmp_path / "run")
+    server = MetricsServer(tmp_path / "run", others=[MirrorCollector(tmp_path / "run")])
     yield server
     server.close()
 

@@ -14,8 +14,8 @@ from genesis.base.errors import UserError
 from genesis.base.processes import Mark
 from genesis.cli import supervise
 from genesis.operations.supervise.classify import Evidence, RankEnd, classify
-from genesis.operations.supervise.node_options import read_nodes
 from genesis.operations.supervise.nodes import decode_evidence, encode_evidence, keep_size, merge_evidence
+from genesis.operations.supervise.options import read_nodes
 from genesis.operations.supervise.plan import NodePlace, Plan, RecipeFacts, build_jobs
 from genesis.operations.supervise.rendezvous import describe_difference, find_interface
 from genesis.operations.supervise.service_files import ServiceCommand, render_file

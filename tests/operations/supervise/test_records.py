@@ -14,8 +14,8 @@ from genesis.operations.supervise.classify import Diagnosis
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.operations.supervise.decide import Action, PastEnd
 from genesis.operations.supervise.goodput import Goodput
-from genesis.operations.supervise.observers import Launch, NullObserver, Observer, Observers
-from genesis.operations.supervise.records import Records, SafeWriter
+from genesis.operations.supervise.observers import Launch, Observer, Observers
+from genesis.operations.supervise.run_state import Records, SafeWriter
 from genesis.operations.supervise.status import SupervisorStatus, read_status, write_status
 from genesis_callbacks.base.event_reader import EventFollower, read_events
 from genesis_callbacks.base.events import EventLog
@@ -52,7 +52,7 @@ def test_a_record_that_a_full_disk_did_not_take_is_written_with_its_files_when_t
     diagnosis, past = Diagnosis("disk_full", None, "the disk is full"), PastEnd("disk_full", 3, 0)
     records = Records(tmp_path, [], SafeWriter(lines.append))
     with monkeypatch.context() as context:
-        context.setattr("genesis.operations.supervise.records.write_crash", raise_disk_full)
+        context.setattr("genesis.operations.supervise.run_state.write_crash", raise_disk_full)
         record = records.add(attempt, diagnosis, past, Action("restart", "wait"), folder)  # type: ignore[arg-type]
         records.replace_last(replace(record, resumed_from=0))
         records.write_lost()
@@ -104,11 +104,11 @@ def test_the_parts_of_goodput_add_up() -> None:
 
 
 def test_an_observer_that_fails_stops_neither_the_loop_nor_the_others(tmp_path: Path) -> None:
-    class Broken(NullObserver):
+    class Broken(Observer):
         def on_launch(self, launch: Launch) -> None:
             raise OSError("no such host")
 
-    class Listening(NullObserver):
+    class Listening(Observer):
         seen: int = 0
 
         def on_launch(self, launch: Launch) -> None:

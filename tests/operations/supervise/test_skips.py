@@ -1,6 +1,7 @@
 """`--may_skip_data`: which windows are blamed, what the budget allows, and supervised runs that skip planted data."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from genesis.operations.rehearse.compare import compare_runs
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.operations.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.operations.supervise.ends import EndClass
-from genesis.operations.supervise.loop import SuperviseOptions, Supervisor
+from genesis.operations.supervise.options import SuperviseOptions
+from genesis.operations.supervise.plain import decode
 from genesis.operations.supervise.plan import Plan, RecipeFacts, build_jobs
+from genesis.operations.supervise.run_state import RunState
 from genesis.operations.supervise.skips import NO_SKIPS, Blame, Skips, find_blame
 from genesis.operations.supervise.state import read_skips, write_skips
 from genesis_callbacks.base.event_reader import read_events
@@ -163,21 +166,26 @@ def test_what_is_skipped_survives_the_supervisor_and_forged_files_do_not_count(t
         assert read_skips(tmp_path) == NO_SKIPS, forged
 
 
+def test_skips_that_a_node_describes_are_read_by_itself_and_by_others() -> None:
+    skips = Skips(((8, 16), (32, 40)), 2)
+    assert decode(Skips, asdict(skips)) == decode(Skips, json.loads(json.dumps(asdict(skips)))) == skips
+
+
 def test_what_comes_back_from_a_mirror_counts_for_the_budget_and_the_numbers_of_crashes(tmp_path: Path) -> None:
     options = SuperviseOptions(("fit",), tmp_path)
-    supervisor = Supervisor(options, lambda line: None, lambda data: None)
+    run = RunState(options, lambda line: None)
     for number in (1, 2):
         write_crash(tmp_path, CrashRecord(number, number, "hang", 0, 13, 1.7e9, "silent", "restart"))
     write_skips(tmp_path, Skips(((8, 16),), 4))
-    supervisor._take_restored()
-    assert supervisor._skips == Skips(((8, 16),), 4)
-    assert supervisor._records.last_number == 2
-    assert supervisor._records.history(supervisor._state.first_crash) == [], "a new machine is a new try"
+    run.take_restored()
+    assert run.skips == Skips(((8, 16),), 4)
+    assert run.records.last_number == 2
+    assert run.records.history(run.memory.first_crash) == [], "a new machine is a new try"
     # What a full disk has not taken is known nevertheless.
-    supervisor._skips = Skips(((8, 16), (24, 32)), 5)
-    supervisor._take_restored()
-    assert supervisor._skips.num_windows == 5
-    supervisor._lock.release()
+    run.skips = Skips(((8, 16), (24, 32)), 5)
+    run.take_restored()
+    assert run.skips.num_windows == 5
+    run.close()
 
 
 def test_ranks_are_told_what_to_skip_beside_what_the_recipe_skips(tmp_path: Path) -> None:

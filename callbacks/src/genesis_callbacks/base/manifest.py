@@ -339,7 +339,8 @@ def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -
 
 def _decode_tensors(content: Any, files: Sequence[FileRecord]) -> dict[str, TensorRecord]:
     sizes_of_files = {record.name: record.num_bytes for record in files}
-    if len(sizes_of_files) < len(files):
+    # The two that no manifest lists count, too: a copy of a checkpoint writes them beside the listed ones.
+    if len(sizes_of_files.keys() | {MANIFEST_NAME, COMMITTED_NAME}) < len(files) + 2:
         raise CorruptCheckpointError(f"{MANIFEST_NAME}: a file is listed twice")
     tensors = {
         name: _decode_tensor(name, record, sizes_of_files) for name, record in _object(content, "tensors").items()
@@ -458,6 +459,26 @@ def read_committed_hash(path: Path) -> str:
         raise CorruptCheckpointError(f"{path / COMMITTED_NAME} is not a commit marker: {error}") from error
 
 
+def decode_committed(marker: str, data: bytes, where: Path | str) -> Manifest:
+    """Returns the manifest in `data`, after comparing its hash with the commit marker.
+
+    Args:
+        marker: The content of the commit marker.
+        data: The content of `manifest.json`.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: The schema is newer than this version.
+        CorruptCheckpointError: The manifest is not the one that was committed, or is invalid.
+    """
+    algorithm, _, expected = marker.partition(":")
+    if algorithm not in ("blake3", "sha256") or not expected:
+        raise CorruptCheckpointError(f"{where}/{COMMITTED_NAME} does not hold the hash of a manifest: {marker[:80]!r}")
+    if hash_bytes(data, "sha256" if algorithm == "sha256" else "blake3") != expected:
+        raise CorruptCheckpointError(f"{where}: {MANIFEST_NAME} does not have the hash in {COMMITTED_NAME}")
+    return decode_manifest(data)
+
+
 def read_manifest(path: Path | str) -> Manifest:
     """Returns the manifest of the committed checkpoint at `path`, after comparing its hash with the commit marker.
 
@@ -476,12 +497,7 @@ def read_manifest(path: Path | str) -> Manifest:
         raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
     marker = read_committed_hash(path)
     data = read_file(path / MANIFEST_NAME, MAX_DOCUMENT_BYTES)
-    algorithm, _, expected = marker.partition(":")
-    if algorithm not in ("blake3", "sha256") or not expected:
-        raise CorruptCheckpointError(f"{path / COMMITTED_NAME} does not hold the hash of a manifest: {marker[:80]!r}")
-    if hash_bytes(data, "sha256" if algorithm == "sha256" else "blake3") != expected:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST_NAME} does not have the hash in {COMMITTED_NAME}")
-    manifest = decode_manifest(data)
+    manifest = decode_committed(marker, data, path)
     _check_step(path, manifest)
     return manifest
 

@@ -19,7 +19,7 @@ from ..base.checkpoint_errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from ..base.hashing import hash_bytes, hash_file
+from ..base.hashing import Hasher, build_hasher, hash_bytes, hash_file
 from ..base.manifest import (
     Ancestor,
     BaseReference,
@@ -27,6 +27,7 @@ from ..base.manifest import (
     FileRecord,
     Manifest,
     TensorRecord,
+    decode_committed,
     dtype_name,
     encode_manifest,
     read_committed_hash,
@@ -134,6 +135,7 @@ __all__ = [
     "FileRoomError",
     "InventoryEntry",
     "FileRecord",
+    "Hasher",
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
@@ -161,6 +163,7 @@ __all__ = [
     "apply_repair",
     "apply_retention",
     "bind_scope",
+    "build_hasher",
     "build_stream",
     "check_drift",
     "check_not_in_use",
@@ -169,6 +172,7 @@ __all__ = [
     "checkpoints_in",
     "compare_mappings",
     "compare_tensors",
+    "decode_committed",
     "digest_chunk",
     "digest_tensor",
     "dtype_name",

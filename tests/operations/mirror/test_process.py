@@ -14,19 +14,20 @@ from genesis.base.errors import UserError
 from genesis.cli.main import main
 from genesis.cli.mirror_restore import main as restore_main
 from genesis.cli.supervise_observers import add_observer_options, open_observers, open_report, print_file
-from genesis.operations.supervise import fresh, mirror_process
-from genesis.operations.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
+from genesis.operations.mirror import process
+from genesis.operations.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.operations.supervise.checkpoints import move_aside
 from genesis.operations.supervise.observers import Launch, LaunchRefusedError, Observers
 from genesis.operations.supervise.status import SupervisorStatus
 from genesis_callbacks.checkpoint import list_committed
-from tests.operations.supervise.mirror_support import Run, sync
+from tests.operations.mirror.support import Run, sync
 
 STATUS = SupervisorStatus("training", 1, "node", 0.0, 0.0)
 
 
 def stub(monkeypatch, program: str) -> None:
     """Replaces the command line of genesis by a small program."""
-    monkeypatch.setattr(mirror_process, "_genesis", lambda *words: [sys.executable, "-S", "-c", program, *words])
+    monkeypatch.setattr(process, "_genesis", lambda *words: [sys.executable, "-S", "-c", program, *words])
 
 
 def build(tmp_path: Path, **options) -> tuple[MirrorProcess, list[str]]:
@@ -38,7 +39,7 @@ def build(tmp_path: Path, **options) -> tuple[MirrorProcess, list[str]]:
 
 @pytest.mark.process
 def test_a_mirror_that_ends_is_started_again_after_a_growing_pause(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(mirror_process, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_FIRST_PAUSE_SECONDS", 0.01)
     started = tmp_path / "started"
     stub(monkeypatch, f"open({str(started)!r}, 'a').write('x')")
     mirror, lines = build(tmp_path)
@@ -71,7 +72,7 @@ def test_a_run_that_began_again_from_scratch_does_not_get_its_old_checkpoints_ba
     run.save(1)
     run.save(2)
     sync(run, place)
-    assert fresh.main([str(run.path)]) == 0
+    move_aside(run.path)
     assert restore_main([str(place), str(run.path), "--or_none"]) == 0
     assert not list(run.directory.glob("step-*"))
     assert "2 checkpoints of" in capfd.readouterr().err
@@ -84,7 +85,7 @@ def test_a_run_that_began_again_from_scratch_does_not_get_its_old_checkpoints_ba
 
 
 def test_a_run_is_not_started_from_scratch_while_its_mirror_cannot_be_read(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(mirror_process, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_FIRST_PAUSE_SECONDS", 0.0)
     stub(monkeypatch, "raise SystemExit(2)")
     mirror, _ = build(tmp_path)
     observers = Observers([mirror], lambda line: None)
@@ -128,7 +129,7 @@ def test_a_killed_supervisor_leaves_no_mirror_behind(tmp_path: Path):
     Run(tmp_path / "run").save(1)
     program = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from genesis.operations.supervise.mirror_process import MirrorProcess, MirrorProcessOptions\n"
+        "from genesis.operations.mirror.process import MirrorProcess, MirrorProcessOptions\n"
         f"options = MirrorProcessOptions({str(tmp_path / 'mirror')!r})\n"
         f"mirror = MirrorProcess(Path({str(tmp_path / 'run')!r}), options, print)\n"
         "mirror._keep_running()\nprint(mirror._process.pid, flush=True)\ntime.sleep(60)"

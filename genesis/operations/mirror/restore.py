@@ -15,18 +15,12 @@ from typing import Final
 
 from genesis.base.errors import UserError
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, read_contents
-from genesis.operations.supervise.mirror_history import restore_history
-from genesis.operations.supervise.mirror_manifest import (
-    CheckpointListing,
-    DamagedCheckpointError,
-    ListedBase,
-    ListedFile,
-    read_local_marker,
-)
-from genesis.operations.supervise.mirror_place import Place
-from genesis.operations.supervise.mirror_plan import order
-from genesis.operations.supervise.mirror_source import Pace
+from genesis.operations.mirror.contents import BASES, CHECKPOINTS, MirrorContents, read_contents
+from genesis.operations.mirror.history import restore_history
+from genesis.operations.mirror.listing import CheckpointListing, read_local_marker
+from genesis.operations.mirror.places import Place
+from genesis.operations.mirror.plan import order
+from genesis.operations.mirror.transfer import Pace, read_hash
 from genesis.operations.supervise.state import read_fresh_seconds
 from genesis_callbacks.base.files import create_file, replace_file, sync_directory
 from genesis_callbacks.base.run_directory import (
@@ -36,8 +30,19 @@ from genesis_callbacks.base.run_directory import (
     PLACES_VARIABLE,
     base_name,
 )
-from genesis_callbacks.base.untrusted import check_file, open_file
-from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError, DirectoryLock, list_committed, verify
+from genesis_callbacks.base.untrusted import check_file
+from genesis_callbacks.checkpoint import (
+    BaseCheckpointError,
+    BaseReference,
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryLock,
+    FileRecord,
+    find_base,
+    hash_file,
+    list_committed,
+    verify,
+)
 
 _STAGING: Final = ".staging-restore"
 """A fit discards directories of such names, like every save that was interrupted."""
@@ -174,7 +179,7 @@ class _Restore:
         """Restores a checkpoint; one that does not verify is reported, and the one before it is tried next."""
         try:
             self._restore_checkpoint(folder, listing)
-        except (DamagedCheckpointError, CheckpointError, FileNotFoundError) as error:
+        except (CheckpointError, FileNotFoundError) as error:
             self._passed_over.append((listing.step, str(error)))
             self._report(f"step {listing.step} of the mirror is passed over: {error}")
             return False
@@ -186,26 +191,23 @@ class _Restore:
         if os.path.lexists(target):
             raise UserError(f"{target} exists, and is not the checkpoint of the mirror: move it away, and start again")
         num_before = len(self._restored_bases)
-        base = None if listing.base is None else self._restore_base(listing.base)
+        base = None if listing.base is None else self._restore_base(target, listing.base)
         try:
             self._download(folder, listing, target, places=[] if base is None else [base])
-        except (DamagedCheckpointError, CheckpointError):
+        except CheckpointError:
             while len(self._restored_bases) > num_before:  # no checkpoint needs it
                 shutil.rmtree(self._restored_bases.pop())
             raise
 
-    def _restore_base(self, base: ListedBase) -> Path:
-        """Returns where the base lies, after restoring it if it is not there."""
-        homes = [Path(text) for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
-        near = Path(os.path.normpath(self._directory.resolve() / base.relative_path))
+    def _restore_base(self, checkpoint: Path, base: BaseReference) -> Path:
+        """Returns where the base of a checkpoint lies, after restoring it if it is not there."""
         # Only the hash of its content names the place: a path from the mirror could lead into another run.
         target = (self._bases or self._run.bases) / base_name(base.manifest_hash)
-        for home in (*homes, near, Path(base.path), target):
-            if read_local_marker(home) == base.manifest_hash:
-                return home
+        with contextlib.suppress(BaseCheckpointError):
+            return find_base(checkpoint, base, [target])[0]
         folder = self._contents.find(base.manifest_hash)
         if folder is None:
-            raise DamagedCheckpointError(f"its base {base.manifest_hash[:23]} is not in {self._place.url}/{BASES}")
+            raise CorruptCheckpointError(f"its base {base.manifest_hash[:23]} is not in {self._place.url}/{BASES}")
         if os.path.lexists(target):
             raise UserError(f"{target} exists, and is not the base of the mirror: move it away, and start again")
         listing = {**self._contents.checkpoints, **self._contents.bases}[folder]
@@ -227,26 +229,22 @@ class _Restore:
                     out.write(data)
             sync_directory(staging)
             verify(staging, "deep", places=places)
-        except (DamagedCheckpointError, CheckpointError):
+        except CheckpointError:
             shutil.rmtree(staging)
             raise
         staging.rename(target)
         sync_directory(target.parent)
 
-    def _download_file(self, folder: str, listing: CheckpointListing, file: ListedFile, staging: Path) -> None:
+    def _download_file(self, folder: str, listing: CheckpointListing, file: FileRecord, staging: Path) -> None:
         """Downloads a file, unless an interrupted restore has left it whole."""
         path = staging / file.name
         if _has_hash(path, file, listing):
             return
-        hasher = listing.build_hasher()
         source = self._place.file_path(folder, file.name, is_committed=True)
         with create_file(path) as out:
-            for block in self._place.read_blocks(source, file.num_bytes):
-                self._pace.spend(len(block))
-                hasher.update(block)
-                out.write(block)
-        if hasher.hexdigest() != file.hash:
-            raise DamagedCheckpointError(f"{self._place.url}/{source} does not have the hash that was saved")
+            found = read_hash(self._place, source, file.num_bytes, listing.build_hasher(), self._pace, out)
+        if found != file.hash:
+            raise CorruptCheckpointError(f"{self._place.url}/{source} does not have the hash that was saved")
 
     def _restore_marks(self) -> None:
         path = self._directory / BEST_NAME
@@ -255,14 +253,8 @@ class _Restore:
             replace_file(path, marks)  # readers ignore the marks of checkpoints that are not there
 
 
-def _has_hash(path: Path, file: ListedFile, listing: CheckpointListing) -> bool:
+def _has_hash(path: Path, file: FileRecord, listing: CheckpointListing) -> bool:
     try:
-        if check_file(path) != file.num_bytes:
-            return False
-        hasher = listing.build_hasher()
-        with open_file(path, buffering=0) as content:
-            while block := content.read(1 << 20):
-                hasher.update(block)
-    except OSError:
+        return check_file(path) == file.num_bytes and hash_file(path, listing.algorithm) == file.hash
+    except (OSError, CheckpointError):
         return False
-    return hasher.hexdigest() == file.hash

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from genesis.operations.supervise.mirror import Mirror, MirrorOptions
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_plan import MirrorRetention
+from genesis.operations.mirror.mirror import Mirror, MirrorOptions
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.plan import MirrorRetention
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     Ranks,

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from genesis.base.processes import run_program, start_program
-from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.mirror_manifest import read_local_marker
-from genesis.operations.supervise.mirror_state import without_password
-from genesis.operations.supervise.observers import Launch, LaunchRefusedError, NullObserver
+from genesis.operations.mirror.listing import read_local_marker
+from genesis.operations.mirror.status import without_password
+from genesis.operations.supervise.checkpoints import list_markers
+from genesis.operations.supervise.observers import Launch, LaunchRefusedError, Observer
 from genesis.operations.supervise.status import SupervisorStatus
-from genesis_callbacks.base.run_directory import is_checkpoint_name
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 300.0
@@ -42,7 +41,7 @@ class MirrorProcessOptions:
     finish_seconds: float = 600.0
 
 
-class MirrorProcess(NullObserver):
+class MirrorProcess(Observer):
     """Restores a run from its mirror before the first launch, and runs `genesis mirror` beside it.
 
     Args:
@@ -63,7 +62,7 @@ class MirrorProcess(NullObserver):
         Raises:
             LaunchRefusedError: The mirror cannot be read, so that nobody knows whether the run has begun.
         """
-        if has_checkpoint(self._run_dir):
+        if self._has_checkpoint():
             return
         shown = without_password(self._options.url)
         for number in range(_RESTORE_ATTEMPTS):
@@ -89,7 +88,7 @@ class MirrorProcess(NullObserver):
     def on_complete(self, status: SupervisorStatus) -> None:
         """Ends the mirror after it has brought the second place up to date, for a bounded time."""
         self.close()
-        if not has_checkpoint(self._run_dir):
+        if not self._has_checkpoint():
             return
         command = [*_genesis("mirror"), str(self._run_dir), self._options.url, "--once", *self._options.arguments]
         try:
@@ -114,6 +113,11 @@ class MirrorProcess(NullObserver):
             self._process.wait()
         self._process = None
 
+    def _has_checkpoint(self) -> bool:
+        """Returns whether the run has a committed checkpoint; it is not verified."""
+        # A marker with other bytes than a hash commits nothing: the run would start from scratch.
+        return any(read_local_marker(marker.parent) for marker in list_markers(self._run_dir).values())
+
     def _keep_running(self) -> None:
         now = time.monotonic()
         if self._process is not None:
@@ -131,15 +135,6 @@ class MirrorProcess(NullObserver):
             command = [*_genesis("mirror"), str(self._run_dir), self._options.url, *own, *self._options.arguments]
             self._process = start_program(command)
             self._begin_seconds = now
-
-
-def has_checkpoint(run_dir: Path) -> bool:
-    """Returns whether a run has a committed checkpoint; it is not verified."""
-    try:
-        paths = [path for path in RunDirectory(run_dir).checkpoints.iterdir() if is_checkpoint_name(path.name)]
-    except OSError:
-        return False
-    return any(read_local_marker(path) is not None for path in paths)
 
 
 def _genesis(*words: str) -> list[str]:

@@ -1,22 +1,187 @@
-"""A mirror's place in a store that fsspec knows; `genesis.data.store` limits and repeats the requests.
+"""The second place of a mirror: a directory, or a prefix in a store. A folder appears in it whole or not at all.
 
-In S3, a large file is uploaded in parts, each a request of its own with attempts of its own: a connection that fails
-now and then does not start a file of many gigabytes again. Other stores get a large file through fsspec's own writer.
+A folder is uncommitted until its marker is there. In a directory, an uncommitted folder has another name and is
+renamed. A store cannot rename: there, the marker is the last object to be written and the first to be removed.
+
+A directory is written with our own durable files, and not by fsspec, whose local files are not synced. Stores are
+those that fsspec knows; `genesis.data.store` limits and repeats the requests. In S3, a large file is uploaded in parts,
+each a request of its own with attempts of its own: a connection that fails now and then does not start a file of many
+gigabytes again. fsspec's writer starts again, and other stores get a large file through it.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any, Final
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 from genesis.base.errors import UserError
-from genesis.data.store import Store, StoreError, StoreOptions, is_s3, run_limited
-from genesis.operations.supervise.mirror_place import BLOCK_BYTES, Blocks, Folder
+from genesis.data.remote import strip_local
+from genesis.data.store import Store, StoreError, StoreOptions, is_s3, is_url, run_limited
+from genesis_callbacks.base.files import create_file, replace_file, sync_directory
 from genesis_callbacks.base.run_directory import COMMITTED_NAME
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, open_file, read_file
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 
+BLOCK_BYTES: Final = 8 << 20
+_UNCOMMITTED: Final = ".staging-mirror"
 _MAX_PARTS: Final = 9000
 """S3 takes up to 10,000 parts of a file."""
+
+Blocks = Callable[[int], Iterator[bytes]]
+"""Returns the content of a file in blocks of a given size, from its beginning at each call."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a place: its name, whether it is committed, and the sizes of its files by name."""
+
+    name: str
+    is_committed: bool
+    files: dict[str, int]
+
+
+class Place(Protocol):
+    """Where a mirror keeps its copies. Paths are relative, with slashes. One process writes to a place.
+
+    Every method raises `StoreError` or `OSError` if the place does not work now, and `UserError` if it refuses.
+
+    Attributes:
+        url: The place as messages name it.
+    """
+
+    url: str
+
+    def list_folders(self, parent: str) -> list[Folder]:
+        """Returns the folders in `parent`; none if it does not exist."""
+
+    def read(self, path: str) -> bytes | None:
+        """Returns the content of a small file; None if there is no such file."""
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Writes a small file that belongs to no folder, atomically."""
+
+    def file_path(self, folder: str, name: str, *, is_committed: bool) -> str:
+        """Returns the path of a file of a folder."""
+
+    def write(self, path: str, blocks: Blocks, num_bytes: int) -> None:
+        """Writes a file of an uncommitted folder; the file is stored when the call returns."""
+
+    def read_blocks(self, path: str, num_bytes: int) -> Iterator[bytes]:
+        """Yields the content of a file of known size in blocks; a file that is missing has none."""
+
+    def commit(self, folder: str, marker: bytes) -> None:
+        """Makes a folder whose files are all written visible."""
+
+    def remove(self, folder: str, *, is_committed: bool) -> None:
+        """Removes a folder; its marker goes first."""
+
+    def clean(self) -> None:
+        """Removes what interrupted writes have left and no listing shows."""
+
+
+class DirectoryPlace:
+    """A directory on a disk or a mount.
+
+    Args:
+        root: The directory, which is created by the first write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if root.exists() and not root.is_dir():
+            raise UserError(f"{root} is not a directory; give a directory for the mirror")
+        self.url = str(root)
+        self._root = root
+
+    def list_folders(self, parent: str) -> list[Folder]:
+        """As in `Place`."""
+        try:
+            names = sorted(path.name for path in (self._root / parent).iterdir() if path.is_dir())
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # removed by hand in between
+                sizes = {file.name: file.stat().st_size for file in (self._root / parent / name).iterdir()}
+                is_committed = COMMITTED_NAME in sizes and not name.endswith(_UNCOMMITTED)
+                found.append(Folder(name.removesuffix(_UNCOMMITTED), is_committed, sizes))
+        return found
+
+    def read(self, path: str) -> bytes | None:
+        """As in `Place`."""
+        try:
+            return read_file(self._root / path, MAX_DOCUMENT_BYTES)
+        except (FileNotFoundError, RefusedFileError):
+            return None
+
+    def replace(self, path: str, data: bytes) -> None:
+        """As in `Place`."""
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, data)
+
+    def file_path(self, folder: str, name: str, *, is_committed: bool) -> str:
+        """As in `Place`."""
+        return f"{folder}{'' if is_committed else _UNCOMMITTED}/{name}"
+
+    def write(self, path: str, blocks: Blocks, num_bytes: int) -> None:
+        """As in `Place`; after an error such as a full disk, nothing of the file is left."""
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with create_file(target) as file:
+                for block in blocks(BLOCK_BYTES):
+                    file.write(block)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
+
+    def read_blocks(self, path: str, num_bytes: int) -> Iterator[bytes]:
+        """As in `Place`; reads what the disk holds, as far as the kernel allows, and not what it has cached."""
+        target = self._root / path
+        if not target.exists():
+            return
+        try:
+            file = open_file(target, buffering=0)
+        except RefusedFileError as error:
+            raise CorruptCheckpointError(f"{target} {error.strerror}") from None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if size > num_bytes:
+                raise CorruptCheckpointError(f"{target} has {size:,} bytes, but {num_bytes:,} were saved")
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while num_bytes > 0 and (block := file.read(min(BLOCK_BYTES, num_bytes))):
+                num_bytes -= len(block)
+                yield block
+
+    def commit(self, folder: str, marker: bytes) -> None:
+        """As in `Place`."""
+        target = self._root / folder
+        staging = target.with_name(target.name + _UNCOMMITTED)
+        sync_directory(staging)
+        with create_file(staging / COMMITTED_NAME) as file:
+            file.write(marker)
+        sync_directory(staging)
+        staging.rename(target)
+        sync_directory(target.parent)
+
+    def remove(self, folder: str, *, is_committed: bool) -> None:
+        """As in `Place`."""
+        target = self._root / folder
+        staging = target.with_name(target.name + _UNCOMMITTED)
+        if staging.exists():
+            shutil.rmtree(staging)
+        if is_committed and target.exists():
+            target.rename(staging)  # a kill within the removal leaves nothing that counts as a checkpoint
+            sync_directory(target.parent)
+            shutil.rmtree(staging)
+
+    def clean(self) -> None:
+        """As in `Place`: listings show everything."""
 
 
 class StorePlace:
@@ -183,3 +348,15 @@ class StorePlace:
             run_limited(asyncio.to_thread(file.close), seconds)
         except TimeoutError:
             raise StoreError(f"{self.url}: no response in {seconds:g} s while {path} was written") from None
+
+
+def open_place(url: str) -> Place:
+    """Returns the place at a path or URL.
+
+    Raises:
+        StoreError: The store does not respond.
+        UserError: The value is empty, or the store is unknown or refuses access.
+    """
+    if not url.strip():
+        raise UserError(f"the mirror is {url!r}: give a directory, or a URL such as s3://bucket/runs/NAME")
+    return StorePlace(url, StoreOptions.from_environment()) if is_url(url) else DirectoryPlace(Path(strip_local(url)))

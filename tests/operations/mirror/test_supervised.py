@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from genesis.base.run_directory import RunDirectory
+from genesis.operations.mirror.process import MirrorProcess, MirrorProcessOptions
+from genesis.operations.report.runs import summarise_run
 from genesis.operations.supervise.alerts import AlertOptions, Alerts
 from genesis.operations.supervise.crashes import read_crashes
 from genesis.operations.supervise.metrics import MetricsServer
-from genesis.operations.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
-from genesis.operations.supervise.observers import Launch, NullObserver
-from genesis.operations.supervise.runs import summarise_run
+from genesis.operations.supervise.observers import Launch, Observer
 from genesis.operations.supervise.skips import Skips
 from genesis.operations.supervise.state import read_skips, read_state, write_skips
 from genesis_callbacks.base.event_reader import read_events
@@ -28,7 +28,7 @@ from tests.operations.supervise.test_metrics import scrape
 __all__ = ["forked_launcher"]
 
 
-class KillOnce(NullObserver):
+class KillOnce(Observer):
     """Kills rank 0 of the first attempt after some steps."""
 
     def __init__(self, run: Run) -> None:

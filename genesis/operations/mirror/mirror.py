@@ -1,10 +1,5 @@
 """Keeps copies of a run's checkpoints in a second place while the run trains: `genesis mirror`.
 
-    mirror_plan.py        which checkpoints are copied and removed: pure
-    mirror_source.py      the files of the run, held open during a copy     mirror_place.py   the second place
-    mirror_contents.py    what the second place holds                       mirror_state.py   what others may know
-    mirror_history.py     events, the log and the recipes of the run
-
 The mirror takes no lock of the run and writes only `RUN/mirrors`. It runs in a process of its own: neither a store
 that hangs nor a slow disk can delay the training. A checkpoint becomes visible in the mirror after all of its files
 have been read back and have the hashes of its manifest.
@@ -25,19 +20,11 @@ from typing import Final
 from genesis.base.errors import RunEndedError, UserError
 from genesis.base.run_directory import RunDirectory
 from genesis.data.store import StoreError, plan_wait_seconds
-from genesis.operations.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, has_hash, read_contents
-from genesis.operations.supervise.mirror_history import HistoryMirror
-from genesis.operations.supervise.mirror_manifest import (
-    CheckpointListing,
-    DamagedCheckpointError,
-    ListedBase,
-    ListedFile,
-    decode_listing,
-    read_local_listing,
-    read_local_marker,
-)
-from genesis.operations.supervise.mirror_place import Place
-from genesis.operations.supervise.mirror_plan import (
+from genesis.operations.mirror.contents import BASES, CHECKPOINTS, MirrorContents, read_contents
+from genesis.operations.mirror.history import HistoryMirror
+from genesis.operations.mirror.listing import CheckpointListing, read_local_listing, read_local_marker
+from genesis.operations.mirror.places import Place
+from genesis.operations.mirror.plan import (
     MirrorRetention,
     bases_of,
     find_superseded,
@@ -45,28 +32,27 @@ from genesis.operations.supervise.mirror_plan import (
     plan_copies,
     plan_mirror_removals,
 )
-from genesis.operations.supervise.mirror_source import AbandonedError, HeldCheckpoint, Pace
-from genesis.operations.supervise.mirror_state import (
+from genesis.operations.mirror.status import (
     MirrorStatus,
     read_mirror_status,
     status_path,
     without_password,
     write_mirror_status,
 )
+from genesis.operations.mirror.transfer import AbandonedError, HeldCheckpoint, Pace, read_hash, write_verified
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file
-from genesis_callbacks.base.run_directory import (
-    BEST_NAME,
-    MANIFEST_NAME,
-    PLACES_VARIABLE,
-    base_name,
-    is_checkpoint_name,
-)
+from genesis_callbacks.base.run_directory import BEST_NAME, MANIFEST_NAME, base_name, is_checkpoint_name
 from genesis_callbacks.base.untrusted import RefusedFileError, read_file
+from genesis_callbacks.checkpoint import (
+    BaseReference,
+    CorruptCheckpointError,
+    FileRecord,
+    find_base,
+)
 
 OWNER_NAME: Final = "mirror.json"
 """The file in a mirror that names its owner."""
-_ATTEMPTS: Final = 3
 _MAX_MARKS_BYTES: Final = 64 << 10
 
 
@@ -220,7 +206,7 @@ class Mirror:
                 continue
             try:
                 listing = self._known.get(marker) or read_local_listing(path)
-            except DamagedCheckpointError as error:
+            except CorruptCheckpointError as error:
                 self._damage(marker, error)
                 continue
             if listing is not None and listing.name == path.name:
@@ -228,7 +214,7 @@ class Mirror:
         self._known = found
         return sorted(found.values(), key=order)
 
-    def _damage(self, marker: str, error: DamagedCheckpointError) -> None:
+    def _damage(self, marker: str, error: CorruptCheckpointError) -> None:
         self._damaged[marker] = str(error)
         self._report(f"not mirrored: {error}")
 
@@ -334,7 +320,7 @@ class Mirror:
         except AbandonedError:
             self._report(f"step {listing.step} was removed by the run before its copy was made; newer ones follow")
             return
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             if read_local_marker(path) == listing.marker:
                 self._damage(listing.marker, error)
             return
@@ -343,27 +329,20 @@ class Mirror:
         self._report(f"step {listing.step}: {listing.num_bytes:,} bytes in {seconds:.1f} s, read back and verified")
         self._succeed()
 
-    def _copy_base(self, path: Path, base: ListedBase, contents: MirrorContents) -> None:
+    def _copy_base(self, path: Path, base: BaseReference, contents: MirrorContents) -> None:
         if contents.find(base.manifest_hash) is not None:
             return
         folder = f"{BASES}/{base_name(base.manifest_hash)}"
-        for place in _list_base_paths(path, base):
-            if read_local_marker(place) != base.manifest_hash:
-                continue
+        place, _ = find_base(path, base)
+        try:
             listing = read_local_listing(place)
             if listing is None:
-                continue
-            try:
-                self._copy(place, listing, folder, contents)
-            except (AbandonedError, DamagedCheckpointError) as error:
-                raise UserError(f"the base {place} of {path} cannot be mirrored: {error}; restore it") from error
-            contents.bases[folder] = listing
-            self._report(f"base {place}: {listing.num_bytes:,} bytes, read back and verified")
-            return
-        raise UserError(
-            f"{path} has its base at {base.path}, which is not there any more: restore it, or give its new path by "
-            f"{PLACES_VARIABLE}"
-        )
+                raise AbandonedError("it was removed")
+            self._copy(place, listing, folder, contents)
+        except (AbandonedError, CorruptCheckpointError) as error:
+            raise UserError(f"the base {place} of {path} cannot be mirrored: {error}; restore it") from error
+        contents.bases[folder] = listing
+        self._report(f"base {place}: {listing.num_bytes:,} bytes, read back and verified")
 
     def _copy(self, path: Path, listing: CheckpointListing, folder: str, contents: MirrorContents) -> None:
         leftover = contents.leftovers.get(folder)
@@ -372,18 +351,21 @@ class Mirror:
             try:
                 for file in listing.files:
                     self._copy_file(held, listing, folder, file, sizes.get(file.name))
-            except (AbandonedError, DamagedCheckpointError):
+            except (AbandonedError, CorruptCheckpointError):
                 contents.leftovers.pop(folder, None)
                 self._place.remove(folder, is_committed=False)
                 raise
-        self._write_manifest(listing, folder)
+        write_verified(
+            *(self._place, folder, MANIFEST_NAME, lambda block_bytes: _cut(listing.manifest, block_bytes)),
+            *(len(listing.manifest), listing.marker.partition(":")[2], listing.build_hasher, self._pace),
+        )
         self._check_owner()
         self._place.commit(folder, listing.marker.encode())
         contents.leftovers.pop(folder, None)
         self._whole = {key for key in self._whole if key[0] != listing.marker}
 
     def _copy_file(
-        self, held: HeldCheckpoint, listing: CheckpointListing, folder: str, file: ListedFile, size_there: int | None
+        self, held: HeldCheckpoint, listing: CheckpointListing, folder: str, file: FileRecord, size_there: int | None
     ) -> None:
         """Writes a file and reads it back; a file that an interrupted copy has left is only read."""
         key = (listing.marker, folder, file.name)
@@ -391,25 +373,14 @@ class Mirror:
         is_there = size_there == file.num_bytes
         if key in self._whole and is_there:
             return
-        for _ in range(_ATTEMPTS):
-            if not is_there:
-                self._place.write(
-                    path, lambda block_bytes: held.read_blocks(file, block_bytes, self._pace), file.num_bytes
-                )
-                self._status = replace(self._status, copied_bytes=self._status.copied_bytes + file.num_bytes)
-            if has_hash(self._place, path, file, listing, self._pace):
-                self._whole.add(key)
-                return
-            is_there = False
-        raise StoreError(
-            f"{self._status.url}/{folder}/{file.name} has other bytes than were written, {_ATTEMPTS} times: the "
-            "place, or the way to it, changes data"
-        )
-
-    def _write_manifest(self, listing: CheckpointListing, folder: str) -> None:
-        path = self._place.file_path(folder, MANIFEST_NAME, is_committed=False)
-        self._place.write(path, lambda block_bytes: _cut(listing.manifest, block_bytes), len(listing.manifest))
-        decode_listing(listing.marker, self._place.read(path) or b"", f"{self._status.url}/{folder}")
+        build = listing.build_hasher
+        if not (is_there and read_hash(self._place, path, file.num_bytes, build(), self._pace) == file.hash):
+            write_verified(
+                *(self._place, folder, file.name, lambda block_bytes: held.read_blocks(file, block_bytes)),
+                *(file.num_bytes, file.hash, build, self._pace),
+            )
+            self._status = replace(self._status, copied_bytes=self._status.copied_bytes + file.num_bytes)
+        self._whole.add(key)
 
     def _remove(self, run: list[CheckpointListing], contents: MirrorContents) -> None:
         mirrored = list(contents.checkpoints.values())
@@ -478,14 +449,6 @@ def _lock(path: Path) -> int:
             f"another process mirrors this run to the same place ({path} is locked): stop it first"
         ) from None
     return descriptor
-
-
-def _list_base_paths(path: Path, base: ListedBase) -> list[Path]:
-    """Returns where the base of the checkpoint at `path` may lie, as the engine looks for it."""
-    given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
-    near = os.path.normpath(path.parent.resolve() / base.relative_path)
-    restored = RunDirectory.of(path).bases / base_name(base.manifest_hash)
-    return [Path(place) for place in (*given, near, str(restored), base.path)]
 
 
 def _cut(data: bytes, block_bytes: int) -> Iterator[bytes]:

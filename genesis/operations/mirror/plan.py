@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from genesis.base.errors import UserError
-from genesis.operations.supervise.mirror_manifest import CheckpointListing
+from genesis.operations.mirror.listing import CheckpointListing
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.data.store import StoreError
-from genesis.operations.supervise.mirror import OWNER_NAME
-from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
-from genesis.operations.supervise.mirror_history import find_history, verify_history
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_restore import restore_run
-from genesis.operations.supervise.mirror_source import Pace
-from genesis.operations.supervise.mirror_state import read_mirror_statuses
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.history import find_history, verify_history
+from genesis.operations.mirror.mirror import OWNER_NAME
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.restore import restore_run
+from genesis.operations.mirror.status import read_mirror_statuses
+from genesis.operations.mirror.transfer import Pace
 from genesis_callbacks.checkpoint import verify
 from tests.data.store_support import BUCKET, CREDENTIALS, serve_s3
-from tests.operations.supervise.mirror_support import Gate, Run, open_mirror, save_base, sync
-from tests.operations.supervise.test_mirror_history import LoggedRun, rows_of
+from tests.operations.mirror.support import Gate, Run, open_mirror, save_base, sync
+from tests.operations.mirror.test_history import LoggedRun, rows_of
 
 URL = f"s3://{BUCKET}/runs/a"
 LARGE = 3_000_000
@@ -279,7 +279,7 @@ def test_unfinished_uploads_of_a_killed_mirror_are_aborted(s3, tmp_path: Path):
 
 
 def test_any_store_of_fsspec_is_a_place_also_for_bases(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("genesis.operations.supervise.mirror_store.BLOCK_BYTES", 1000)  # fsspec writes larger files
+    monkeypatch.setattr("genesis.operations.mirror.places.BLOCK_BYTES", 1000)  # larger files take fsspec's writer
     base = save_base(tmp_path / "runs" / "base" / "checkpoints")
     run = Run(tmp_path / "runs" / "a", base=base)
     for step in (1, 2, 3):

@@ -1,11 +1,16 @@
-"""The options of a supervisor that shares its run with those of other nodes. Imports no torch."""
+"""The options of a supervisor, alone or with those of other nodes. Imports no torch."""
 
 import re
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
+from genesis.operations.supervise.attempt import Limits
+from genesis.operations.supervise.decide import Policy
+from genesis.operations.supervise.state import NODE_PREFIX
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
@@ -44,6 +49,41 @@ class NodeOptions:
     def size(self) -> str:
         """The number of nodes as the option gives it."""
         return str(self.min_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+
+
+@dataclass(frozen=True)
+class SuperviseOptions:
+    """The options of a supervisor.
+
+    Args:
+        fit: Arguments of `genesis fit`, without the run's directory and the checkpoint.
+        run_dir: The run's directory.
+        policy: What the user consents to.
+        limits: How long the ranks may take.
+        port: The port at which the ranks meet; None for a free one in each attempt.
+        wait_seconds: How long to wait for disk space.
+        preempt_file: A file whose existence announces that the machine is about to be taken; None for none.
+        preempt_url: A URL that does so by answering with status 200; None for none.
+        cost_per_hour: What an hour of the machine costs, for the records; None if it is not known.
+        nodes: How this node meets the others; None for a run on one node.
+    """
+
+    fit: tuple[str, ...]
+    run_dir: Path
+    policy: Policy = field(default_factory=Policy)
+    limits: Limits = field(default_factory=Limits)
+    port: int | None = None
+    wait_seconds: float = 3600.0
+    preempt_file: Path | None = None
+    preempt_url: str | None = None
+    cost_per_hour: float | None = None
+    nodes: NodeOptions | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where this supervisor keeps what only this node may use: its lock, its launcher and its state."""
+        shared = RunDirectory(self.run_dir).supervisor
+        return shared if self.nodes is None else shared / f"{NODE_PREFIX}{self.nodes.name}"
 
 
 def read_nodes(

@@ -5,16 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from genesis.operations.supervise.mirror_manifest import (
-    CheckpointListing,
-    DamagedCheckpointError,
-    ListedFile,
-    decode_listing,
-    decode_marker,
-)
-from genesis.operations.supervise.mirror_place import Folder, Place
-from genesis.operations.supervise.mirror_source import Pace
+from genesis.operations.mirror.listing import CheckpointListing, decode_listing, decode_marker
+from genesis.operations.mirror.places import Folder, Place
+from genesis.operations.mirror.transfer import Pace, read_hash
 from genesis_callbacks.base.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 
 CHECKPOINTS: Final = "checkpoints"
 BASES: Final = "bases"
@@ -62,7 +57,7 @@ def read_contents(place: Place) -> MirrorContents:
                 continue
             try:
                 listing = _read_listing(place, folder)
-            except DamagedCheckpointError as error:
+            except CorruptCheckpointError as error:
                 contents.damaged[folder] = str(error)
             else:
                 (contents.checkpoints if parent == CHECKPOINTS else contents.bases)[folder] = listing
@@ -80,21 +75,11 @@ def _read_listing(place: Place, folder: str) -> CheckpointListing:
     marker = decode_marker(place.read(place.file_path(folder, COMMITTED_NAME, is_committed=True)))
     manifest = place.read(place.file_path(folder, MANIFEST_NAME, is_committed=True))
     if marker is None or manifest is None:
-        raise DamagedCheckpointError(f"{where} has no commit marker or no manifest")
+        raise CorruptCheckpointError(f"{where} has no commit marker or no manifest")
     listing = decode_listing(marker, manifest, where)
     if folder.startswith(CHECKPOINTS) and folder != f"{CHECKPOINTS}/{listing.name}":
-        raise DamagedCheckpointError(f"{where} holds the checkpoint of step {listing.step}: it was renamed")
+        raise CorruptCheckpointError(f"{where} holds the checkpoint of step {listing.step}: it was renamed")
     return listing
-
-
-def has_hash(place: Place, path: str, file: ListedFile, listing: CheckpointListing, pace: Pace) -> bool:
-    """Returns whether a file in the mirror has the size and the hash that the manifest lists; reads all of it."""
-    hasher, num_bytes = listing.build_hasher(), 0
-    for block in place.read_blocks(path, file.num_bytes):
-        pace.spend(len(block))
-        hasher.update(block)
-        num_bytes += len(block)
-    return num_bytes == file.num_bytes and hasher.hexdigest() == file.hash
 
 
 def verify_contents(place: Place, contents: MirrorContents, pace: Pace) -> Iterator[tuple[str, str | None]]:
@@ -114,9 +99,9 @@ def _find_problem(
     for file in listing.files:
         path = place.file_path(folder, file.name, is_committed=True)
         try:
-            if not has_hash(place, path, file, listing, pace):
+            if read_hash(place, path, file.num_bytes, listing.build_hasher(), pace) != file.hash:
                 return f"{file.name} does not have the size and the hash that were saved"
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             return str(error)
     if listing.base is not None and contents.find(listing.base.manifest_hash) is None:
         return "its base is not in the mirror"

@@ -17,12 +17,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from blake3 import blake3
 
-from genesis.data.store import StoreError
-from genesis.operations.supervise.mirror_history_files import (
+from genesis.operations.mirror.history_files import (
     METRICS,
     SKIPS,
     HeldFile,
@@ -32,20 +31,20 @@ from genesis.operations.supervise.mirror_history_files import (
     is_recipe,
     read_whole,
 )
-from genesis.operations.supervise.mirror_manifest import CheckpointListing, DamagedCheckpointError, decode_marker
-from genesis.operations.supervise.mirror_place import Place
-from genesis.operations.supervise.mirror_source import Pace
-from genesis.operations.supervise.plain import count, text
+from genesis.operations.mirror.listing import CheckpointListing, decode_marker
+from genesis.operations.mirror.places import Place
+from genesis.operations.mirror.transfer import Pace, read_hash, write_verified
+from genesis.operations.supervise.plain import decode
 from genesis.recipe.imports import explain_others, list_others
 from genesis.recipe.yaml import find_imports
 from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.run_directory import COMMITTED_NAME, MANIFEST_NAME
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 
 HISTORY: Final = "history"
 _NUMBER: Final = re.compile(r"\d{8}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
-_ATTEMPTS: Final = 3
 _APART: Final = ".unread"
 
 
@@ -115,8 +114,12 @@ def plan_merge(folders: Sequence[tuple[int, int]], num_new_bytes: int) -> int:
         >>> plan_merge([(900, 900), (200, 200), (90, 90)], 100)
         2
     """
+    # A folder goes only as a whole. Without this rule, logs that resumes cut back would leave the place full of bytes
+    # that no copy uses.
     first = next((number for number, (used, there) in enumerate(folders) if 2 * used < there), len(folders))
     size = num_new_bytes + sum(used for used, _ in folders[first:])
+    # As sizes double from folder to folder, a byte is written again only when its folder doubles. One folder for each
+    # copy would need a request for each, and one for all would be written again at each copy.
     while first and folders[first - 1][0] <= size:
         first -= 1
         size += folders[first][0]
@@ -183,12 +186,14 @@ class HistoryMirror:
             used[piece.folder] = used.get(piece.folder, 0) + piece.num_bytes
         folders = sorted(used)
         staying = set(folders[: plan_merge([(used[each], sum(there[each].values())) for each in folders], num_new)])
+        # Above all that are there, also those of copies that are damaged: the newest number is the copy that counts.
         folder = f"{max(map(int, there), default=0) + 1:08d}"
         files = []
         for name, file in held.files.items():
             pieces = tuple(piece for piece in begun[name] if piece.folder in staying)
             files.append(self._copy_file(name, file, folder, pieces))
         self._commit(History(folder, listing.marker, listing.step, tuple(files)))
+        # Only after the commit: until then, the copy before needs them.
         for each in there.keys() - staying:
             self._place.remove(f"{HISTORY}/{each}", is_committed=True)
         self._whole = {key for key in self._whole if key[0] in {*staying, folder}}
@@ -211,6 +216,8 @@ class HistoryMirror:
         begun: list[Piece] = []
         offset = 0
         for piece in pieces:
+            # The bytes decide, and not the length: a resume cuts the log back and writes other rows in their place.
+            # What follows the first piece that differs cannot be shared, as its offset is another.
             is_there = there.get(piece.folder, {}).get(name) == piece.num_bytes
             if not is_there or _hash_part(file, offset, piece.num_bytes) != piece.hash or not self._reads(name, piece):
                 break
@@ -233,31 +240,27 @@ class HistoryMirror:
         if not num_bytes:
             return HistoryFile(name, file.num_bytes, digest, begun)
         piece = Piece(folder, num_bytes, _hash_part(file, first, num_bytes))
-        path = self._place.file_path(f"{HISTORY}/{folder}", name, is_committed=False)
-
-        def read_blocks(block_bytes: int) -> Iterator[bytes]:
-            for block in file.read_blocks(first, num_bytes, block_bytes):
-                self._pace.spend(len(block))
-                yield block
-
-        for _ in range(_ATTEMPTS):
-            self._place.write(path, read_blocks, num_bytes)
-            if _has_hash(self._place, path, piece, self._pace):
-                self._whole.add((folder, name))
-                return HistoryFile(name, file.num_bytes, digest, (*begun, piece))
-        raise StoreError(
-            f"{self._place.url}/{HISTORY}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the "
-            "place, or the way to it, changes data"
+        write_verified(
+            *(self._place, f"{HISTORY}/{folder}", name),
+            blocks=lambda block_bytes: file.read_blocks(first, num_bytes, block_bytes),
+            num_bytes=num_bytes,
+            digest=piece.hash,
+            build_hasher=blake3,
+            pace=self._pace,
         )
+        self._whole.add((folder, name))
+        return HistoryFile(name, file.num_bytes, digest, (*begun, piece))
 
     def _commit(self, history: History) -> None:
         content = {"schema_version": 2, "checkpoint": history.checkpoint, "step": history.step}
         manifest = json.dumps({**content, "files": [asdict(file) for file in history.files]}).encode()
         folder = f"{HISTORY}/{history.folder}"
-        path = self._place.file_path(folder, MANIFEST_NAME, is_committed=False)
-        self._place.write(path, lambda block_bytes: iter([manifest]), len(manifest))
+        digest = blake3(manifest).hexdigest()
+        write_verified(
+            self._place, folder, MANIFEST_NAME, lambda _: iter([manifest]), len(manifest), digest, blake3, self._pace
+        )
         self._check_owner()
-        self._place.commit(folder, b"blake3:" + blake3(manifest).hexdigest().encode())
+        self._place.commit(folder, f"blake3:{digest}".encode())
         self._known = history
 
 
@@ -289,7 +292,7 @@ def find_history(place: Place, report: Callable[[str], None] | None = None) -> H
     for folder in _list_copies(place):
         try:
             return _read_history(place, folder)
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             if report is not None:
                 report(f"a copy of the history is left out: {error}")
     return None
@@ -306,29 +309,26 @@ def _read_history(place: Place, folder: str) -> History:
     marker = decode_marker(place.read(place.file_path(where, COMMITTED_NAME, is_committed=True)))
     manifest = place.read(place.file_path(where, MANIFEST_NAME, is_committed=True))
     if manifest is None or marker != f"blake3:{blake3(manifest).hexdigest()}":
-        raise DamagedCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
+        raise CorruptCheckpointError(f"{place.url}/{where} has no manifest with the hash of its marker")
     try:
         content = load_json(manifest)
-        files = tuple(_decode_file(each, folder) for each in content["files"])
-        return History(folder, text(content["checkpoint"]), count(content["step"]), files)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{place.url}/{where} has a manifest that cannot be read: {error}") from error
+        for file in content["files"]:
+            # Copies of earlier versions have each file whole.
+            file.setdefault("pieces", [{"folder": folder, "num_bytes": file["num_bytes"], "hash": file["hash"]}])
+        history = decode(History, {**content, "folder": folder})
+        for each in history.files:
+            _check_file(each)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{place.url}/{where} has a manifest that cannot be read: {error}") from error
+    return history
 
 
-def _decode_file(content: Mapping[str, Any], folder: str) -> HistoryFile:
-    name, num_bytes, digest = text(content["name"]), count(content["num_bytes"]), text(content["hash"])
-    # Copies of earlier versions have each file whole.
-    whole = [{"folder": folder, "num_bytes": num_bytes, "hash": digest}]
-    pieces = tuple(
-        Piece(text(each["folder"]), count(each["num_bytes"]), text(each["hash"]))
-        for each in content.get("pieces", whole)
-    )
+def _check_file(file: HistoryFile) -> None:
     is_piece = all(
-        _NUMBER.fullmatch(each.folder) and each.num_bytes >= 0 and _HASH.fullmatch(each.hash) for each in pieces
+        _NUMBER.fullmatch(each.folder) and each.num_bytes >= 0 and _HASH.fullmatch(each.hash) for each in file.pieces
     )
-    if find_local_path(Path(), name) is None or not is_piece or _count(pieces) != num_bytes:
-        raise ValueError(f"{name!r} is no file of a history")
-    return HistoryFile(name, num_bytes, digest, pieces)
+    if find_local_path(Path(), file.name) is None or not is_piece or _count(file.pieces) != file.num_bytes:
+        raise ValueError(f"{file.name!r} is no file of a history")
 
 
 def verify_history(place: Place, pace: Pace) -> Iterator[tuple[str, str | None]]:
@@ -341,7 +341,7 @@ def verify_history(place: Place, pace: Pace) -> Iterator[tuple[str, str | None]]
         try:
             yield f"{HISTORY}/{folder}", _find_problem(place, _read_history(place, folder), pace)
             return
-        except DamagedCheckpointError as error:
+        except CorruptCheckpointError as error:
             yield f"{HISTORY}/{folder}", str(error)
 
 
@@ -353,12 +353,7 @@ def _find_problem(place: Place, history: History, pace: Pace) -> str | None:
 
 
 def _has_hash(place: Place, path: str, piece: Piece, pace: Pace) -> bool:
-    hasher, num_bytes = blake3(), 0
-    for block in place.read_blocks(path, piece.num_bytes):
-        pace.spend(len(block))
-        hasher.update(block)
-        num_bytes += len(block)
-    return num_bytes == piece.num_bytes and hasher.hexdigest() == piece.hash
+    return read_hash(place, path, piece.num_bytes, blake3(), pace) == piece.hash
 
 
 def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: Callable[[str], None]) -> None:
@@ -418,10 +413,7 @@ def _restore_file(place: Place, file: HistoryFile, target: Path, step: int, pace
     try:
         with create_file(partial) as out:
             for piece in file.pieces:
-                for block in place.read_blocks(_path(place, file.name, piece), piece.num_bytes):
-                    pace.spend(len(block))
-                    hasher.update(block)
-                    out.write(block)
+                read_hash(place, _path(place, file.name, piece), piece.num_bytes, hasher, pace, out)
         if hasher.hexdigest() != file.hash:
             return False
         if file.name == METRICS:

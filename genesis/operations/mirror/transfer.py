@@ -1,8 +1,8 @@
-"""Reads the files of a checkpoint while the run may remove it, at a limited rate.
+"""Moves bytes between a run and a place, at a limited rate, and compares hashes on both sides.
 
-The files stay open until the copy is made, so that what the run removes meanwhile is copied nevertheless. Otherwise a
-run that keeps few checkpoints and a slow store would never have a whole copy. The space of a removed checkpoint is then
-free only when its copy ends; if the disk needs the space before, the copy is abandoned.
+The files of a checkpoint stay open until the copy is made, so that what the run removes meanwhile is copied
+nevertheless. Otherwise a run that keeps few checkpoints and a slow store would never have a whole copy. The space of a
+removed checkpoint is then free only when its copy ends; if the disk needs the space before, the copy is abandoned.
 """
 
 import contextlib
@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO, Final
 
-from genesis.operations.supervise.mirror_manifest import (
-    CheckpointListing,
-    DamagedCheckpointError,
-    ListedFile,
-    read_local_marker,
-)
+from genesis.data.store import StoreError
+from genesis.operations.mirror.listing import CheckpointListing, read_local_marker
+from genesis.operations.mirror.places import Blocks, Place
+from genesis.operations.mirror.status import without_password
 from genesis_callbacks.base.untrusted import RefusedFileError, open_descriptor
+from genesis_callbacks.checkpoint import CorruptCheckpointError, FileRecord, Hasher
+
+_ATTEMPTS: Final = 3
 
 
 class AbandonedError(Exception):
@@ -56,6 +58,52 @@ class Pace:
             self._sleep(start - now)
 
 
+def read_hash(
+    place: Place, path: str, num_bytes: int, hasher: Hasher, pace: Pace, out: BinaryIO | None = None
+) -> str | None:
+    """Reads a file of a place, into `out` if it is given, and returns its hash; None if it has another size."""
+    left = num_bytes
+    for block in place.read_blocks(path, num_bytes):
+        pace.spend(len(block))
+        hasher.update(block)
+        left -= len(block)
+        if out is not None:
+            out.write(block)
+    return None if left else hasher.hexdigest()
+
+
+def write_verified(
+    place: Place,
+    folder: str,
+    name: str,
+    blocks: Blocks,
+    num_bytes: int,
+    digest: str,
+    build_hasher: Callable[[], Hasher],
+    pace: Pace,
+) -> None:
+    """Writes a file of an uncommitted folder and reads it back: a place that answers may have stored something else.
+
+    Raises:
+        StoreError: The place has other bytes than were written, several times.
+    """
+
+    def read_paced(block_bytes: int) -> Iterator[bytes]:
+        for block in blocks(block_bytes):
+            pace.spend(len(block))
+            yield block
+
+    path = place.file_path(folder, name, is_committed=False)
+    for _ in range(_ATTEMPTS):
+        place.write(path, read_paced, num_bytes)
+        if read_hash(place, path, num_bytes, build_hasher(), pace) == digest:
+            return
+    raise StoreError(
+        f"{without_password(place.url)}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the "
+        "place, or the way to it, changes data"
+    )
+
+
 class HeldCheckpoint:
     """The open files of a checkpoint of the run, for a `with` block.
 
@@ -65,7 +113,7 @@ class HeldCheckpoint:
 
     Raises:
         AbandonedError: The run has removed it.
-        DamagedCheckpointError: A file is missing, or has another size.
+        CorruptCheckpointError: A file is missing, or has another size.
     """
 
     def __init__(self, path: Path, listing: CheckpointListing) -> None:
@@ -92,12 +140,12 @@ class HeldCheckpoint:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def read_blocks(self, file: ListedFile, block_bytes: int, pace: Pace) -> Iterator[bytes]:
+    def read_blocks(self, file: FileRecord, block_bytes: int) -> Iterator[bytes]:
         """Yields the content of a file, and compares its hash at the end.
 
         Raises:
             AbandonedError: The run has removed the checkpoint, and the disk needs its space.
-            DamagedCheckpointError: The content is not what was saved.
+            CorruptCheckpointError: The content is not what was saved.
             OSError: The disk cannot be read.
         """
         descriptor = self._descriptors[file.name]
@@ -105,29 +153,28 @@ class HeldCheckpoint:
         for offset in range(0, file.num_bytes, block_bytes):
             self._check_space(descriptor)
             wanted = min(block_bytes, file.num_bytes - offset)
-            pace.spend(wanted)
             block = b"".join(_pread(descriptor, wanted, offset))
             hasher.update(block)
             yield block
         if hasher.hexdigest() != file.hash:
-            raise DamagedCheckpointError(
+            raise CorruptCheckpointError(
                 f"{self._path}/{file.name} does not have the hash that was saved: its bytes have changed"
             )
 
-    def _open(self, file: ListedFile) -> int:
+    def _open(self, file: FileRecord) -> int:
         path = self._path / file.name
         try:
             descriptor = open_descriptor(path)
         except RefusedFileError as error:
-            raise DamagedCheckpointError(f"{path} {error.strerror}") from None
+            raise CorruptCheckpointError(f"{path} {error.strerror}") from None
         except FileNotFoundError:
             if read_local_marker(self._path) != self._listing.marker:
                 raise AbandonedError from None
-            raise DamagedCheckpointError(f"{path} is missing") from None
+            raise CorruptCheckpointError(f"{path} is missing") from None
         num_bytes = os.fstat(descriptor).st_size
         if num_bytes != file.num_bytes:
             os.close(descriptor)
-            raise DamagedCheckpointError(f"{path} has {num_bytes} bytes, but {file.num_bytes} were saved")
+            raise CorruptCheckpointError(f"{path} has {num_bytes} bytes, but {file.num_bytes} were saved")
         return descriptor
 
     def _check_space(self, descriptor: int) -> None:

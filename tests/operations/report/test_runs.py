@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import main
+from genesis.operations.report.runs import find_runs, summarise_run
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes, write_crash
-from genesis.operations.supervise.runs import find_runs, summarise_run
 from genesis.operations.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.base.events import EventLog
 from genesis_callbacks.checkpoint import DirectoryLock
 from genesis_callbacks.heartbeats import HeartbeatRecord, write_heartbeat
-from tests.operations.supervise.mirror_support import Run, sync
+from tests.operations.mirror.support import Run, sync
 
 RECIPE = "model: {decoder: {num_layers: 6, dim: 288}}\ndata: {corpus: corpora/python}\n"
 

@@ -5,7 +5,6 @@ checkpoints only names, sizes and the newest manifest.
 """
 
 import csv
-import fcntl
 import io
 import math
 import os
@@ -19,15 +18,14 @@ import yaml
 
 from genesis.base.errors import UserError, printable
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.supervise.mirror_manifest import MAX_MANIFEST_BYTES
+from genesis.operations.supervise.checkpoints import is_held, list_markers
 from genesis.operations.supervise.status import SupervisorStatus, read_status
 from genesis.recipe.yaml import FastRecipeLoader
 from genesis_callbacks.base.events import decode_event
 from genesis_callbacks.base.json_text import load_json
-from genesis_callbacks.base.locks import lock_file
-from genesis_callbacks.base.run_directory import COMMITTED_NAME, LOCK_NAME, MANIFEST_NAME, is_checkpoint_name
+from genesis_callbacks.base.run_directory import MANIFEST_NAME
 from genesis_callbacks.base.run_directory import RunDirectory as CallbacksDirectory
-from genesis_callbacks.base.untrusted import open_descriptor, open_file, read_file
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, open_file, read_file
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 
 RunState = Literal["training", "waiting", "ended", "crashed", "stopped", "new"]
@@ -113,8 +111,8 @@ def summarise_run(path: Path, root: Path | None = None, now_seconds: float | Non
     """
     now = time.time() if now_seconds is None else now_seconds
     heartbeat = max(read_heartbeats(path).values(), key=lambda record: record.time_seconds, default=None)
-    names = _list_checkpoints(path)
-    manifest = {} if heartbeat is not None and heartbeat.clocks else _read_newest(path, names)
+    markers = list(list_markers(path).values())
+    manifest = {} if heartbeat is not None and heartbeat.clocks else _read_newest(markers)
     counters = manifest.get("counters", {}) if heartbeat is None else heartbeat.clocks
     changed = _time(heartbeat.time_seconds if heartbeat is not None else manifest.get("created_seconds"))
     name = path.name if root is None or path == root else str(path.relative_to(root))
@@ -123,12 +121,12 @@ def summarise_run(path: Path, root: Path | None = None, now_seconds: float | Non
         name=printable(name),
         path=path,
         recipe=_describe_recipe(path),
-        state=_find_state(path, heartbeat, bool(names), now),
+        state=_find_state(path, heartbeat, bool(markers), now),
         step=heartbeat.step if heartbeat is not None else _count(manifest.get("step")),
         tokens=_count(counters.get("tokens_seen") if isinstance(counters, Mapping) else None),
         loss=loss if loss is not None else _read_last_loss(path),
         num_crashes=_count_crashes(path),
-        num_checkpoints=len(names),
+        num_checkpoints=len(markers),
         num_bytes=_measure(path),
         changed_seconds=changed,
     )
@@ -156,7 +154,7 @@ def _find_live_state(
             return "waiting"
         if status.state == "training":
             return "training"
-    if _is_held(path):
+    if is_held(path):
         return "training"
     # On another machine, whose locks this one may not see.
     is_fresh = heartbeat is not None and now - heartbeat.time_seconds < _FRESH_SECONDS and not _is_here(heartbeat)
@@ -165,24 +163,6 @@ def _find_live_state(
 
 def _is_here(heartbeat: HeartbeatRecord) -> bool:
     return heartbeat.host == os.uname().nodename
-
-
-def _is_held(path: Path) -> bool:
-    """Returns whether a process on this machine holds the run's checkpoints."""
-    try:
-        descriptor = open_descriptor(RunDirectory(path).checkpoints / LOCK_NAME)
-    except OSError:
-        return False
-    try:
-        # A shared lock, for no longer than this line: a run that starts waits longer than that.
-        lock_file(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a lock that this process may not have
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _find_last_event(path: Path) -> RunState | None:
@@ -197,21 +177,11 @@ def _find_last_event(path: Path) -> RunState | None:
     return None
 
 
-def _list_checkpoints(path: Path) -> list[str]:
-    directory = RunDirectory(path).checkpoints
-    try:
-        names = sorted(entry.name for entry in os.scandir(directory) if is_checkpoint_name(entry.name))
-    except OSError:
-        return []
-    return [name for name in names if (directory / name / COMMITTED_NAME).is_file()]
-
-
-def _read_newest(path: Path, names: list[str]) -> Mapping[str, Any]:
+def _read_newest(markers: list[Path]) -> Mapping[str, Any]:
     """Returns the manifest of the newest checkpoint by its time; an empty one if it cannot be read."""
-    directory = RunDirectory(path).checkpoints
     try:
-        newest = max(names, key=lambda name: (directory / name / COMMITTED_NAME).stat().st_mtime)
-        content = load_json(read_file(directory / newest / MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        newest = max(markers, key=lambda marker: marker.stat().st_mtime)
+        content = load_json(read_file(newest.with_name(MANIFEST_NAME), MAX_DOCUMENT_BYTES))
     except (OSError, ValueError, RecursionError):  # removed in between, forged, or there is none
         return {}
     return content if isinstance(content, dict) else {}

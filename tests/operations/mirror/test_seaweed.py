@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_restore import restore_run
-from genesis.operations.supervise.mirror_source import Pace
-from genesis.operations.supervise.mirror_state import read_mirror_statuses
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.restore import restore_run
+from genesis.operations.mirror.status import read_mirror_statuses
+from genesis.operations.mirror.transfer import Pace
 from genesis_callbacks.checkpoint import verify
 from tests.data.store_support import CREDENTIALS
-from tests.operations.supervise.mirror_support import Run, open_mirror
-from tests.operations.supervise.test_mirror_store import STOPPED, run_until_stopped, wait_for
+from tests.operations.mirror.support import Run, open_mirror
+from tests.operations.mirror.test_store import STOPPED, run_until_stopped, wait_for
 
 pytestmark = [
     pytest.mark.process,

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from genesis.base.errors import UserError
-from genesis.operations.supervise import mirror_source
-from genesis.operations.supervise.mirror import MirrorTakenError
-from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_restore import restore_run
-from genesis.operations.supervise.mirror_source import Pace
-from genesis.operations.supervise.mirror_state import measure_lag, read_mirror_statuses, without_password
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.metrics import measure_lag
+from genesis.operations.mirror.mirror import MirrorTakenError
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.restore import restore_run
+from genesis.operations.mirror.status import read_mirror_statuses, without_password
+from genesis.operations.mirror.transfer import HeldCheckpoint, Pace
 from genesis_callbacks.checkpoint import CorruptCheckpointError, list_committed, verify
 from genesis_callbacks.checkpoint.commit import discard, supersede
 from tests.forgeries import reseal
-from tests.operations.supervise.mirror_support import Run, open_mirror, save_base, sync
+from tests.operations.mirror.support import Run, open_mirror, save_base, sync
 
 
 @pytest.fixture
@@ -115,14 +115,14 @@ def test_a_damaged_checkpoint_of_the_run_never_reaches_the_mirror(run: Run, plac
 def test_what_the_run_removes_during_a_copy_is_copied_nevertheless(run: Run, place: Path, monkeypatch):
     path = run.save(1)
     run.save(2)
-    real = mirror_source.HeldCheckpoint.read_blocks
+    real = HeldCheckpoint.read_blocks
 
     def remove_first(self, *arguments):
         if path.exists() and self._path == path:
             discard(path)
         return real(self, *arguments)
 
-    monkeypatch.setattr(mirror_source.HeldCheckpoint, "read_blocks", remove_first)
+    monkeypatch.setattr(HeldCheckpoint, "read_blocks", remove_first)
     sync(run, place)
     assert not path.exists()
     assert steps(place) == [1, 2]
@@ -135,14 +135,14 @@ def test_a_checkpoint_that_is_removed_while_its_disk_is_full_is_abandoned_withou
     path = run.save(1)
     run.save(2)
     usage = shutil.disk_usage(run.path)
-    real = mirror_source.HeldCheckpoint.read_blocks
+    real = HeldCheckpoint.read_blocks
 
     def remove_first(self, *arguments):
         if path.exists() and self._path == path:
             discard(path)
         return real(self, *arguments)
 
-    monkeypatch.setattr(mirror_source.HeldCheckpoint, "read_blocks", remove_first)
+    monkeypatch.setattr(HeldCheckpoint, "read_blocks", remove_first)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=0))
     lines = sync(run, place)
     assert any("was removed by the run before its copy was made" in line for line in lines)
@@ -329,7 +329,7 @@ def test_a_base_that_is_gone_is_one_line(place: Path, tmp_path: Path):
     run = Run(tmp_path / "runs" / "a", base=base)
     run.save(1)
     shutil.rmtree(base)
-    with pytest.raises(UserError, match=r"has its base at .*, which is not there any more"):
+    with pytest.raises(UserError, match=r"leaves 1 tensors to the base .* there is no such directory.*: restore it"):
         sync(run, place)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import main
-from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_source import Pace
+from genesis.operations.mirror.contents import read_contents, verify_contents
+from genesis.operations.mirror.places import open_place
+from genesis.operations.mirror.transfer import Pace
 from genesis_callbacks.checkpoint import list_committed, verify
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
-from tests.operations.supervise.mirror_support import Run
+from tests.operations.mirror.support import Run
 
 
 def start_mirror(*arguments: str | Path) -> subprocess.Popen[bytes]:

@@ -10,20 +10,19 @@ from blake3 import blake3
 
 from genesis.cli.mirror import main as mirror_main
 from genesis.data.store import StoreError
+from genesis.operations.mirror.history import HISTORY, HistoryMirror, find_history, plan_merge, verify_history
+from genesis.operations.mirror.history_files import find_local_path
+from genesis.operations.mirror.listing import CheckpointListing
+from genesis.operations.mirror.mirror import MirrorTakenError
+from genesis.operations.mirror.places import DirectoryPlace, open_place
+from genesis.operations.mirror.restore import restore_run
+from genesis.operations.mirror.transfer import Pace
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes, write_crash
-from genesis.operations.supervise.mirror import MirrorTakenError
-from genesis.operations.supervise.mirror_directory import DirectoryPlace
-from genesis.operations.supervise.mirror_history import HISTORY, HistoryMirror, find_history, plan_merge, verify_history
-from genesis.operations.supervise.mirror_history_files import find_local_path
-from genesis.operations.supervise.mirror_manifest import CheckpointListing
-from genesis.operations.supervise.mirror_open import open_place
-from genesis.operations.supervise.mirror_restore import restore_run
-from genesis.operations.supervise.mirror_source import Pace
 from genesis.operations.supervise.skips import Skips
 from genesis.operations.supervise.state import read_skips, write_skips
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.events import EventLog
-from tests.operations.supervise.mirror_support import Run, open_mirror, sync
+from tests.operations.mirror.support import Run, open_mirror, sync
 
 
 class LoggedRun(Run):
