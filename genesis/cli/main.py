@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
+from genesis.cli.program import INTERRUPTED, end_early
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, as_line, find_remedy
@@ -25,8 +26,6 @@ _RANKS = ("fit", "validate")
 
 _STARTER = "supervise"
 """The command whose arguments service files repeat; the fit that it starts takes --allow_imports."""
-_INTERRUPTED = 130
-"""The status that a shell reports for a program ended by SIGINT."""
 _CLOSED_PIPE = 141
 """The status that a shell reports for a program ended by SIGPIPE."""
 _REPEAT_SECONDS = 0.02
@@ -142,7 +141,7 @@ def _end_interrupted(arguments: Sequence[str]) -> int:
     if not is_launched() or os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(line, file=sys.stderr, flush=True)
-    return _INTERRUPTED
+    return INTERRUPTED
 
 
 def _is_reader_gone() -> bool:
@@ -199,7 +198,7 @@ def _ended_at_once_by_sigint(arguments: Sequence[str]) -> Iterator[None]:
 
     A KeyboardInterrupt during imports would be caught, printed or misreported by the module that it happens to reach.
     """
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_ours = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_early)
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield
         return

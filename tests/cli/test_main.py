@@ -340,6 +340,29 @@ def test_an_interruption_of_the_imports_ends_with_one_line() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
 
 
+INTERRUPTED_START = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["--help"]
+from genesis.cli.program import run
+sys.exit(run())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("module", ["genesis.cli.main", "argparse", "genesis.cli.command_record"])
+def test_an_interruption_before_a_command_is_found_ends_with_one_line(module: str) -> None:
+    program = INTERRUPTED_START.replace("{module}", module)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
+
+
 INTERRUPTED_DESTRUCTOR = """
 import os, signal, sys, time
 from genesis.cli.main import main
