@@ -118,7 +118,12 @@ def prepare_main(argv: list[str]) -> int:
     _print_packing(console, options)
     num_held_out = sum(source.num_documents for source in manifest.validation)
     if options.validation_fraction and not num_held_out:
-        console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
+        fraction = options.validation_fraction
+        console.print(
+            "No document is held out for validation: the corpus is too small for its validation_fraction "
+            f"{fraction:g}. {_advise_held_out(manifest, fraction)}.",
+            highlight=False,
+        )
     elif num_held_out and num_held_out < FEW_HELD_OUT:
         console.print(
             f"Only {num_held_out} of the documents {'is' if num_held_out == 1 else 'are'} held out for validation: "

@@ -249,6 +249,14 @@ class CorpusDataModule(pl.LightningDataModule):
         return name_measure(corpus, self.training.options.seq_len, self._limit_validation_sequences)
 
     @property
+    def why_no_validation(self) -> str | None:
+        """Why this fit does not validate; None if it does."""
+        if self._limit_val_batches is not None:
+            return self.training.validation_remedy
+        is_off = self.trainer is not None and self.trainer.limit_val_batches == 0
+        return "trainer.limit_val_batches is 0" if is_off else None
+
+    @property
     def pads_pairs(self) -> bool:
         """Whether each answer of a pair has a row of its own."""
         if self._pads_pairs_option is not None or self.trainer is None:

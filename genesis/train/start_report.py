@@ -29,7 +29,8 @@ class StartReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the lines."""
-        data = getattr(vars(trainer).get("datamodule"), "training", None)
+        module = vars(trainer).get("datamodule")
+        data = getattr(module, "training", None)
         if not trainer.is_global_zero or data is None:
             return
         lines = [describe_length(data, trainer.global_step, trainer.max_steps), *describe_limits(vars(trainer))]
@@ -42,6 +43,8 @@ class StartReport(pl.Callback):
         if isinstance(data, CorpusData) and data.pairs is None:
             lines += describe_conversations(data.corpus.train, data.options.seq_len, data.packing)
             lines += describe_held_out(data.validation, data.options.seq_len)
+        if module.why_no_validation is not None:
+            lines.append(f"no held-out loss and no best checkpoint: {module.why_no_validation}")
         for line in lines:
             rank_zero_info(line)
 

@@ -1,4 +1,4 @@
-"""How a fit validates: with training's generators kept, again after a save before it, and not when a signal ends the fit.
+"""How a fit validates: with training's generators kept, again after a save before it, not when a signal ends it.
 
 It replaces methods of Lightning's loop by attributes on it, with a test. It does not communicate.
 """
