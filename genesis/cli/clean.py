@@ -22,7 +22,7 @@ from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
 from genesis.data.row_notes import describe_blank
 from genesis.errors import UserError
-from genesis.progress import Stage, stage
+from genesis.progress import Stage, numbered, stage
 
 _DESCRIPTION = """Filters, deduplicates and decontaminates text, and reports how much was dropped for which reason.
 The command may be killed at any time: the same command continues with the unfinished tasks, to the same result. The
@@ -98,7 +98,7 @@ class _Teller:
         if self._reported != progress.number:
             self._reported = progress.number
             place = f"phase {progress.number} of {progress.num_phases}"
-            self._console.print(f"{place}: {progress.phase}, {progress.num_tasks} tasks", highlight=False)
+            self._console.print(f"{place}: {progress.phase}, {numbered(progress.num_tasks, 'tasks')}", highlight=False)
             self._open.close()
             begun = stage(progress.phase, progress.num_tasks, "tasks", first=progress.num_done)
             self._shown = self._open.enter_context(begun)

@@ -33,7 +33,7 @@ from genesis.data.packing import FEW_HELD_OUT
 from genesis.data.plans import PlannedPacking, count_lost_documents, list_plans, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
-from genesis.progress import Stage, stage
+from genesis.progress import Stage, numbered, stage
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 
@@ -226,8 +226,9 @@ def _print_chat(console: Console, corpus: Path, manifest: CorpusManifest) -> Non
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)
         missing = found.describe_missing()
-        what = "pairs of answers" if chat.is_paired else "conversations"
-        console.print(f"{name}: {found.num_written:,} {what}" + (f"; {missing}" if missing else ""))
+        what = numbered(found.num_written, "pairs" if chat.is_paired else "conversations")
+        what += " of answers" if chat.is_paired else ""
+        console.print(f"{name}: {what}" + (f"; {missing}" if missing else ""))
 
 
 def verify_main(argv: list[str]) -> int:
@@ -247,7 +248,7 @@ def verify_main(argv: list[str]) -> int:
         return FAILED_CHECK
     num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
     found = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
-    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
+    print(f"{corpus}: {numbered(len(shards), 'shards')}, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
     return 0
 
 

@@ -39,6 +39,7 @@ from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
 from genesis.errors import QuietExit, UserError, check_is_named
+from genesis.progress import numbered
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
@@ -316,8 +317,8 @@ class CorpusDataModule(pl.LightningDataModule):
             if option in (TRAINER_MAX_EPOCHS, DATA_MAX_EPOCHS):
                 return  # limits, of which the first one ends the run
             raise UserError(
-                f"{option} ({num_steps} steps) and trainer.max_steps {trainer.max_steps} both say how long to train; "
-                "leave one out"
+                f"{option} ({numbered(num_steps, 'steps')}) and trainer.max_steps {trainer.max_steps} both say how "
+                "long to train; leave one out"
             )
         if not num_steps:
             raise UserError(

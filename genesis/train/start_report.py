@@ -68,7 +68,8 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
     epochs = count_epochs(data, data.data_position + max(0, max_steps - step) * size)
     if len(epochs) == 1 or len(epochs) > _MANY_SOURCES:
         least, most = min(epochs.values()), max(epochs.values())
-        return f"{length}, {least:.3g} epochs" if least == most else f"{length}, {least:.3g} to {most:.3g} epochs"
+        noun = "epoch" if most == 1 else "epochs"
+        return f"{length}, {least:.3g} {noun}" if least == most else f"{length}, {least:.3g} to {most:.3g} epochs"
     return f"{length}, epochs: {', '.join(f'{name} {count:.3g}' for name, count in epochs.items())}"
 
 
