@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.arguments import respell
-from genesis.cli.program import INTERRUPTED, end_early
+from genesis.cli.program import INTERRUPTED, end_early, end_imports
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.errors import RunEndedError, UserError, as_line, find_remedy
@@ -122,6 +122,7 @@ def _run(arguments: list[str]) -> int:
                 command.check_arguments(rest)
                 function = command.load(rest)
                 display = show_stages()
+            end_imports()
             with _no_interrupt_lost(), display:
                 return function(rest)
     except (UserError, RunEndedError) as error:
