@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from genesis.base.progress import numbered
 from genesis.generate.sampling_options import SamplingOptions
-from genesis.progress import numbered
 from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 
 DEFAULT_NEW_TOKENS = 16
