@@ -15,7 +15,7 @@ from rich.table import Table
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, stage
+from genesis.base.progress import Stage, numbered, stage
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types

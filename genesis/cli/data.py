@@ -13,7 +13,7 @@ from rich.text import Text
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, stage
+from genesis.base.progress import Stage, numbered, stage
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends

@@ -14,6 +14,7 @@ from genesis import __version__
 from genesis.base.arguments import respell
 from genesis.base.errors import RunEndedError, UserError, as_line, find_remedy
 from genesis.base.parent import end_with_parent, is_launched
+from genesis.cli.program import INTERRUPTED, end_early, end_imports
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.recipe.imports import allowing, split_allowed

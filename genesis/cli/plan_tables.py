@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from genesis.base.console import Console
+from genesis.base.progress import numbered
 from genesis.operations.plan.bill import PHASES
 from genesis.operations.plan.report import Plan, Row
 from genesis.operations.plan.speed import time_states

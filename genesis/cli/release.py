@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from genesis.base.arguments import Parser
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.generate.checkpoint_reference import find_export
 from genesis.operations.release.folder import Folder
 from genesis.operations.release.leaks import Machine

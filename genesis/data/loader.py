@@ -22,6 +22,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends

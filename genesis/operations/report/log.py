@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from genesis.base.errors import UserError, printable
+from genesis.base.progress import numbered
 from genesis.operations.report.series import Point, Series
 from genesis_callbacks.base.untrusted import RefusedFileError, open_file
 
