@@ -42,7 +42,8 @@ class StartReport(pl.Callback):
             lines.append(describe_adapter_rate(options))
         if isinstance(data, CorpusData) and data.pairs is None:
             lines += describe_conversations(data.corpus.train, data.options.seq_len, data.packing)
-            lines += describe_held_out(data.validation, data.options.seq_len)
+            if module.why_no_validation is None:
+                lines += describe_held_out(data.validation, data.options.seq_len)
         if module.why_no_validation is not None:
             lines.append(f"no held-out loss and no best checkpoint: {module.why_no_validation}")
         for line in lines:
