@@ -29,7 +29,7 @@ class StartReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the lines."""
-        module = vars(trainer).get("datamodule")
+        module: Any = vars(trainer).get("datamodule")
         data = getattr(module, "training", None)
         if not trainer.is_global_zero or data is None:
             return
