@@ -2,7 +2,7 @@
 
 import sys
 
-from genesis.cli.main import main
+from genesis.cli.program import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

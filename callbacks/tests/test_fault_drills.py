@@ -545,13 +545,19 @@ def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
 class SignalInValidation(BoringModel):
     """Sends SIGTERM to its last rank in the middle of validation; validates after every second step."""
 
+    validated: tuple[int, ...] = ()
+
+    def on_validation_start(self):
+        if not self.trainer.sanity_checking:
+            self.validated += (self.trainer.global_step,)
+
     def validation_step(self, batch, batch_idx):
         is_last_rank = self.trainer.global_rank == self.trainer.world_size - 1
         if self.trainer.global_step == 2 and batch_idx == 1 and is_last_rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit_with_validation(run_dir: Path, strategy: str) -> tuple[int | None, int]:
+def fit_with_validation(run_dir: Path, strategy: str, ckpt_path: str | None = None) -> tuple[int | None, int, tuple]:
     world_size = dist.get_world_size()
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, mode="thread")
@@ -559,7 +565,7 @@ def fit_with_validation(run_dir: Path, strategy: str) -> tuple[int | None, int]:
         accelerator="cpu",
         devices=world_size,
         strategy=build_strategy(strategy, world_size),
-        max_steps=20,
+        max_steps=20 if ckpt_path is None else 5,
         val_check_interval=2,
         limit_val_batches=3,
         logger=False,
@@ -568,15 +574,19 @@ def fit_with_validation(run_dir: Path, strategy: str) -> tuple[int | None, int]:
         callbacks=[checkpoint],
         default_root_dir=run_dir,
     )
-    trainer.fit(SignalInValidation())
-    return checkpoint.stopped_by_signal, trainer.global_step
+    module = SignalInValidation()
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return checkpoint.stopped_by_signal, trainer.global_step, module.validated
 
 
 @pytest.mark.parametrize(("strategy", "world_size", "stopped_after"), [("single", 1, 3), ("ddp", 2, 4)])
 def test_a_signal_in_validation_saves_at_the_next_step_and_stops_all(tmp_path, strategy, world_size, stopped_after):
     stops = run_ranks(fit_with_validation, world_size, tmp_path, strategy)
-    assert stops == [(signal.SIGTERM, stopped_after)] * world_size
+    # What ends by a signal does not validate once more: the signal's sender waits, or kills after a while.
+    assert stops == [(signal.SIGTERM, stopped_after, (2,))] * world_size
     assert committed(tmp_path) == [f"step-{stopped_after:08d}"]
+    resumed = run_ranks(fit_with_validation, world_size, tmp_path, strategy, "latest")
+    assert resumed == [(None, 5, (4,))] * world_size
 
 
 # ---- what is told late, or never

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
     manifest = adoption.manifest
-    yield f"{options.corpus}: {adoption.num_files:,} files are read in place"
+    yield f"{options.corpus}: {numbered(adoption.num_files, 'files')} read in place"
     for split in SPLITS:
         for source in manifest.split(split):
             counts = (

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, stage
+from genesis.base.progress import Stage, numbered, stage
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
@@ -98,7 +98,7 @@ class _Teller:
         if self._reported != progress.number:
             self._reported = progress.number
             place = f"phase {progress.number} of {progress.num_phases}"
-            self._console.print(f"{place}: {progress.phase}, {progress.num_tasks} tasks", highlight=False)
+            self._console.print(f"{place}: {progress.phase}, {numbered(progress.num_tasks, 'tasks')}", highlight=False)
             self._open.close()
             begun = stage(progress.phase, progress.num_tasks, "tasks", first=progress.num_done)
             self._shown = self._open.enter_context(begun)

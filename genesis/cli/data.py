@@ -13,7 +13,7 @@ from rich.text import Text
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, stage
+from genesis.base.progress import Stage, numbered, stage
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends
@@ -118,7 +118,12 @@ def prepare_main(argv: list[str]) -> int:
     _print_packing(console, options)
     num_held_out = sum(source.num_documents for source in manifest.validation)
     if options.validation_fraction and not num_held_out:
-        console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
+        fraction = options.validation_fraction
+        console.print(
+            "No document is held out for validation: the corpus is too small for its validation_fraction "
+            f"{fraction:g}. {_advise_held_out(manifest, fraction)}.",
+            highlight=False,
+        )
     elif num_held_out and num_held_out < FEW_HELD_OUT:
         console.print(
             f"Only {num_held_out} of the documents {'is' if num_held_out == 1 else 'are'} held out for validation: "
@@ -221,8 +226,9 @@ def _print_chat(console: Console, corpus: Path, manifest: CorpusManifest) -> Non
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)
         missing = found.describe_missing()
-        what = "pairs of answers" if chat.is_paired else "conversations"
-        console.print(f"{name}: {found.num_written:,} {what}" + (f"; {missing}" if missing else ""))
+        what = numbered(found.num_written, "pairs" if chat.is_paired else "conversations")
+        what += " of answers" if chat.is_paired else ""
+        console.print(f"{name}: {what}" + (f"; {missing}" if missing else ""))
 
 
 def verify_main(argv: list[str]) -> int:
@@ -242,7 +248,7 @@ def verify_main(argv: list[str]) -> int:
         return FAILED_CHECK
     num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
     found = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
-    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
+    print(f"{corpus}: {numbered(len(shards), 'shards')}, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
     return 0
 
 

@@ -28,7 +28,7 @@ from genesis.evaluate.results import (
     select_comparable,
     write_metrics,
 )
-from genesis.evaluate.score import default_batch_tokens
+from genesis.evaluate.score import BATCH_TOKENS_OF_THREAD
 from genesis.evaluate.table import build_table
 from genesis.evaluate.watch import watch
 from genesis.generate.checkpoint_reference import BEST, Reference, read_reference
@@ -228,7 +228,7 @@ def _build_parser() -> Parser:
     add(
         "--batch_tokens",
         type=int,
-        help=f"tokens per forward; default {default_batch_tokens('cpu')} on this CPU, more on cuda",
+        help=f"tokens per forward; default on a CPU {BATCH_TOKENS_OF_THREAD} for each thread, more on cuda",
     )
     add_device_options(parser)
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")

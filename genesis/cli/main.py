@@ -14,6 +14,7 @@ from genesis import __version__
 from genesis.base.arguments import respell
 from genesis.base.errors import RunEndedError, UserError, as_line, find_remedy
 from genesis.base.parent import end_with_parent, is_launched
+from genesis.cli.program import INTERRUPTED, end_early, end_imports
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
 from genesis.recipe.imports import allowing, split_allowed
@@ -25,8 +26,6 @@ _RANKS = ("fit", "validate")
 
 _STARTER = "supervise"
 """The command whose arguments service files repeat; the fit that it starts takes --allow_imports."""
-_INTERRUPTED = 130
-"""The status that a shell reports for a program ended by SIGINT."""
 _CLOSED_PIPE = 141
 """The status that a shell reports for a program ended by SIGPIPE."""
 _REPEAT_SECONDS = 0.02
@@ -123,6 +122,7 @@ def _run(arguments: list[str]) -> int:
                 command.check_arguments(rest)
                 function = command.load(rest)
                 display = show_stages()
+            end_imports()
             with _no_interrupt_lost(), display:
                 return function(rest)
     except (UserError, RunEndedError) as error:
@@ -142,7 +142,7 @@ def _end_interrupted(arguments: Sequence[str]) -> int:
     if not is_launched() or os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(line, file=sys.stderr, flush=True)
-    return _INTERRUPTED
+    return INTERRUPTED
 
 
 def _is_reader_gone() -> bool:
@@ -199,7 +199,7 @@ def _ended_at_once_by_sigint(arguments: Sequence[str]) -> Iterator[None]:
 
     A KeyboardInterrupt during imports would be caught, printed or misreported by the module that it happens to reach.
     """
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    is_ours = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_early)
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield
         return

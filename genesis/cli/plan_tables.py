@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from genesis.base.console import Console
+from genesis.base.progress import numbered
 from genesis.operations.plan.bill import PHASES
 from genesis.operations.plan.report import Plan, Row
 from genesis.operations.plan.speed import time_states
@@ -121,7 +122,7 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
         amount = f"{tokens / 1e9:,.2f} billion" if tokens >= 10**9 else f"{tokens / 1e6:,.2f} million"
         facts.append(("steps", f"{plan.num_steps:,}, {amount} tokens with padding"))
     elif plan.recipe.num_epochs is not None:
-        facts.append(("steps", f"unknown: {plan.recipe.num_epochs} epochs of a corpus that is not here"))
+        facts.append(("steps", f"unknown: {numbered(plan.recipe.num_epochs, 'epochs')} of a corpus that is not here"))
     if plan.num_epochs is not None and plan.epoch is not None:
         epoch = plan.epoch
         what = "pairs" if epoch.packing == "pairs" else f"sequences by {epoch.packing}"
@@ -220,7 +221,7 @@ def _list_saves(plan: Plan) -> list[tuple[str, str]]:
         steps = (
             ""
             if plan.own.step is None
-            else f" ({max(1, round(interval.daly_seconds / plan.own.step.seconds)):,} steps)"
+            else f" ({numbered(max(1, round(interval.daly_seconds / plan.own.step.seconds)), 'steps')})"
         )
         facts.append(
             (

@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from genesis.base.arguments import Parser
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.generate.checkpoint_reference import find_export
 from genesis.operations.release.folder import Folder
 from genesis.operations.release.leaks import Machine
@@ -51,9 +52,8 @@ def main(argv: list[str]) -> int:
         folder.write(path)
     for path, folder, repo_type in made:
         sizes = folder.sizes()
-        print(
-            f"{path}: {repo_type} {options.repo}, tag {options.tag}, {len(sizes)} files, {decimal(sum(sizes.values()))}"
-        )
+        size = f"{numbered(len(sizes), 'files')}, {decimal(sum(sizes.values()))}"
+        print(f"{path}: {repo_type} {options.repo}, tag {options.tag}, {size}")
         if arguments.dry_run:
             print("\n".join(f"  {size:>15,}  {name}" for name, size in sizes.items()))
     if is_upload:

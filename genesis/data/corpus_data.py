@@ -58,7 +58,7 @@ class CorpusData:
         self.options = options
         self.vocabulary_owner = f"the corpus {path}"
         self.validation_remedy = (
-            f"the corpus {path} has no validation set; prepare it with a validation_fraction, or set another by "
+            f"the corpus {path} has no validation set; prepare it with a larger validation_fraction, or set another by "
             "data.corpus"
         )
         self.data_position = 0

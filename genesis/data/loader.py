@@ -22,6 +22,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends
@@ -107,14 +108,17 @@ def plan_micro_batches(global_batch_size: int, micro_batch_size: int, world_size
     num_micro_batches, rest = divmod(global_batch_size, micro_batch_size * world_size)
     if not rest:
         return num_micro_batches
-    what = f"data.global_batch_size {global_batch_size} is not divisible into micro-batches of {micro_batch_size}"
+    what = (
+        f"data.global_batch_size {global_batch_size} is not divisible into micro-batches of {micro_batch_size} on "
+        f"{numbered(world_size, 'ranks')}"
+    )
     if global_batch_size % micro_batch_size == 0:
         world_sizes = _list_divisors(global_batch_size // micro_batch_size)
-        raise UserError(f"{what} on {world_size} ranks; use one of these world sizes: {world_sizes}")
+        raise UserError(f"{what}; use one of these world sizes: {world_sizes}")
     if global_batch_size % world_size == 0:
         sizes = _list_divisors(global_batch_size // world_size)
-        raise UserError(f"{what} on {world_size} ranks; set data.micro_batch_size to one of {sizes}")
-    raise UserError(f"{what} on {world_size} ranks; set it to a multiple of {micro_batch_size * world_size}")
+        raise UserError(f"{what}; set data.micro_batch_size to one of {sizes}")
+    raise UserError(f"{what}; set it to a multiple of {micro_batch_size * world_size}")
 
 
 def build_window(

@@ -237,8 +237,8 @@ class StreamData:
         if self.corpus_path is None:
             return "data.stream has no validation set; give a corpus with one by data.corpus"
         return (
-            f"the corpus {self.corpus_path} has no validation set; prepare it with a validation_fraction, or give "
-            "another by data.corpus"
+            f"the corpus {self.corpus_path} has no validation set; prepare it with a larger validation_fraction, or "
+            "give another by data.corpus"
         )
 
     # ---- state

@@ -31,7 +31,7 @@ from genesis.evaluate.plan import (
 from genesis.model.decoder import Decoder, KVCache
 from genesis.model.loss import chunk_tokens
 
-_BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
+BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
 _LEAST_PLACES: Final = 512
 """Minimum number of positions whose logits are computed at one time: smaller matrix products are inefficient."""
 _BLOCK_TOKENS: Final = 1024
@@ -42,7 +42,7 @@ _BATCHES_IN_GROUP: Final = 4
 
 def default_batch_tokens(device_type: str) -> int:
     """Returns the number of tokens that a forward feeds and keeps; on a CPU, about as many as fit the cores' caches."""
-    return _BATCH_TOKENS_CUDA if device_type == "cuda" else _BATCH_TOKENS_OF_THREAD * torch.get_num_threads()
+    return _BATCH_TOKENS_CUDA if device_type == "cuda" else BATCH_TOKENS_OF_THREAD * torch.get_num_threads()
 
 
 class Score(NamedTuple):

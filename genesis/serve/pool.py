@@ -138,7 +138,7 @@ class ModelPool:
         admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
         if _count_waiting(admitted, seated, self._limits.max_concurrent) > self._limits.max_queue:
             raise busy(
-                f"{self._count_waiting(self._seats.keys())} texts are waiting, the limit is {self._limits.max_queue}: "
+                f"texts that wait: {self._count_waiting(self._seats.keys())}, the limit is {self._limits.max_queue}: "
                 "retry a little later"
             )
         self._num_admitted = admitted

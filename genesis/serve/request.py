@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from genesis.base.progress import numbered
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 
@@ -147,7 +148,8 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     if request.num_texts > max_texts:
         refuse(
             "prompt",
-            f"has {len(request.prompts)} texts with n {request.num_choices}: a request may have {max_texts} in total",
+            f"has {numbered(len(request.prompts), 'texts')} with n {request.num_choices}: a request may have "
+            f"{max_texts} in total",
         )
     return request
 

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.base.device import is_host
 from genesis.base.errors import QuietExit, UserError, check_is_named
+from genesis.base.progress import numbered
 from genesis.data.clock import CopyClock
 from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
@@ -249,6 +250,14 @@ class CorpusDataModule(pl.LightningDataModule):
         return name_measure(corpus, self.training.options.seq_len, self._limit_validation_sequences)
 
     @property
+    def why_no_validation(self) -> str | None:
+        """Why this fit does not validate; None if it does."""
+        if self._limit_val_batches is not None:
+            return self.training.validation_remedy
+        is_off = self.trainer is not None and self.trainer.limit_val_batches == 0
+        return "trainer.limit_val_batches is 0" if is_off else None
+
+    @property
     def pads_pairs(self) -> bool:
         """Whether each answer of a pair has a row of its own."""
         if self._pads_pairs_option is not None or self.trainer is None:
@@ -308,8 +317,8 @@ class CorpusDataModule(pl.LightningDataModule):
             if option in (TRAINER_MAX_EPOCHS, DATA_MAX_EPOCHS):
                 return  # limits, of which the first one ends the run
             raise UserError(
-                f"{option} ({num_steps} steps) and trainer.max_steps {trainer.max_steps} both say how long to train; "
-                "leave one out"
+                f"{option} ({numbered(num_steps, 'steps')}) and trainer.max_steps {trainer.max_steps} both say how "
+                "long to train; leave one out"
             )
         if not num_steps:
             raise UserError(

@@ -17,6 +17,7 @@ class SumsOverRanks(Metric):
     """The sums of an objective over a validation set. They stay on the device; only `compute` communicates."""
 
     full_state_update = False
+    counts_validation_alone = True  # so that a resume does not report what it counted as lost
     terms: Tensor
     figures: Tensor
     counts: Tensor

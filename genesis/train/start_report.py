@@ -29,7 +29,8 @@ class StartReport(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the lines."""
-        data = getattr(vars(trainer).get("datamodule"), "training", None)
+        module: Any = vars(trainer).get("datamodule")
+        data = getattr(module, "training", None)
         if not trainer.is_global_zero or data is None:
             return
         lines = [describe_length(data, trainer.global_step, trainer.max_steps), *describe_limits(vars(trainer))]
@@ -41,7 +42,10 @@ class StartReport(pl.Callback):
             lines.append(describe_adapter_rate(options))
         if isinstance(data, CorpusData) and data.pairs is None:
             lines += describe_conversations(data.corpus.train, data.options.seq_len, data.packing)
-            lines += describe_held_out(data.validation, data.options.seq_len)
+            if module.why_no_validation is None:
+                lines += describe_held_out(data.validation, data.options.seq_len)
+        if module.why_no_validation is not None:
+            lines.append(f"no held-out loss and no best checkpoint: {module.why_no_validation}")
         for line in lines:
             rank_zero_info(line)
 
@@ -65,7 +69,8 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
     epochs = count_epochs(data, data.data_position + max(0, max_steps - step) * size)
     if len(epochs) == 1 or len(epochs) > _MANY_SOURCES:
         least, most = min(epochs.values()), max(epochs.values())
-        return f"{length}, {least:.3g} epochs" if least == most else f"{length}, {least:.3g} to {most:.3g} epochs"
+        noun = "epoch" if most == 1 else "epochs"
+        return f"{length}, {least:.3g} {noun}" if least == most else f"{length}, {least:.3g} to {most:.3g} epochs"
     return f"{length}, epochs: {', '.join(f'{name} {count:.3g}' for name, count in epochs.items())}"
 
 

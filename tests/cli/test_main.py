@@ -333,6 +333,50 @@ def test_an_interruption_of_the_imports_ends_with_one_line() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
 
 
+INTERRUPTED_START = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["--help"]
+from genesis.cli.program import run
+sys.exit(run())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("module", ["genesis.cli.main", "argparse", "genesis.cli.command_record"])
+def test_an_interruption_before_a_command_is_found_ends_with_one_line(module: str) -> None:
+    program = INTERRUPTED_START.replace("{module}", module)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
+
+
+COLLECTED = """
+import gc, sys
+from genesis.cli.program import run
+from genesis.cli.table import Command
+
+def load(command, arguments):
+    print(gc.isenabled())
+    return lambda rest: print(gc.isenabled(), gc.get_freeze_count() > 0)
+
+Command.load = load
+sys.argv[1:] = ["demo"]
+sys.exit(run())
+"""
+
+
+@pytest.mark.process
+def test_garbage_is_collected_from_the_end_of_a_commands_imports_on() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\nTrue True\n"
+
+
 INTERRUPTED_DESTRUCTOR = """
 import os, signal, sys, time
 from genesis.cli.main import main

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -42,6 +43,19 @@ def test_a_run_leaves_its_recipe_its_log_and_its_checkpoints(genesis: Genesis, r
     resolved = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert resolved["model"]["decoder"]["dim"] == 32
     assert resolved["data"]["prefetch_windows"] == 2
+
+
+def test_a_fit_that_does_not_validate_logs_why_and_its_resume_reports_no_sums_as_lost(
+    genesis: Genesis, recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = ("fit", "--config", str(recipe), "--trainer.limit_val_batches", "0")
+    assert genesis(*off).status == 0
+    assert "no held-out loss and no best checkpoint: trainer.limit_val_batches is 0" in caplog.messages
+    assert "held out for validation" not in caplog.text
+    shutil.rmtree(recipe.parent / "run" / "checkpoints" / "step-00000004")
+    assert genesis(*off, "--ckpt_path", "latest").status == 0
+    assert "Restored step 2 from" in caplog.text
+    assert "counted in this epoch" not in caplog.text
 
 
 def test_the_recipe_that_a_run_leaves_makes_the_same_run(genesis: Genesis, recipe: Path, tmp_path: Path) -> None:

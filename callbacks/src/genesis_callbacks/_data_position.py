@@ -141,7 +141,9 @@ def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> li
     metrics = [
         name
         for name, module in trainer.lightning_module.named_modules()
-        if isinstance(module, Metric) and not any(module._persistent.values())
+        if isinstance(module, Metric)
+        and not any(module._persistent.values())
+        and not getattr(module, "counts_validation_alone", False)  # a validation begins with nothing
     ]
     if metrics:
         found.append(

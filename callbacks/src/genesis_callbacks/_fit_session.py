@@ -297,11 +297,17 @@ class FitSession:
         A run that resumes from a save after the validation does not validate that step, so it would draw other numbers.
         """
         self.rng_of_training = read_rng_state()
+        self._note_validating(True)
         try:
             yield
         finally:
+            self._note_validating(False)
             apply_rng_state(self.rng_of_training)
             self.rng_of_training = None
+
+    def _note_validating(self, is_validating: bool) -> None:
+        if self._signals is not None:
+            self._signals.is_validating = is_validating
 
     def note_verified(self, restore: Restore) -> None:
         """Records that the checkpoint of `restore` was verified. No communication."""

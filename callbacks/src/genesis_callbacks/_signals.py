@@ -10,7 +10,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_ANSWER = "saving after this step; Ctrl-C again to stop without a save"
 
 
 class SignalFlag:
@@ -27,6 +26,8 @@ class SignalFlag:
         self._previous: dict[int, Any] = {}
         self.received = 0
         """Number of the signal, 0 for none."""
+        self.is_validating = False
+        """Whether the fit validates, so that the save comes later."""
 
     def install(self) -> None:
         """Installs handlers for the watched signals, and forgets an earlier signal."""
@@ -50,9 +51,11 @@ class SignalFlag:
         if self.received and number == signal.SIGINT and callable(previous):
             previous(number, frame)
         if not self.received and self._is_announced:
+            when = "this validation and one more step" if self.is_validating else "this step"
+            answer = f"{signal.Signals(number).name}: saving after {when}; Ctrl-C again to stop without a save\n"
             # By the descriptor: the handler may run in the middle of a print, which cannot be entered again.
             with contextlib.suppress(OSError):
-                os.write(2, f"{signal.Signals(number).name}: {_ANSWER}\n".encode())
+                os.write(2, answer.encode())
         self.received = self.received or number
 
 

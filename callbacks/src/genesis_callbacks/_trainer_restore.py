@@ -478,7 +478,7 @@ class Restore:
         loop = self._content["trainer"].get("loops", {}).get("fit_loop")
         reset += [] if loop is None else describe_reset_position(trainer, loop)
         if not self._match.is_same_role:
-            change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
+            change = f"world size {manifest.world_size} at the save, {self._ranks.world_size} now"
             if manifest.world_size == self._ranks.world_size:
                 change = "the ranks have other data ranks or stages than the ranks that saved"
             owner = "that of each data rank" if self._match.is_same_data else "rank 0's"

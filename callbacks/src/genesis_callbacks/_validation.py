@@ -1,4 +1,4 @@
-"""How a fit validates: with training's generators kept, and again where a checkpoint was saved before its validation.
+"""How a fit validates: with training's generators kept, again after a save before it, not when a signal ends it.
 
 It replaces methods of Lightning's loop by attributes on it, with a test. It does not communicate.
 """
@@ -11,16 +11,23 @@ _VALIDATES = ("run", "increment_progress_to_evaluation_end")
 
 
 def shield_validation(
-    trainer: Any, shield: Callable[[], AbstractContextManager[None]], *, validates_restored: bool = True
+    trainer: Any,
+    shield: Callable[[], AbstractContextManager[None]],
+    *,
+    validates_restored: bool = True,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Makes a fit's validation run within `shield()`, by attributes on its loop.
+
+    Lightning validates whenever a fit stops early. Who stops it by a signal waits for the save alone (`is_stopped`).
 
     A run that resumes from a save before a validation validates first. Lightning would only count that validation, by
     `increment_progress_to_evaluation_end`: its metrics, its mark of the best and EarlyStopping's view would be lost.
     For a fork (`validates_restored` false) they belong to the run that it leaves.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.run = _within(loop.run, shield)
+    validate = _within(loop.run, shield)
+    loop.run = lambda: None if is_stopped() else validate()
     skip = _within(loop.increment_progress_to_evaluation_end, shield)  # it draws from the generators, too
     loop.increment_progress_to_evaluation_end = (lambda: _validate_restored(trainer)) if validates_restored else skip
 

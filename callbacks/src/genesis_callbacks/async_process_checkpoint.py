@@ -391,7 +391,12 @@ class AsyncProcessCheckpoint(Checkpoint):
         for notice in describe_start(trainer, self._options):
             rank_zero_info(notice)
         session.watch()
-        shield_validation(trainer, session.keep_generators, validates_restored=is_own)
+        shield_validation(
+            trainer,
+            session.keep_generators,
+            validates_restored=is_own,
+            is_stopped=lambda: self.stopped_by_signal is not None,
+        )
         finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))
         session.remember_boundary(trainer, pl_module)
 

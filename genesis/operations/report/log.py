@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from genesis.base.errors import UserError, printable
+from genesis.base.progress import numbered
 from genesis.operations.report.series import Point, Series
 from genesis_callbacks.base.untrusted import RefusedFileError, open_file
 
@@ -227,9 +228,9 @@ class _Reader:
         if log.part_stride > 1:
             log.notes.append(f"The stacked parts of a step are those of every {log.part_stride:,}th row.")
         if num_superseded:
-            log.notes.append(f"{num_superseded:,} rows were left out, because a resumed run logged their steps again.")
+            log.notes.append(f"Left out: {numbered(num_superseded, 'rows')} whose steps a resumed run logged again.")
         if num_damaged:
-            log.notes.append(f"{num_damaged:,} damaged lines were left out.")
+            log.notes.append(f"Left out: {numbered(num_damaged, 'damaged lines')}.")
         for name, series in log.series.items():
             if series.num_not_finite:
-                log.notes.append(f"{name}: {series.num_not_finite:,} values were infinite or not a number.")
+                log.notes.append(f"{name}: {numbered(series.num_not_finite, 'values')} infinite or not a number.")

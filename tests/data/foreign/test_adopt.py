@@ -470,7 +470,7 @@ def test_the_commands_adopt_inspect_and_verify(
     command += ["--out", str(tmp_path), "--vocab_size", str(VOCAB_SIZE), "--eos_id", str(prepared.eos_id)]
     assert main(command) == 0
     page = capsys.readouterr().out
-    assert "mine: 2 files are read in place" in page
+    assert "mine: 2 files read in place" in page
     assert "train tokens: " in page
     assert "there are no bits per byte" in page
     assert main(["data", "inspect", str(tmp_path / "mine"), "--seq_len", "16", "--num_samples", "1"]) == 0

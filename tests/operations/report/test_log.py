@@ -26,7 +26,7 @@ def test_a_line_that_a_kill_has_torn_is_no_row(tmp_path: Path) -> None:
 def test_a_torn_line_in_the_middle_is_left_out_and_counted(tmp_path: Path) -> None:
     log = read_log(write_log(tmp_path, [row_of(1), row_of(2)[:9] + row_of(3), "x" + row_of(4), row_of(5)]))
     assert list(losses(log)) == [1, 5]
-    assert log.notes == ["2 damaged lines were left out."]
+    assert log.notes == ["Left out: 2 damaged lines."]
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,7 @@ def test_the_later_rows_of_repeated_steps_win(tmp_path: Path, steps: list[int], 
     rows = [row_of(step, **{"train/loss": str(100 + place)}) for place, step in enumerate(steps)]
     log = read_log(write_log(tmp_path, rows))
     assert losses(log) == {steps[place]: 100.0 + place for place in kept}
-    assert log.notes == [
-        f"{len(steps) - len(kept)} rows were left out, because a resumed run logged their steps again."
-    ]
+    assert log.notes == [f"Left out: {len(steps) - len(kept)} rows whose steps a resumed run logged again."]
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
@@ -52,7 +50,7 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         write_log(tmp_path, [row_of(1), row_of(2, **{"train/loss": "nan"}), row_of(3, **{"train/loss": "inf"})])
     )
     assert list(losses(log)) == [1]
-    assert log.notes == ["train/loss: 2 values were infinite or not a number."]
+    assert log.notes == ["train/loss: 2 values infinite or not a number."]
 
 
 def test_a_quoted_column_with_a_comma_does_not_shift_the_others(tmp_path: Path) -> None:
