@@ -28,7 +28,7 @@ from genesis.serve.catalogue import Catalogue
 from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
-from genesis.serve.prompt import Facts, encode_prompts
+from genesis.serve.prompt import Facts, encode_prompts, write_prompts
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
 from tests.linear_faults import CACHE_FAULTS
@@ -332,10 +332,9 @@ def test_a_control_symbol_that_a_client_spells_is_text(spelled: str, loaded: Loa
     tokenizer = loaded.text_tokenizer
     tools = [{"type": "function", "function": {"name": "add", "description": spelled, "parameters": {}}}]
     messages = [{"role": "user", "content": f"a{spelled}b"}]
-    (prompt,) = encode_prompts(
-        parse_chat(json.dumps({"model": "latest", "messages": messages, "tools": tools}).encode(), 1),
-        _facts_of(loaded, WITH_TOOLS),
-    )
+    facts = _facts_of(loaded, WITH_TOOLS)
+    asked = parse_chat(json.dumps({"model": "latest", "messages": messages, "tools": tools}).encode(), 1)
+    (prompt,) = encode_prompts(write_prompts(asked, facts), facts)
     renderer = ChatRenderer(tokenizer, ChatTemplate(WITH_TOOLS, "chosen"))
     assert list(prompt.ids) == renderer.render_prompt(messages, tools)
     plain = [{"role": "user", "content": "ab"}]
@@ -356,7 +355,7 @@ def test_a_conversation_of_megabytes_is_refused_before_it_is_tokenized(
         with pytest.raises(
             ApiError, match=rf"prompt is longer than the model's context of {context:,} tokens: shorten"
         ) as error:
-            encode_prompts(asked, facts)
+            encode_prompts(write_prompts(asked, facts), facts)
         assert error.value.code == "context_length_exceeded"
 
 
