@@ -6,6 +6,7 @@ request starts another one. The memory is limited on Linux only.
 """
 
 import atexit
+import contextlib
 import os
 import resource
 import select
@@ -13,23 +14,27 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Final
 
 from genesis.errors import RunEndedError
 from genesis.parent import end_with_forker
-from genesis.processes import PipedWorker, serve_pipe
+from genesis.processes import OUT_OF_MEMORY, PipedWorker, serve_pipe
 
 _CLOCK_PER_PROCESSOR: Final = 30.0
 """Seconds that a busy machine may take for a second of processor time."""
-_OUT_OF_MEMORY: Final = 77
-"""The exit status of a worker whose work needs more memory."""
 _CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _LIMITS: Final = struct.Struct("dq")
 """What precedes a message: seconds of processor time, bytes of memory."""
+TEXTS_BYTES: Final = 8 << 30
+"""Address space of a worker that reads and encodes texts; it needs about 1 GB, and 3 GB for the largest record."""
+_ENCODING_SECONDS: Final = 8.0
+"""To encode some texts, and for each megabyte of them, which takes about one."""
 _HAS_MEMORY_LIMIT: Final = sys.platform == "linux"
+_STATM: Final = Path("/proc/self/statm")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -87,7 +92,7 @@ class LimitedWorkers:
                 return answer
             if answer is None or status == -signal.SIGPROF:
                 raise LimitReachedError(f"takes more than {seconds:.2g} s of processor time")
-            if status == _OUT_OF_MEMORY:
+            if status == OUT_OF_MEMORY:
                 raise LimitReachedError(f"needs more than {num_bytes >> 20:,} MB of memory")
             if -status in _CRASHES:
                 raise LimitReachedError(f"crashes Python by {signal.Signals(-status).name}")
@@ -164,7 +169,7 @@ def serve_limited(descriptor: int, answer: Callable[[bytes], bytes], kept_bytes:
 
     Args:
         descriptor: The worker's end of the pipe.
-        answer: Returns what is sent back; a MemoryError ends the worker.
+        answer: Returns what is sent back; a MemoryError ends the worker, as in `serve_pipe`.
         kept_bytes: Memory that this process may keep after an answer; with more it ends, and gives way to a new one.
             None if it may keep all.
     """
@@ -174,30 +179,60 @@ def serve_limited(descriptor: int, answer: Callable[[bytes], bytes], kept_bytes:
 
     def serve(connection: "Connection[object, object]") -> None:
         # The address space of this process, the quantity that is limited.
-        pages = os.open("/proc/self/statm", os.O_RDONLY) if _HAS_MEMORY_LIMIT else None
+        pages = os.open(_STATM, os.O_RDONLY) if _HAS_MEMORY_LIMIT else None
         start_bytes = _count_bytes(pages)
         while kept_bytes is None or _count_bytes(pages) - start_bytes <= kept_bytes:
             message = connection.recv_bytes()
             seconds, num_bytes = _LIMITS.unpack_from(message)
             end_after(seconds)
             _limit_memory(_count_bytes(pages) + num_bytes)
-            try:
-                connection.send_bytes(answer(message[_LIMITS.size :]))
-            except MemoryError:
-                os._exit(_OUT_OF_MEMORY)
+            connection.send_bytes(answer(message[_LIMITS.size :]))
 
     serve_pipe(descriptor, serve)
 
 
 def allow_timed_end() -> None:
-    """Lets `end_after` end this process."""
+    """Lets the kernel end this process, which another one watches, by SIGPROF."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    _allowed.add(os.getpid())
+
+
+def serve_texts(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:
+    """Does what `serve_pipe` does for a worker that reads and encodes the texts of strangers, with limits.
+
+    Its memory has one, and `encoding` one of processor time.
+    """
+    allow_timed_end()
+    if _HAS_MEMORY_LIMIT:
+        with _STATM.open("rb") as pages:
+            _limit_memory(_count_bytes(pages.fileno()) + TEXTS_BYTES)
+    serve_pipe(descriptor, serve)
+
+
+@contextlib.contextmanager
+def encoding(num_bytes: int) -> Iterator[None]:
+    """Limits the processor time within the `with`, which encodes texts of so many bytes, in a worker of `serve_texts`.
+
+    The expressions of a stranger's tokenizer may take minutes for a kilobyte. In another process it has no effect.
+    """
+    end_after(_ENCODING_SECONDS * (1 + num_bytes / 1e6))
+    try:
+        yield
+    finally:
+        end_after(0)
 
 
 def end_after(seconds: float) -> None:
-    """Lets the kernel end this process, by SIGPROF, after so much processor time from now; 0 takes it back."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # an idle process spends none of it
+    """Lets the kernel end this process after so much processor time from now; 0 takes it back.
+
+    It has no effect in a process without `allow_timed_end`.
+    """
+    if os.getpid() in _allowed:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # an idle process spends none of it
+
+
+_allowed: Final[set[int]] = set()
 
 
 def _count_bytes(pages: int | None) -> int:

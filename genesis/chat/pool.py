@@ -13,8 +13,8 @@ from genesis.limited_workers import LimitedWorkers, LimitReachedError
 
 SECONDS = 2.0
 """Processor time for one answer, and for each megabyte of its request. An ordinary text takes about a millisecond."""
-MEMORY_BYTES = 256 << 20
-"""Memory for one answer, beyond what an idle worker has."""
+MEMORY_BYTES = 64 << 20
+"""Memory for one answer, beyond what an idle worker has. An ordinary text takes less than one megabyte."""
 MAX_CHARS = 1_000_000
 """Characters that a template may write by itself."""
 _MEMORY_PER_BYTE: Final = 32

@@ -70,7 +70,8 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPr
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
     assert not isinstance(prompt, ChatPrompt)
     if isinstance(prompt, str) and asked.is_chat:
-        assert (tokenizer := facts.tokenizer) is not None
+        tokenizer = facts.tokenizer
+        assert tokenizer is not None
         _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(prompt)), context)
         ids, text = tuple(tokenizer.encode_with_controls(prompt)), ""
     elif isinstance(prompt, str):

@@ -377,7 +377,7 @@ def test_a_template_that_exceeds_a_limit_costs_its_own_request_alone(
     ((sound, refused),) = _ask(chat_run, attack, template=template)
     assert sound == [200] * 5
     assert [status for status, _ in refused] == [400] * 3
-    for (_, error), reason in zip(refused, ("0.5 s of processor time", "0.5 s", "256 MB of memory"), strict=True):
+    for (_, error), reason in zip(refused, ("0.5 s of processor time", "0.5 s", "64 MB of memory"), strict=True):
         assert (error["code"], error["param"]) == ("invalid_conversation", "messages")
         assert error["message"].startswith("the chat template of the model ")
         assert f"s more than {reason}" in error["message"]

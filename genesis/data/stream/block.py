@@ -34,6 +34,7 @@ from genesis.data.sources import (
 )
 from genesis.data.stream.lanes import shuffle
 from genesis.errors import UserError
+from genesis.limited_workers import encoding
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 _BATCH_BYTES: Final = 1 << 18
@@ -223,7 +224,9 @@ class BlockReader:
 
     def _tokenize(self, batch: list[_Item]) -> list[_Item]:
         documents = [item for item in batch if item.has_text]
-        for item, ids in zip(documents, self._tokenizer.encode_batch([item.text for item in documents]), strict=True):
+        with encoding(sum(item.num_bytes for item in batch)):
+            encoded = self._tokenizer.encode_batch([item.text for item in documents])
+        for item, ids in zip(documents, encoded, strict=True):
             item.tokens = frame_document(self._tokenizer, ids).astype(self._dtype)
             item.text = ""
         return batch

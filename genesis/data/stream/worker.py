@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
 from genesis.errors import UserError
-from genesis.processes import serve_pipe
+from genesis.limited_workers import serve_texts
 from genesis.tokenizer.open import build_tokenizer
 
 
@@ -81,7 +81,7 @@ class BlockMaker:
 
 def main(descriptor: int) -> None:
     """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
-    serve_pipe(descriptor, _serve)
+    serve_texts(descriptor, _serve)
 
 
 def _serve(connection: "Connection[object, object]") -> None:
