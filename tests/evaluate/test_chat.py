@@ -187,7 +187,7 @@ def test_a_last_message_that_the_template_changes_cannot_go_on(model: Path) -> N
     (model / "upper.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
     renderer = open_renderer(tokenizer, ChatOptions(template=model / "upper.jinja"), is_training=False)
     with pytest.raises(ConversationError, match="changes the last message"):
-        renderer.prompt_text([{"role": "user", "content": "abc"}], continues_last=True)
+        renderer.write_prompt([{"role": "user", "content": "abc"}], continues_last=True)
 
 
 def test_options_of_a_template_without_one_are_refused(checkpoint: Path) -> None:
