@@ -80,7 +80,7 @@ def resolve_recipes(arguments: Sequence[str]) -> list[str]:
 def _resolve(value: str) -> str:
     """Returns the file that the value of --config stands for; the value itself where it is no name of a file."""
     if _ADDRESS.match(value):
-        raise UserError(f"--config {value[:200]} is an address: download the recipe, read it, and give the file")
+        raise UserError(f"--config {value!r} is an address: download the recipe, read it, and give the file")
     if not value.strip() or value.startswith("-") or ":" in value or "\n" in value:
         return value
     path = Path(value)

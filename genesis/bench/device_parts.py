@@ -36,7 +36,8 @@ from genesis.device import (
 )
 from genesis.generate.batch import Batch, Request
 from genesis.generate.load import prepare_device
-from genesis.generate.sample import RowSampler, SamplingOptions
+from genesis.generate.sample import RowSampler
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.attend.cache import distrust_lengths, trust_lengths
 from genesis.model.decoder import Decoder, DecoderConfig
 

@@ -17,7 +17,7 @@ from genesis.evaluate.plan import Request
 from genesis.evaluate.questions import UnanswerableError
 from genesis.evaluate.score import Score, Scorer
 from genesis.generate.layout import transpose_linears
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
 

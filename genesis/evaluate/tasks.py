@@ -25,7 +25,8 @@ from lm_eval.tasks import TaskManager
 from genesis.errors import UserError
 from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
 from genesis.evaluate.task_template import TaskTemplateError, TaskTemplates
-from genesis_callbacks.untrusted import read_file
+from genesis.recipe_yaml import check_aliases
+from genesis_callbacks.untrusted import MAX_TEXT_BYTES, check_file, read_file
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
@@ -143,6 +144,11 @@ def _load_own(folder: Path, may_run_code: bool) -> LoadedTasks:
     file = folder / TASK_NAME
     if not may_run_code:
         _check_runs_nothing(file, folder)
+    for other in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        try:
+            check_file(other, MAX_TEXT_BYTES)
+        except OSError as error:
+            raise UserError(f"{other} cannot be read: {error.strerror or error}; remove it") from None
     # lm-eval indexes every YAML file of the folder, and silently skips those that it cannot read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     entry = next((entry for entry in manager.task_index.values() if entry.yaml_path == file), None)
@@ -209,8 +215,10 @@ def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozen
     """Refuses Python functions, in the file and in its includes, and metrics whose code comes from the Hub."""
     try:
         root = yaml.compose(read_file(file), yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    if root is not None:
+        check_aliases(root, file)
     for node, key in _list_nodes(root):
         what = node.tag if node.tag.startswith("!") else "hf_evaluate" if key == "hf_evaluate" else None
         if what:

@@ -6,7 +6,7 @@ from typing import Final
 
 from genesis.generate.ids import build_writer
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.report.collect import Sample
 from genesis.tokenizer.tokenizer import encode_prompt

@@ -340,7 +340,7 @@ def _open(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tokenizers.T
         built = tokenizers.Tokenizer.from_str(files[FAST_NAME].decode())
         built.add_tokens(list(iterate_missing_tokens(config, built)))
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())})") from None
     return built
 
 

@@ -19,7 +19,7 @@ import torch
 
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded, load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits

@@ -21,7 +21,7 @@ from genesis.chat.template import ChatTemplate
 from genesis.cli.chat import Chat, run_chat
 from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.recipe import dump_decoder_config
 from genesis.serve.catalogue import Catalogue

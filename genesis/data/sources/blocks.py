@@ -18,7 +18,7 @@ from genesis.data.sources.binary import find_binary
 from genesis.data.sources.entry import DamagedFileError
 from genesis.data.sources.files import InputFile, Span, compression_of
 from genesis.data.store import is_url
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.untrusted import check_no_hole, open_file
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 """Exceptions that readers raise for truncated and damaged files."""
@@ -55,6 +55,7 @@ def read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]
     """Yields the file's decompressed bytes from `start` on, and how much of the file itself has been read."""
     compression = compression_of(found.path)
     with open_local(found) as path, open_file(path) as file:
+        check_no_hole(path, file.fileno())
         file.seek(start)
         if compression is None:
             while block := file.read(_BLOCK_BYTES):
