@@ -442,15 +442,16 @@ def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tm
 
 
 def test_a_record_and_a_file_expand_to_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "_FREE_BYTES", 1 << 20)
-    lines = b'{"text": "a"}\n' * 400_000
+    monkeypatch.setattr(blocks, "_FREE_BYTES", 1 << 18)
+    monkeypatch.setattr(blocks, "MAX_RECORD_BYTES", 1 << 20)
+    lines = b'{"text": "a"}\n' * 200_000
     row = b'{"text": "' + b"a" * (blocks.MAX_RECORD_BYTES + 1) + b'"}\n'
-    table = pa.table({"text": ["a" * 1000] * 50_000})
+    table = pa.table({"text": ["a" * 1000] * 5_000})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     bombs = {
         "a.jsonl.gz": gzip.compress(lines),
         "a.jsonl.zst": zstandard.compress(lines),
-        "a.csv.gz": gzip.compress(b"text\n" + b"a\n" * 4_000_000),
+        "a.csv.gz": gzip.compress(b"text\n" + b"a\n" * 1_000_000),
         "b.jsonl": row,
         "b.json": b"[" + row + b"]",
         "b.txt": row,
@@ -459,7 +460,7 @@ def test_a_record_and_a_file_expand_to_a_limit(tmp_path, monkeypatch):
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(content)
     for name in (*bombs, "a.parquet"):
-        reason = "expands to [0-9,]+ bytes" if name[0] in "ac" else "a record has more than 16 MiB"
+        reason = "expands to [0-9,]+ bytes" if name[0] in "ac" else "a record has more than 1 MiB"
         with pytest.raises(UserError, match=rf"{name}[^\n]* {reason}[^\n]*$"):
             read_all(SourceOptions("web", (str(tmp_path / name),)))
 

@@ -177,7 +177,7 @@ def test_a_template_reaches_nothing_but_its_row(tmp_path: Path) -> None:
     ("template", "reason"),
     [
         ("{{ 'a' * 10**9 }}", "needs more than 64 MB of memory"),
-        ("{% for a in range(10**6) %}{{ question }}{% endfor %}" * 3, "writes 3,000,000 characters"),
+        ("{% for a in range(99999) %}" + "a" * 20 + "{% endfor %}", "writes 1,999,980 characters"),
         ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "takes more than 0.1 s of processor time"),
     ],
 )
