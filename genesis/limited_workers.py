@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from genesis.errors import RunEndedError
-from genesis.parent import end_with_forker
-from genesis.processes import OUT_OF_MEMORY, PipedWorker, serve_pipe
+from genesis.base.errors import RunEndedError
+from genesis.base.parent import end_with_forker
+from genesis.base.processes import OUT_OF_MEMORY, PipedWorker, serve_pipe
 
 _CLOCK_PER_PROCESSOR: Final = 30.0
 """Seconds that a busy machine may take for a second of processor time."""

@@ -10,11 +10,11 @@ from datetime import date
 from functools import lru_cache
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.chat.pool import MEMORY_BYTES, NUM_CHARS, Answer, Request
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError
 from genesis.chat.turns import lay_out
-from genesis.errors import UserError
 from genesis.limited_workers import serve_limited
 
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {

@@ -22,11 +22,11 @@ import lm_eval.utils
 import yaml
 from lm_eval.tasks import TaskManager
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
 from genesis.evaluate.task_template import TaskTemplateError, TaskTemplates
-from genesis.recipe_yaml import check_aliases
-from genesis_callbacks.untrusted import MAX_TEXT_BYTES, check_file, read_file
+from genesis.recipe.yaml import check_aliases
+from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES, check_file, read_file
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from genesis.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError
 from genesis.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.serve.connections import MAX_CONNECTIONS
 from genesis.serve.errors import ApiError, busy, stopping

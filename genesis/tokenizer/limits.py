@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 _MAX_UNUSED_IDS: Final = 65_536
 """Ids without a token that a vocabulary may have: some models leave gaps."""

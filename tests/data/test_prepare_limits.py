@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from genesis import limited_workers, processes
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
 from genesis.data.prepare import prepare_corpus
 from genesis.data.sources import SourceOptions
-from genesis.errors import UserError
-from genesis.processes import PipedWorker
 from tests.chat.support import write_tokenizer
 from tests.data.corpus_support import make_options, write_jsonl
 from tests.forged.runner import ForkedWorker

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface import weights
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_pieces
-from genesis_callbacks import untrusted
+from genesis_callbacks.base import untrusted
 from tests.huggingface.test_directory import read_state, write_llama
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
-from genesis.errors import UserError
 from genesis.limited_workers import serve_texts
 from genesis.tokenizer.open import build_tokenizer
 
