@@ -9,7 +9,7 @@ import struct
 from datetime import date
 from typing import Any, Final, NamedTuple
 
-from genesis.limited_workers import LimitedWorkers, LimitReachedError
+from genesis.base.limited_workers import LimitedWorkers, LimitReachedError
 
 SECONDS = 2.0
 """Processor time for one answer, and for each megabyte of its request. An ordinary text takes about a millisecond."""

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: a worker of `genesis.limited_workers` that answers one request at a time.
+"""The process that renders chat templates, one request at a time: a worker of `genesis.base.limited_workers`.
 
 It imports little, so that it starts quickly and a bare worker needs few megabytes.
 """
@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 from genesis.base.errors import UserError
+from genesis.base.limited_workers import serve_limited
 from genesis.chat.pool import MEMORY_BYTES, NUM_CHARS, Answer, Request
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError
 from genesis.chat.turns import lay_out
-from genesis.limited_workers import serve_limited
 
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "has_generation_tags": lambda template: template.has_generation_tags,

@@ -19,6 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from genesis.base.errors import RunEndedError, UserError, find_remedy
+from genesis.base.limited_workers import encoding, serve_texts
 from genesis.chat.render import RenderedChat
 from genesis.data.conversations import ChatSetup, ConversationCounts, EncodedChats, join_rendered
 from genesis.data.manifest import SPLITS, ShardRecord, Split
@@ -33,7 +34,6 @@ from genesis.data.row_notes import (
 )
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
-from genesis.limited_workers import encoding, serve_texts
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import jinja2
 import jinja2.sandbox
 
+from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.chat.pool import MAX_CHARS, MEMORY_BYTES, SECONDS
-from genesis.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 
 _WORKERS: Final = LimitedWorkers("genesis.evaluate.task_template", 1)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from genesis.base.errors import RunEndedError, UserError
-from genesis.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
+from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.serve.connections import MAX_CONNECTIONS
 from genesis.serve.errors import ApiError, busy, stopping
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts

@@ -89,7 +89,7 @@ def check_seconds(content: Mapping[str, Any], encode: Callable[[list[str]], obje
     """Checks that the expressions of a `tokenizer.json` find an end in texts that are hard for many of them.
 
     No test of an expression finds every slow one: what encodes texts of others has a limit of its own
-    (`genesis.limited_workers`). This one is for all the rest, and for the texts that opening encodes.
+    (`genesis.base.limited_workers`). This one is for all the rest, and for the texts that opening encodes.
 
     Args:
         content: The content of the file.

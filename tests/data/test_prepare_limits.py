@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis import limited_workers, processes
+from genesis.base import limited_workers, processes
 from genesis.base.errors import UserError
 from genesis.base.processes import PipedWorker
 from genesis.data.prepare import prepare_corpus
@@ -32,9 +32,10 @@ def test_an_expression_without_end_ends_the_command_in_one_line(
     monkeypatch.setattr(processes, "start_worker", ForkedWorker)
     monkeypatch.setattr(limited_workers, "_ENCODING_SECONDS", 0.3)
     write_jsonl(tmp_path / "web.jsonl", ["a" + " " * 100_000 + "b"])
+    sources = (SourceOptions("web", (str(tmp_path / "web.jsonl"),)),)
+    options = make_options(tmp_path, tokenizer=write_slow_tokenizer(tmp_path / "slow"), sources=sources)
     with pytest.raises(UserError, match=r"^the tokenizer takes too long for a text: [^\n]*$"):
-        source = SourceOptions("web", (str(tmp_path / "web.jsonl"),))
-        prepare_corpus(make_options(tmp_path, tokenizer=write_slow_tokenizer(tmp_path / "slow"), sources=(source,)))
+        prepare_corpus(options)
 
 
 def end_without_memory(descriptor: int) -> None:

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.base.errors import UserError
+from genesis.base.limited_workers import encoding
 from genesis.data.packing import Packing, fill_row, mark_piece_ends, pack_documents
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import (
@@ -34,7 +35,6 @@ from genesis.data.sources import (
     read_entries,
 )
 from genesis.data.stream.lanes import shuffle
-from genesis.limited_workers import encoding
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 _BATCH_BYTES: Final = 1 << 18

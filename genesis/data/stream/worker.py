@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from genesis.base.errors import UserError
+from genesis.base.limited_workers import serve_texts
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
-from genesis.limited_workers import serve_texts
 from genesis.tokenizer.open import build_tokenizer
 
 
