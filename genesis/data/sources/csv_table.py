@@ -1,9 +1,10 @@
 """Reads CSV and TSV files by pyarrow, through the interface of a parquet file."""
 
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 import pyarrow.csv
@@ -31,7 +32,7 @@ class CsvFile:
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: str | Path, delimiter: str, open_expanded: Callable[[], BinaryIO] | None) -> None:
+    def __init__(self, path: str | Path, delimiter: str, open_expanded: Callable[[], io.RawIOBase] | None) -> None:
         self._path, self._delimiter, self._open_expanded = str(path), delimiter, open_expanded
         self._num_bytes = Path(path).stat().st_size
         try:
