@@ -18,7 +18,7 @@ from genesis.operations.supervise.mirror_source import Pace
 from genesis.operations.supervise.mirror_state import measure_lag, read_mirror_statuses, without_password
 from genesis_callbacks.checkpoint import CorruptCheckpointError, list_committed, verify
 from genesis_callbacks.checkpoint.commit import discard, supersede
-from tests.forgeries import reseal
+from tests.forged.checkpoints import reseal
 from tests.operations.supervise.mirror_support import Run, open_mirror, save_base, sync
 
 
