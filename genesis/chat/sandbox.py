@@ -26,7 +26,6 @@ from genesis.chat.template import ConversationError, Message, Span
 _OPEN, _CLOSE = "\ue000<generation>\ue001", "\ue001</generation>\ue000"
 _IS_MARKED: Final = "_generation_is_marked"
 _MAX_SHOWN: Final = 160
-_MAX_PATTERN: Final = 1_000
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -187,8 +186,6 @@ class SandboxedTemplate:
                 f"the chat template {self.name} prints today's date, which would make other tokens on another day; "
                 "give a date for it, as --chat.date 2026-01-31"
             )
-        if len(pattern) > _MAX_PATTERN:  # one call of the system, which takes several times its memory
-            raise ValueError(f"a date's format has {len(pattern):,} characters")
         return self.today.strftime(pattern)
 
 

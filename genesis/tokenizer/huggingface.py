@@ -79,9 +79,7 @@ class HuggingFaceTokenizer:
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
         self._is_partial = [not _is_utf8(one) for one in self._bytes]
         symbols = [self.pieces[token] for token in sorted(special)]
-        check_seconds(
-            content, lambda texts: self._tokenizer.encode_batch_fast([_PROBE, _BEYOND_ASCII, *symbols, *texts])
-        )
+        check_seconds(content, [_PROBE, _BEYOND_ASCII, *symbols], self._tokenizer.encode)
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
         self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"

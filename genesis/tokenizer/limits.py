@@ -6,7 +6,7 @@ a step that replaces may double each text. The limits are far above what tokeniz
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from genesis.base.errors import UserError
@@ -85,7 +85,7 @@ def check_charsmap(charsmap: bytes) -> None:
         )
 
 
-def check_seconds(content: Mapping[str, Any], encode: Callable[[list[str]], object]) -> None:
+def check_seconds(content: Mapping[str, Any], given: Sequence[str], encode: Callable[[str], object]) -> None:
     """Checks that the expressions of a `tokenizer.json` find an end in texts that are hard for many of them.
 
     No test of an expression finds every slow one: what encodes texts of others has a limit of its own
@@ -93,7 +93,8 @@ def check_seconds(content: Mapping[str, Any], encode: Callable[[list[str]], obje
 
     Args:
         content: The content of the file.
-        encode: Encodes texts without holding the interpreter.
+        given: Texts that opening encodes.
+        encode: Encodes a text without holding the interpreter, and without threads, which would not survive a fork.
 
     Raises:
         UserError: The texts take many times as long as any tokenizer takes.
@@ -103,12 +104,13 @@ def check_seconds(content: Mapping[str, Any], encode: Callable[[list[str]], obje
     if not any(patterns):
         return
     characters = sorted({*" \na1.", *"".join(map(str, patterns))} & {*map(chr, range(128))})
-    texts = [character * _RUN_CHARS for character in characters]
+    texts = [*given, *(character * _RUN_CHARS for character in characters)]
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            encode(texts)
+            for text in texts:
+                encode(text)
             ended.put("")
         except BaseException as error:  # a panic of the library, whose search has a limit of its own, too
             ended.put(f"fail on ({error})")
