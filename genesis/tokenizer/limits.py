@@ -85,25 +85,30 @@ def check_charsmap(charsmap: bytes) -> None:
         )
 
 
-def check_seconds(content: Mapping[str, Any], given: Sequence[str], encode: Callable[[str], object]) -> None:
-    """Checks that the expressions of a `tokenizer.json` find an end in texts that are hard for many of them.
+def list_expressions(content: Mapping[str, Any]) -> list[str]:
+    """Returns the regular expressions in a `tokenizer.json`, apart from those that the library itself has."""
+    steps = [step for name, inner in _STEPS for step in iterate_steps(content.get(name), inner)]
+    patterns = [step["pattern"].get("Regex") for step in steps if isinstance(step.get("pattern"), dict)]
+    return [str(pattern) for pattern in patterns if pattern]
+
+
+def check_seconds(expressions: Sequence[str], given: Sequence[str], encode: Callable[[str], object]) -> None:
+    """Checks that the expressions of a tokenizer find an end in texts that are hard for many of them.
 
     No test of an expression finds every slow one: what encodes texts of others has a limit of its own
     (`genesis.base.limited_workers`). This one is for all the rest, and for the texts that opening encodes.
 
     Args:
-        content: The content of the file.
+        expressions: As `list_expressions` returns them.
         given: Texts that opening encodes.
         encode: Encodes a text without holding the interpreter, and without threads, which would not survive a fork.
 
     Raises:
         UserError: The texts take many times as long as any tokenizer takes.
     """
-    steps = [step for name, inner in _STEPS for step in iterate_steps(content.get(name), inner)]
-    patterns = [step["pattern"].get("Regex") for step in steps if isinstance(step.get("pattern"), dict)]
-    if not any(patterns):
+    if not expressions:
         return
-    characters = sorted({*" \na1.", *"".join(map(str, patterns))} & {*map(chr, range(128))})
+    characters = sorted({*" \na1.", *"".join(expressions)} & {*map(chr, range(128))})
     texts = [*given, *(character * _RUN_CHARS for character in characters)]
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -121,7 +126,7 @@ def check_seconds(content: Mapping[str, Any], given: Sequence[str], encode: Call
     except queue.Empty:
         fault = f"take more than {_RUN_SECONDS:.0f} s for"
     if fault:
-        quoted = _shorten(next(filter(None, patterns)))
+        quoted = _shorten(expressions[0])
         raise UserError(f"its expressions ({quoted}) {fault} texts of {_RUN_CHARS:,} characters: use another tokenizer")
 
 
