@@ -136,6 +136,7 @@ check-rest: $(STAMP)
 	@$(BIN)/codespell
 	@$(BIN)/python .ci/phrases.py
 	@$(BIN)/python .ci/budget.py
+	@$(BIN)/python .ci/examples.py
 
 # The documentation site, into build/site; warnings and broken links are errors.
 docs: $(STAMP)

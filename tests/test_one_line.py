@@ -192,6 +192,7 @@ OWN_WORDS = {
     "genesis/data/sources/records.py": "the rules by which earlier versions read",
     "genesis/operations/demo/finetune.py": "a download whose hash is known",
     "genesis/operations/doctor": "what its own processes send",
+    "genesis/evaluate/task_template.py": "what the process that renders sends",
     "genesis/export/proof.py": "what the proof's process sends, and its request",
     "genesis/base/progress.py": "what a process sends of its stages",
     "genesis/operations/supervise/forked_writer.py": "the launcher's protocol",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from genesis.generate.batch import Batch, Request
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 
 _VOCAB_SIZE, _PROMPT_TOKENS, _NEW_TOKENS = 49_152, 64, 192

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from genesis.base.errors import RunEndedError, UserError
 
+OUT_OF_MEMORY = 77
+"""The exit status of a worker whose work needs more memory."""
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.02
 _LIMITED_NAME = "GENESIS_LIMITED"
@@ -105,6 +107,10 @@ class PipedWorker:
     def describe_end(self) -> str:
         """Waits until the process has ended and describes its end: "with status 1"."""
         status = self.process.wait()
+        if status == OUT_OF_MEMORY:
+            return "because it needs more memory"
+        if status == -signal.SIGPROF:
+            return "at its limit of processor time"
         return f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
 
 
@@ -127,6 +133,8 @@ def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], N
         serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         sys.exit(1)
+    except MemoryError:  # of Arrow, too; a traceback would need more, and helps nobody
+        os._exit(OUT_OF_MEMORY)
 
 
 def _end_with_pipe(descriptor: int) -> None:

@@ -202,7 +202,7 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         variables: Mapping[str, Any] | None = None,
-        has_prompt: bool = True,
+        continues_last: bool = False,
     ) -> str:
         """Returns the text after which a model generates, for `encode_with_controls`.
 
@@ -212,10 +212,10 @@ class ChatRenderer:
             messages: Messages in OpenAI's form.
             tools: The definitions of the tools; None for none.
             variables: Further variables of the template, for this conversation.
-            has_prompt: Whether a turn of the assistant is begun.
+            continues_last: Whether the model continues the last message instead of starting a turn of the assistant.
 
         Raises:
-            ConversationError: The template refuses the conversation.
+            ConversationError: The template refuses the conversation, or changes its last message.
         """
         try:
             normal = self._normalize(messages, has_empty_turns=True)
@@ -226,33 +226,10 @@ class ChatRenderer:
             for mark in (WEIGHT, ASKED):
                 message.pop(mark, None)
         merged = {**self._variables, **(variables or {})}
-        return self.template.render(normal, offered, merged, has_prompt=has_prompt)
-
-    def prompt_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        variables: Mapping[str, Any] | None = None,
-        continues_last: bool = False,
-    ) -> str:
-        """Returns the text after which a model generates, to be read: `encode_with_controls` needs `write_prompt`.
-
-        Args:
-            messages: Messages in OpenAI's form.
-            tools: The definitions of the tools; None for none.
-            variables: Further variables of the template, for this conversation.
-            continues_last: Whether the model continues the last message instead of starting a turn of the assistant.
-
-        Raises:
-            ConversationError: The template rejects the conversation, or changes its last message.
-        """
-        written = self.write_prompt(messages, tools, variables=variables, has_prompt=not continues_last)
-        text = self.tokenizer.literal.reveal(written)
+        text = self.template.render(normal, offered, merged, has_prompt=not continues_last)
         if not continues_last:
             return text
-        (last,) = normalize_messages(messages[-1:], has_empty_turns=True)
-        content = str(last.get("content", ""))
+        content = str(normal[-1].get("content", ""))
         start = text.rfind(content.strip())
         if start < 0:
             raise ConversationError(
@@ -261,6 +238,12 @@ class ChatRenderer:
         # Templates may strip a message, and then the continued text is stripped as well.
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
+
+    def prompt_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Returns what `write_prompt` returns to be read: spelled control symbols are not hidden."""
+        return self.tokenizer.literal.reveal(self.write_prompt(messages, tools))
 
     def _normalize(self, messages: Sequence[Mapping[str, Any]], *, has_empty_turns: bool = False) -> list[Message]:
         normal = normalize_messages(messages, has_empty_turns=has_empty_turns)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from genesis.base.errors import UserError
-from genesis.chat.pool import POOL, Request
+from genesis.chat.pool import Request, ask
 
 Message = dict[str, Any]
 
@@ -139,7 +139,7 @@ class ChatTemplate:
         return LaidOut(text, [Span(*span) for span in spans], left_out)
 
     def _ask(self, function: str, *arguments: Any, **options: Any) -> Any:
-        answer = POOL.ask(Request(self.text, self.name, self.today, function, arguments, options))
+        answer = ask(Request(self.text, self.name, self.today, function, arguments, options))
         if answer.limit is not None:
             raise EndlessTemplateError(f"the chat template {self.name} {answer.limit}; simplify it")
         if answer.mistake is not None:

@@ -1,25 +1,18 @@
-"""The process that renders chat templates: a `PipedWorker` that answers one request of `genesis.chat.pool` at a time.
+"""The process that renders chat templates, one request at a time: a worker of `genesis.base.limited_workers`.
 
-The kernel ends it at the limit of processor time, also within one operation of the interpreter. It imports little, so
-that it starts quickly and a bare worker needs few megabytes.
+It imports little, so that it starts quickly and a bare worker needs few megabytes.
 """
 
 import json
-import os
 import pickle
-import resource
-import signal
-import sys
 from collections.abc import Callable
 from datetime import date
 from functools import lru_cache
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from genesis.base.errors import UserError
-from genesis.base.parent import end_with_forker
-from genesis.base.processes import serve_pipe
-from genesis.chat.pool import LIMITS, MEMORY_BYTES, OUT_OF_MEMORY, Answer, Request
+from genesis.base.limited_workers import serve_limited
+from genesis.chat.pool import MEMORY_BYTES, NUM_CHARS, Answer, Request
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError
 from genesis.chat.turns import lay_out
@@ -30,38 +23,20 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "render_marked": SandboxedTemplate.render_marked,
     "lay_out": lay_out,
 }
-_KEPT_BYTES: Final = MEMORY_BYTES // 2
-"""Memory that a worker may keep after an answer; with more it ends, and gives way to a new one."""
-_HAS_MEMORY_LIMIT: Final = sys.platform == "linux"
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(descriptor: int) -> None:
     """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
-    end_with_forker()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    serve_pipe(descriptor, _serve)
+    serve_limited(descriptor, _answer, kept_bytes=MEMORY_BYTES // 2)
 
 
-def _serve(connection: "Connection[object, object]") -> None:
-    # The address space of this process, the quantity that is limited.
-    pages = os.open("/proc/self/statm", os.O_RDONLY) if _HAS_MEMORY_LIMIT else None
-    start_bytes = _count_bytes(pages)
-    while (now_bytes := _count_bytes(pages)) - start_bytes <= _KEPT_BYTES:
-        message = connection.recv_bytes()
-        seconds, num_bytes, num_chars = LIMITS.unpack_from(message)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # an idle process spends none of it
-        _limit_memory(now_bytes + num_bytes)
-        try:
-            answer = _answer(pickle.loads(memoryview(message)[LIMITS.size :]), num_chars)
-            connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+def _answer(message: bytes) -> bytes:
+    (num_chars,) = NUM_CHARS.unpack_from(message)
+    answer = _run(pickle.loads(memoryview(message)[NUM_CHARS.size :]), num_chars)
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _answer(request: Request, num_chars: int) -> Answer:
+def _run(request: Request, num_chars: int) -> Answer:
     try:
         template = _compile(request.template, request.name, request.today)
         result = _FUNCTIONS[request.function](template, *request.arguments, **request.options)
@@ -76,14 +51,3 @@ def _answer(request: Request, num_chars: int) -> Answer:
 @lru_cache(maxsize=32)
 def _compile(text: str, name: str, today: date | None) -> SandboxedTemplate:
     return SandboxedTemplate(text, name, today)
-
-
-def _count_bytes(pages: int | None) -> int:
-    return 0 if pages is None else int(os.pread(pages, 64, 0).split()[0]) * _PAGE_BYTES
-
-
-def _limit_memory(num_bytes: int) -> None:
-    if _HAS_MEMORY_LIMIT:
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

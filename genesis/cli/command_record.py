@@ -31,7 +31,7 @@ def read_record() -> Record:
 
 
 def find_options(text: str) -> dict[str, list[str] | None]:
-    """Returns the options in a command's help, each with the choices of its value; None if it takes no value. Pure.
+    r"""Returns the options in a command's help, each with the choices of its value; None if it takes no value. Pure.
 
     Example:
         >>> find_options("options:\n  -v, --verbose\n  --kind {a,b}  one of two\n  --out FILE\n")

@@ -13,7 +13,7 @@ from genesis.cli.surroundings import own_output
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
 from genesis.generate.ids import build_writer, parse_ids, write_ids
 from genesis.generate.load import Loaded, load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 

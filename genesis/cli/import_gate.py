@@ -14,6 +14,7 @@ from typing import Any, Final
 from jsonargparse import _actions, _completions, _from_config, _paths, _typehints, _util
 
 from genesis.recipe.imports import PACKAGES, check_imports, is_allowed, refuse
+from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES
 
 _BY_JSONARGPARSE: Final = "jsonargparse.ArgumentParser"
 _IMPORTERS: Final[tuple[Any, ...]] = (_actions, _completions, _from_config, _typehints)
@@ -21,8 +22,6 @@ _HINTS: Final[Any] = _typehints
 _VALUES: Final[Any] = _util
 _find_object: Final = _util.import_object
 _build_any: Final = _HINTS.adapt_classes_any
-_MOST_BYTES: Final = 1 << 24
-"""Of a file that a value names."""
 
 
 def guard_imports() -> None:
@@ -83,5 +82,5 @@ class _NamedFile(_paths.Path, metaclass=_IsPath):
     def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         file = Path(self.absolute)
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        if not file.is_file() or file.stat().st_size > MAX_TEXT_BYTES:
             raise _paths.PathError(f"{path} is no file of options")

@@ -17,7 +17,7 @@ from genesis.base.parent import end_with_parent, is_launched
 from genesis.cli.program import INTERRUPTED, end_early, end_imports
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
-from genesis.recipe.imports import allowing, split_allowed
+from genesis.recipe.imports import OPTION, allowing, split_allowed
 from genesis.recipe.shipped import resolve_recipes
 
 MISUSE = 2
@@ -81,7 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         restart_in_utf8()
     prepare_process()
     with escaped_streams():
-        return _run_to_end(list(sys.argv[1:] if argv is None else argv))
+        return _run_to_end(_put_command_first(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _put_command_first(arguments: list[str]) -> list[str]:
+    """Returns the arguments with an --allow-imports that stands before the command behind them."""
+    option, equals, _ = "".join(arguments[:1]).partition("=")
+    if option.replace("-", "_") != OPTION.replace("-", "_"):
+        return arguments
+    end = 1 if equals else 2
+    moved = [*arguments[end:], *arguments[:end]]
+    if sys.argv[1:] == arguments:
+        sys.argv[1:] = moved
+    return moved
 
 
 def _run_to_end(arguments: list[str]) -> int:

@@ -6,7 +6,7 @@ Record batches take the place of row groups, so that code that reads parquet als
 mapped and read when they are used: opening a file reads only the beginning of each batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -40,22 +40,31 @@ def open_stream(data: Any) -> Any:
 class ArrowFile:
     """The part of the interface of `pyarrow.parquet.ParquetFile` that sources use, for an Arrow stream or file.
 
+    Args:
+        path: The file.
+        check: Called with the bytes of the batches so far, which may be compressed in the file.
+
     Raises:
         ArrowException: The file is neither, or is damaged.
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, check: Callable[[int], None] = lambda _: None) -> None:
         self._file = pa.memory_map(str(path))
+        self._batches: list[Any] = []
+        num_bytes = 0
         try:
             data = self._file.read_buffer()
             if data[: len(_FILE_MAGIC)].to_pybytes() == _FILE_MAGIC:
                 reader = pa.ipc.open_file(data)
-                self._batches: list[Any] = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                batches: Iterator[Any] = map(reader.get_batch, range(reader.num_record_batches))
             else:
-                reader = open_stream(data)
-                self._batches = list(reader)
+                batches = reader = open_stream(data)
             self.schema_arrow: Any = reader.schema
+            for batch in batches:
+                self._batches.append(batch)
+                num_bytes += batch.nbytes
+                check(num_bytes)
         except (pa.ArrowException, OSError) as error:
             self._file.close()
             raise pa.ArrowInvalid(str(error)) from None  # Arrow raises OSError for a truncated stream

@@ -1,5 +1,6 @@
 """The worker processes of `genesis data prepare`: each runs one job after another and sends the results."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
@@ -46,6 +47,10 @@ def _receive(worker: PipedWorker) -> Progress | FinishedPart:
     try:
         message = worker.connection.recv()
     except (EOFError, ConnectionResetError):
+        if worker.process.wait() == -signal.SIGPROF:
+            raise UserError(
+                "the tokenizer takes too long for a text: its expressions may search without end; use another one"
+            ) from None
         raise UserError(
             f"a worker of data prepare ended {worker.describe_end()}; run the same command again (with fewer "
             "num_workers if memory is short): finished shards are kept"

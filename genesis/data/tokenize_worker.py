@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from genesis.base.errors import RunEndedError, UserError, find_remedy
-from genesis.base.processes import serve_pipe
+from genesis.base.limited_workers import encoding, serve_texts
 from genesis.chat.render import RenderedChat
 from genesis.data.conversations import ChatSetup, ConversationCounts, EncodedChats, join_rendered
 from genesis.data.manifest import SPLITS, ShardRecord, Split
@@ -202,7 +202,9 @@ class _Part:
     def append(self, documents: Sequence[Document | BadRow], num_threads: int) -> int:
         """Appends each document to its split's shard and returns their tokens; bad rows are skipped or refused."""
         if self._encoder is not None:
-            return self._append_conversations(self._encoder.encode(documents))
+            with encoding(sum(len(document.utf8) for document in documents)):
+                encoded = self._encoder.encode(documents)
+            return self._append_conversations(encoded)
         texts = [document for document in documents if isinstance(document, Document) and not document.is_blank]
         bad = [document for document in documents if isinstance(document, BadRow)]
         self._note_bad(bad)
@@ -273,12 +275,14 @@ class _Part:
 
 
 def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: int) -> EncodedDocuments:
-    texts = tokenizer.encode_batch([document.text for document in documents], num_threads)
+    num_bytes = sum(len(document.utf8) for document in documents)
+    with encoding(num_bytes):
+        texts = tokenizer.encode_batch([document.text for document in documents], num_threads)
     framed = [frame_document(tokenizer, text) for text in texts]
     return EncodedDocuments(
         tokens=np.concatenate(framed),
         lengths=np.array([len(tokens) for tokens in framed], dtype=np.int64),
-        num_text_bytes=sum(len(document.utf8) for document in documents),
+        num_text_bytes=num_bytes,
     )
 
 
@@ -311,7 +315,7 @@ def _batches(documents: Iterator[Document | BadRow], num_bytes: int) -> Iterator
 
 def main(descriptor: int) -> None:
     """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
-    serve_pipe(descriptor, _serve)
+    serve_texts(descriptor, _serve)
 
 
 def _serve(connection: "Connection[object, object]") -> None:

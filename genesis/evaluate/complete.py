@@ -10,7 +10,7 @@ from genesis.evaluate import plan as evaluate_plan
 from genesis.evaluate.plan import Head, find_heads, gather_contexts
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.layout import build_head
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import plan_seeds
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from genesis.evaluate.plan import Request
 from genesis.evaluate.questions import UnanswerableError
 from genesis.evaluate.score import Score, Scorer
 from genesis.generate.layout import transpose_linears
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self._scorer = Scorer(decoder, batch_tokens)
         self._cache_tokens = batch_tokens or default_cache_tokens(decoder.config, decoder.output_weight.dtype)
         self._on_progress = on_progress
-        # A template writes control symbols by their spelling; in other contexts that spelling is text.
+        # A template writes control symbols by their spelling; what a task spells is text, and is hidden in such a text.
         encode = tokenizer.encode if chat is None else tokenizer.encode_with_controls
         # The same context comes once for each of its continuations.
         self._encode = lru_cache(_CACHED_TEXTS)(encode)
@@ -94,11 +94,13 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns a conversation as text; without a generation prompt the model continues its last message.
 
+        Control symbols that the messages spell are hidden in it (`genesis.tokenizer.literal`).
+
         Raises:
             UserError: The template refuses the conversation.
         """
         assert self._chat is not None
-        return self._chat.prompt_text(chat_history, continues_last=not add_generation_prompt)
+        return self._chat.write_prompt(chat_history, continues_last=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns the ids of a text, with bos before it unless the text begins with bos or the caller wants no bos."""
@@ -108,6 +110,15 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.pieces[bos_id])
         return [bos_id, *ids] if add_special_tokens else ids
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        pair: tuple[list[int], list[int]] = super()._encode_pair(context, self._hide(continuation))
+        return pair
+
+    def _hide(self, text: str) -> str:
+        """Returns a text of a task, which no chat template has written, for `tok_encode`."""
+        hidden: str = text if self._chat is None else self._tokenizer.literal.hide(text)
+        return hidden
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns log-likelihood and greediness of each continuation after its context.
@@ -155,7 +166,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         windows = []
         for number, request in enumerate(requests):
             pairs = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                self.tok_encode(self._hide(request.args[0])), self.prefix_token_id, self.max_length, context_len=1
             )
             windows += [(number, Request(*map(tuple, make_disjoint_window(pair)))) for pair in pairs]
         sums: list[list[float]] = [[] for _ in requests]

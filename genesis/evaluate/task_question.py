@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
@@ -19,7 +18,8 @@ from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.questions import Answer, ChatQuestion, Progress, Question
 from genesis.evaluate.results import Measure
-from genesis.evaluate.tasks import LoadedTasks
+from genesis.evaluate.task_template import TaskTemplateError
+from genesis.evaluate.tasks import LoadedTasks, describe_failure
 from genesis.generate.load import Loaded
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest
@@ -28,6 +28,10 @@ _RANDOM_SEED: Final = 0
 _OTHER_SEED: Final = 1234
 """The seeds of lm-eval's own command, so that few-shot examples are the same."""
 _BOOTSTRAP_ITERATIONS: Final = 1000
+_OF_THE_TASK: Final = (
+    *(TaskTemplateError, ArithmeticError, LookupError, TypeError, ValueError),
+    *(SyntaxError, RecursionError, MemoryError),  # of lists that templates write, and lm-eval evaluates
+)
 _NOT_METRICS: Final = ("name", "alias", "sample_len", "sample_count")
 _ITEM_FIELDS: Final = ("doc_id", "doc", "target", "resps", "filtered_resps", "filter")
 
@@ -93,8 +97,8 @@ class TaskQuestion(Question):
                 )
         except UserError:
             raise
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        except _OF_THE_TASK as error:
+            reason = describe_failure(error)
             raise UserError(f"task {self.tasks.name} failed on its rows or settings: {reason}; check both") from error
         return Answer(list(self._read_measures(found)), list(_read_items(found)))
 

@@ -2,7 +2,7 @@
 
 A name is a task, group or tag of lm-eval; its data come from the Hub. A folder is a user's task, with a `task.yaml` in
 lm-eval's format, or with rows for the task of lm-eval that has the folder's name. No code in a folder is executed:
-`!function` is refused, and templates run in a sandbox.
+`!function` is refused, and templates run in a sandbox, in a process with limits (`genesis.evaluate.task_template`).
 """
 
 import difflib
@@ -18,24 +18,21 @@ from typing import Any, Final
 
 import datasets
 import huggingface_hub.constants
-import jinja2.sandbox
 import lm_eval.utils
 import yaml
 from lm_eval.tasks import TaskManager
 
 from genesis.base.errors import UserError
 from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
-from genesis_callbacks.base.untrusted import read_file
+from genesis.evaluate.task_template import TaskTemplateError, TaskTemplates
+from genesis.recipe.yaml import check_aliases
+from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES, check_file, read_file
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
 _NUM_NEAREST: Final = 3
 _NAME: Final = re.compile(r"\w[\w.+ -]*")
 _TEMPLATES = lm_eval.utils.env
-_SANDBOX = jinja2.sandbox.SandboxedEnvironment(
-    loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-)
-_SANDBOX.filters.update(_TEMPLATES.filters)
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool 
     Raises:
         UserError: The task does not exist, its data cannot be loaded, or it would run code.
     """
-    lm_eval.utils.env = _TEMPLATES if may_run_code else _SANDBOX
+    lm_eval.utils.env = _TEMPLATES if may_run_code else TaskTemplates()
     loaded = _load_folder(Path(spec), num_fewshot, may_run_code) if "/" in spec else _load_name(spec)
     for task in loaded.tasks["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
@@ -147,6 +144,11 @@ def _load_own(folder: Path, may_run_code: bool) -> LoadedTasks:
     file = folder / TASK_NAME
     if not may_run_code:
         _check_runs_nothing(file, folder)
+    for other in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        try:
+            check_file(other, MAX_TEXT_BYTES)
+        except OSError as error:
+            raise UserError(f"{other} cannot be read: {error.strerror or error}; remove it") from None
     # lm-eval indexes every YAML file of the folder, and silently skips those that it cannot read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     entry = next((entry for entry in manager.task_index.values() if entry.yaml_path == file), None)
@@ -198,17 +200,25 @@ def _build(manager: TaskManager, name: str, changes: Mapping[str, Any], place: P
     except UserError:
         raise
     except Exception as error:  # a task may raise anything for invalid settings and rows
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = describe_failure(error)
         raise UserError(f"{place} is not a valid task: {reason}") from error
     return {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
+
+
+def describe_failure(error: Exception) -> str:
+    """Returns the reason that a task's templates, settings or rows give, in one line."""
+    own = f"{error}" if isinstance(error, TaskTemplateError) else f"{type(error).__name__}: {error}"
+    return " ".join(own.split())
 
 
 def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozenset()) -> None:
     """Refuses Python functions, in the file and in its includes, and metrics whose code comes from the Hub."""
     try:
         root = yaml.compose(read_file(file), yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    if root is not None:
+        check_aliases(root, file)
     for node, key in _list_nodes(root):
         what = node.tag if node.tag.startswith("!") else "hf_evaluate" if key == "hf_evaluate" else None
         if what:

@@ -30,7 +30,7 @@ from genesis.export.texts import SCRIPTS
 from genesis.export.theirs import load_model, load_tokenizer
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
 from genesis.huggingface.shape import read_shape

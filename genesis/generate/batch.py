@@ -20,7 +20,8 @@ from torch import Tensor
 
 from genesis.base.device import send
 from genesis.base.errors import UserError
-from genesis.generate.sample import RowSampler, SamplingOptions
+from genesis.generate.sample import RowSampler
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder, KVCache, project
 
 DEFAULT_NEW_TOKENS = 256

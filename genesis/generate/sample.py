@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from genesis.base.device import send
-from genesis.generate.sampling_options import SamplingOptions as SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 
 _SUM_BITS = 62
 """Bits of the sum of all weights, and of a weight together with its token's id: each must fit int64."""

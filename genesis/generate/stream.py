@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request, check_is_number, plan_budgets
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
 
 

@@ -1,6 +1,5 @@
 """The tensors of a directory of safetensors files, read strictly against a decoder's shape."""
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,14 +22,11 @@ from genesis.huggingface.directory import (
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.base.json_text import load_json
-from genesis_callbacks.base.untrusted import open_file, path_below, read_file
+from genesis_callbacks.base.untrusted import check_no_hole, open_file, path_below, read_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
 _PIECE_VALUES = 1 << 24
-_HELD_BYTES = 64 << 20
-_MAX_HOLES = 16
-"""How many times more than its data a file may claim: copies may leave out blocks of zeros."""
 _MAX_HEADER_BYTES = 16 << 20
 """Of a file's header: that of 50,000 tensors has about 6 MB."""
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
@@ -182,32 +178,17 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Opens a safetensors file, after comparing the size of its header with what a model needs.
 
     Raises:
-        OSError: It is no regular file, or cannot be opened.
+        OSError: It is no regular file, cannot be opened, or is hardly more than a size: the rest is a hole.
         SafetensorError: It is damaged.
-        UserError: The header is larger, or the file is hardly more than a size: the rest are holes.
+        UserError: The header is larger.
     """
     with open_file(path) as file:
         num_bytes = int.from_bytes(file.read(8), "little")
-        size, held = os.fstat(file.fileno()).st_size, _count_data(file.fileno())
-    if size > _HELD_BYTES and held * _MAX_HOLES < size:
-        raise UserError(f"{path} has {held:,} bytes of its {size:,} on the disk, the rest are holes: copy it again")
+        check_no_hole(path, file.fileno())
     if num_bytes > _MAX_HEADER_BYTES:
         raise UserError(f"{path} has a header of {num_bytes:,} bytes: at most {_MAX_HEADER_BYTES:,} are read")
     with safe_open(path, framework="pt") as opened:
         yield opened
-
-
-def _count_data(descriptor: int) -> int:
-    """Returns the bytes of a file that are not holes, at least up to what is enough; all of them where nobody knows."""
-    size, place, held = os.fstat(descriptor).st_size, 0, 0
-    while held * _MAX_HOLES < size:
-        try:
-            start = os.lseek(descriptor, place, os.SEEK_DATA)
-        except OSError:  # only holes from here on
-            break
-        place = os.lseek(descriptor, start, os.SEEK_HOLE)
-        held += place - start
-    return held
 
 
 def read_index(directory: Path) -> dict[str, str]:

@@ -26,7 +26,6 @@ _OWN_WORD: Final = re.compile(r"(?<![\w./-])[^\W\d]\w*(?:\.[^\W\d]\w*)+(?![\w./-
 _THE_RECIPE: Final = "the recipe"
 _REFUSAL: Final = re.compile(rf"{_THE_RECIPE} names code (?:(?!{_THE_RECIPE} ).)*?`{VARIABLE}=[^`]*`")
 _MOST_LISTED: Final = 10
-_LONGEST: Final = 200
 
 
 def read_allowed() -> frozenset[str]:
@@ -41,7 +40,7 @@ def read_allowed() -> frozenset[str]:
 def _read_names(text: str, where: str) -> frozenset[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise UserError(f"{where} is {text[:_LONGEST]!r}: give names of packages or classes, such as my_package")
+        raise UserError(f"{where} is {text!r}: give names of packages or classes, such as my_package")
     return frozenset(names)
 
 

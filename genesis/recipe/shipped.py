@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.base.errors import UserError, naming
-from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES, check_file, read_file
+from genesis_callbacks.base.untrusted import check_file, read_file
 
 FOLDER: Final = "configs"
 """The folder of recipes: in the checkout, in the package, and of copies in the working directory."""
@@ -20,6 +20,8 @@ FOLDER: Final = "configs"
 _PACKAGE: Final = Path(__file__).parents[1]
 _CONFIG: Final = re.compile(r"(?:--config|-c)(?:=(?P<value>.*))?", re.DOTALL)
 _ADDRESS: Final = re.compile(r"(?!file:)[A-Za-z][\w+.-]*::?//")
+_MAX_RECIPE_BYTES: Final = 1 << 19
+"""A thousand times a recipe; of more, the parsers of options take minutes."""
 _SENTENCE_END: Final = re.compile(r"(?<=\.)\s")
 _FILE: Final = re.compile(r"[\w./+-]+\.(?:yaml|jsonl|jinja|py)")
 
@@ -80,13 +82,13 @@ def resolve_recipes(arguments: Sequence[str]) -> list[str]:
 def _resolve(value: str) -> str:
     """Returns the file that the value of --config stands for; the value itself where it is no name of a file."""
     if _ADDRESS.match(value):
-        raise UserError(f"--config {value[:200]} is an address: download the recipe, read it, and give the file")
+        raise UserError(f"--config {value!r} is an address: download the recipe, read it, and give the file")
     if not value.strip() or value.startswith("-") or ":" in value or "\n" in value:
         return value
     path = Path(value)
     if path.exists() and not path.is_dir():
         try:
-            check_file(path, MAX_TEXT_BYTES)
+            check_file(path, _MAX_RECIPE_BYTES)
         except OSError as error:
             raise UserError(f"--config {value} {error.strerror}: give a file with a recipe") from None
         return value

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import re
 import resource
 import socket
 import time
@@ -38,6 +39,9 @@ _RETRY_SECONDS: Final = 0.1
 _NO_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _HEAD_ENDS: Final = (b"\n\r\n", b"\n\n")
 _HEAD_END_BYTES: Final = max(map(len, _HEAD_ENDS))
+_UNPRINTABLE: Final = re.compile(rb"\A\s*[^\r\n]*?[^\t\r\n -~]")
+"""A first line that is no HTTP, such as TLS's; aiohttp would quote it in its answer."""
+_BAD: Final = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 _log = logging.getLogger(__name__)
@@ -159,7 +163,11 @@ class Connection(asyncio.Protocol):
             data = b""
         begin = max(0, len(self._head) - _HEAD_END_BYTES)
         self._head += data
-        if any(self._head.find(end, begin) >= 0 for end in _HEAD_ENDS):
+        if _UNPRINTABLE.match(self._head):
+            with contextlib.suppress(OSError):
+                sock.send(_BAD)
+            self.abort()
+        elif any(self._head.find(end, begin) >= 0 for end in _HEAD_ENDS):
             self._inner = self._owner.build_protocol()
             self._owner.start(self._release(), self)
         elif not data or len(self._head) > MAX_HEAD_BYTES:

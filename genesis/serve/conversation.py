@@ -12,8 +12,8 @@ from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer
 
 
-def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> tuple[Tokenizer, str]:
-    """Returns the tokenizer, and the text of a conversation with the beginning of the assistant's turn.
+def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> str:
+    """Returns the text of a conversation with the beginning of the assistant's turn.
 
     Control symbols that the client spells are hidden in the text, as `ChatRenderer.write_prompt` describes.
 
@@ -41,7 +41,7 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
     try:
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
-        return tokenizer, renderer.write_prompt(prompt.messages, prompt.tools)
+        return renderer.write_prompt(prompt.messages, prompt.tools)
     except (ConversationError, EndlessTemplateError) as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
     except UserError as error:

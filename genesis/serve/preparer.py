@@ -1,25 +1,27 @@
-"""Reads requests and encodes their prompts: small ones within the server, larger ones in processes beside it.
+"""Reads requests and encodes their prompts in processes beside the server.
 
-What a request costs here follows its number of bytes. A large one would hold the interpreter for a second, and with it
+What a request costs here follows its number of bytes: a large one would hold the interpreter for a second, and with it
 every other client. There is one process for each class of sizes, which takes one request at a time, so that a request
-waits for none of a larger class; within a class, clients take turns.
+waits for none of a larger class; within a class, clients take turns. Small bodies are read within the server, but their
+texts are encoded in a process, too, if the tokenizer has expressions of its own, which may take minutes for a kilobyte.
 """
 
 import asyncio
 import logging
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
-from genesis.base.errors import UserError
-from genesis.base.processes import PipedWorker, serve_pipe
-from genesis.serve.errors import ApiError, busy
-from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
+from genesis.serve.connections import MAX_CONNECTIONS
+from genesis.serve.errors import ApiError, busy, stopping
+from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
 from genesis.tokenizer.open import build_tokenizer
@@ -27,34 +29,36 @@ from genesis.tokenizer.tokenizer import Tokenizer
 
 SMALL_BYTES: Final = 2**13
 """The largest body that is read within the server, which takes some milliseconds."""
-_CLASS_BYTES: Final = (2**18, 2**23)
-"""The largest body of each process."""
+MAX_BODY_BYTES: Final = 2**22
 _MAX_WAITING: Final = 64
-"""Requests that may wait for a process; one client may have half of them."""
+"""Large requests that may wait for a process; one client may have half of them."""
 _MAX_HELD_BYTES: Final = 2**26
 """Bytes of large bodies in memory."""
+_SMALL_SECONDS: Final = 1.0
+"""Processor time for a small request, whose encoding takes about a millisecond."""
 _JOB_SECONDS: Final = 20.0
+"""The same for a large one, and for opening a tokenizer; a request of any size waits no longer for its process."""
+_MEMORY_BYTES: Final = 2**32
 _IDLE_SECONDS: Final = 30.0
-"""After which a process without work ends: it keeps the memory of its largest request."""
+"""After which a process of large requests ends: it keeps the memory of its largest one."""
 _NICENESS: Final = 5
-"""The models and the event loop come first."""
+"""The models and the event loop come before large requests."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """A request that a process reads, and encodes if there are facts.
+    """A request that a process reads, if it is still a body, and encodes, if there are facts.
 
-    `facts` has no tokenizer, but the hash of one; `files` are that tokenizer's, if the process has not got them yet.
+    `facts` has no tokenizer, but the hash of one, whose files the process has got.
     """
 
-    body: bytes
+    asked: bytes | CompletionRequest
     is_chat: bool
     max_texts: int
     facts: Facts | None = None
     tokenizer_hash: str | None = None
-    files: Mapping[str, bytes] | None = None
 
 
 class Preparer:
@@ -66,7 +70,11 @@ class Preparer:
 
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
-        self._lanes = [_Lane(num_bytes) for num_bytes in _CLASS_BYTES]
+        self._lanes = [
+            _Lane(SMALL_BYTES, _SMALL_SECONDS, MAX_CONNECTIONS, None),
+            _Lane(2**18, _JOB_SECONDS, _MAX_WAITING, _IDLE_SECONDS),
+            _Lane(MAX_BODY_BYTES, _JOB_SECONDS, _MAX_WAITING, _IDLE_SECONDS),
+        ]
         self._num_held_bytes = 0
 
     @contextmanager
@@ -103,7 +111,7 @@ class Preparer:
         job = Job(body, is_chat, self._max_texts)
         if len(body) <= SMALL_BYTES:
             return _read(job)
-        found = await self._find_lane(body).run(client, job, None)
+        found = await self._find_lane(len(body)).run(client, job, None)
         assert isinstance(found, CompletionRequest)
         return found
 
@@ -119,10 +127,15 @@ class Preparer:
         Raises:
             ApiError: A prompt does not fit the model, or too many of its size wait.
         """
+        job, num_bytes = Job(body, asked.is_chat, self._max_texts, facts._replace(tokenizer=None)), len(body)
         if asked.prompts:
-            return await asyncio.to_thread(encode_prompts, asked, facts)
-        job = Job(body, asked.is_chat, self._max_texts, facts._replace(tokenizer=None))
-        found = await self._find_lane(body).run(client, job, facts.tokenizer)
+            if asked.is_chat:  # several templates are rendered at a time: an endless one delays no other
+                asked = await asyncio.to_thread(write_prompts, asked, facts)
+                num_bytes = max(num_bytes, sum(len(text) for text in asked.prompts if isinstance(text, str)))
+            if facts.tokenizer is None or not (facts.tokenizer.has_expressions or num_bytes > SMALL_BYTES):
+                return await asyncio.to_thread(encode_prompts, asked, facts)
+            job = job._replace(asked=asked)
+        found = await self._find_lane(num_bytes).run(client, job, facts.tokenizer)
         assert isinstance(found, list)
         return found
 
@@ -131,21 +144,19 @@ class Preparer:
         for lane in self._lanes:
             lane.close()
 
-    def _find_lane(self, body: bytes) -> "_Lane":
-        return next(lane for lane in self._lanes if len(body) <= lane.max_bytes)
+    def _find_lane(self, num_bytes: int) -> "_Lane":
+        return next((lane for lane in self._lanes if num_bytes <= lane.max_bytes), self._lanes[-1])
 
 
 class _Lane:
     """A process for requests up to a size, and those that wait for it."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._line = TurnLine(_MAX_WAITING)
+    def __init__(self, max_bytes: int, seconds: float, max_waiting: int, idle_seconds: float | None) -> None:
+        self.max_bytes, self._seconds, self._idle_seconds = max_bytes, seconds, idle_seconds
+        self._line = TurnLine(max_waiting)
         # Of its own: a job that waited for a thread of the server would spend its time limit there.
         self._thread = ThreadPoolExecutor(1, f"genesis-serve-{max_bytes}")
-        self._worker: PipedWorker | None = None
-        self._known: set[str] = set()
-        self._is_closed = False
+        self.workers = LimitedWorkers(__name__, 1)
         self._retirement: asyncio.TimerHandle | None = None
 
     async def run(self, client: str, job: Job, tokenizer: Tokenizer | None) -> object:
@@ -156,13 +167,12 @@ class _Lane:
         loop = asyncio.get_running_loop()
         # The process goes on with a job whose client has disconnected, and only then takes the next one.
         exchange = loop.run_in_executor(self._thread, self._exchange, job, tokenizer)
-        limit = loop.call_later(_JOB_SECONDS, self._end)
 
         def finish(done: "asyncio.Future[object]") -> None:
-            limit.cancel()
             self._line.leave()
             done.exception()  # marks it as retrieved
-            self._retirement = loop.call_later(_IDLE_SECONDS, self._retire)
+            if self._idle_seconds is not None:
+                self._retirement = loop.call_later(self._idle_seconds, self.workers.end_idle)
 
         exchange.add_done_callback(finish)
         found = await asyncio.shield(exchange)
@@ -171,40 +181,26 @@ class _Lane:
         return found
 
     def close(self) -> None:
-        self._is_closed = True
-        self._end()
+        self.workers.end()
+        self._thread.shutdown(wait=False)
 
     def _exchange(self, job: Job, tokenizer: Tokenizer | None) -> object:
-        if self._worker is not None and self._worker.process.poll() is not None:  # killed from outside
-            self._worker.end()
-            self._worker = None
-        if self._worker is None:
-            self._worker, self._known = PipedWorker(__name__), set()
-            if self._is_closed:
-                self._end()
-        if tokenizer is not None:
-            is_known = tokenizer.hash in self._known
-            job = job._replace(tokenizer_hash=tokenizer.hash, files=None if is_known else tokenizer.files)
-            self._known.add(tokenizer.hash)
         try:
-            self._worker.connection.send(job)
-            return self._worker.connection.recv()
-        except (OSError, EOFError):
-            self._worker.end()
-            self._worker = None
-            return ApiError(
-                f"reading the request and its prompts took more than {_JOB_SECONDS:.0f} s, or all memory: shorten it",
-                code="request_too_costly",
-            )
+            if tokenizer is None:
+                return self._ask(job, self._seconds)
+            job = job._replace(tokenizer_hash=tokenizer.hash)
+            found = self._ask(job, self._seconds)
+            if found is None:  # the process has just started
+                self._ask((tokenizer.hash, tokenizer.files), _JOB_SECONDS)
+                found = self._ask(job, self._seconds)
+            return found
+        except LimitReachedError as error:
+            return ApiError(f"reading the request and its prompts {error}: shorten it", code="request_too_costly")
+        except RunEndedError:
+            return stopping()
 
-    def _retire(self) -> None:
-        if self._worker is not None and not self._line.is_taken:
-            self._worker.end()
-            self._worker = None
-
-    def _end(self) -> None:
-        if self._worker is not None:
-            self._worker.process.kill()
+    def _ask(self, message: object, seconds: float) -> object:
+        return pickle.loads(self.workers.ask(pickle.dumps(message), seconds, _MEMORY_BYTES, _JOB_SECONDS))
 
 
 class TurnLine:
@@ -258,37 +254,52 @@ class TurnLine:
 
 
 def _read(job: Job) -> CompletionRequest:
+    if isinstance(job.asked, CompletionRequest):
+        return job.asked
     parse: Callable[[bytes, int], CompletionRequest] = parse_chat if job.is_chat else parse_completion
-    return parse(job.body, job.max_texts)
+    return parse(job.asked, job.max_texts)
+
+
+# ---- in the process
 
 
 def main(descriptor: int) -> None:
     """Runs jobs from a pipe until the server is gone."""
-    os.nice(_NICENESS)
-    serve_pipe(descriptor, _serve)
-
-
-def _serve(connection: "Connection[object, object]") -> None:
     _log.addFilter(RepeatFilter())
-    tokenizers: dict[str, Tokenizer] = {}
-    while True:
-        job = connection.recv()
-        assert isinstance(job, Job)
-        try:
-            found = _run(job, tokenizers)
-        except UserError as error:
-            found = error
-        except Exception:
-            _log.exception("a request failed")
-            found = ApiError("internal error; see the server's log", status=500, code="server_failed")
-        connection.send(found)
+    serve_limited(descriptor, _answer)
 
 
-def _run(job: Job, tokenizers: dict[str, Tokenizer]) -> object:
+_tokenizers: dict[str, Tokenizer] = {}
+
+
+def _answer(message: bytes) -> bytes:
+    job: Job | tuple[str, Mapping[str, bytes]] = pickle.loads(message)
+    try:
+        found = _run(job) if isinstance(job, Job) else _open(*job)
+    except UserError as error:
+        found = error
+    except MemoryError:
+        raise
+    except Exception:
+        _log.exception("a request failed")
+        found = ApiError("internal error; see the server's log", status=500, code="server_failed")
+    return pickle.dumps(found)
+
+
+def _open(tokenizer_hash: str, files: Mapping[str, bytes]) -> object:
+    _tokenizers[tokenizer_hash] = build_tokenizer(files)
+    return None
+
+
+def _run(job: Job) -> object:
+    """Returns the prompts, the request, or None if the process lacks the tokenizer."""
+    if isinstance(job.asked, bytes):
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    if job.tokenizer_hash is not None and job.tokenizer_hash not in _tokenizers:
+        return None
     asked = _read(job)
     if job.facts is None:
         return replace(asked, prompts=())  # they are long, and are encoded here
-    if job.tokenizer_hash is not None and job.files is not None:
-        tokenizers[job.tokenizer_hash] = build_tokenizer(job.files)
-    tokenizer = None if job.tokenizer_hash is None else tokenizers[job.tokenizer_hash]
-    return encode_prompts(asked, job.facts._replace(tokenizer=tokenizer))
+    tokenizer = None if job.tokenizer_hash is None else _tokenizers[job.tokenizer_hash]
+    facts = job.facts._replace(tokenizer=tokenizer)
+    return encode_prompts(write_prompts(asked, facts), facts)

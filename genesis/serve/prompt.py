@@ -3,6 +3,7 @@
 This module imports no torch, so that a process that encodes starts fast.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from genesis.generate.ids import write_ids
@@ -33,11 +34,28 @@ class EncodedPrompt(NamedTuple):
     max_new_tokens: int
 
 
+def write_prompts(asked: CompletionRequest, facts: Facts) -> CompletionRequest:
+    """Returns the request with its conversation as the text of the chat template, in which spelled symbols are hidden.
+
+    Raises:
+        ApiError: The model has no chat template, or it refuses the conversation.
+    """
+    return replace(
+        asked,
+        prompts=tuple(
+            write_conversation(prompt, facts.tokenizer, facts.chat_template)
+            if isinstance(prompt, ChatPrompt)
+            else prompt
+            for prompt in asked.prompts
+        ),
+    )
+
+
 def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt]:
     """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
 
     Args:
-        asked: The request.
+        asked: The request; that of a chat as `write_prompts` returns it.
         facts: The facts about the model.
 
     Raises:
@@ -50,10 +68,12 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt
 
 def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
-    if isinstance(prompt, ChatPrompt):
-        tokenizer, written = write_conversation(prompt, facts.tokenizer, facts.chat_template)
-        _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(written)), context)
-        ids, text = tuple(tokenizer.encode_with_controls(written)), ""
+    assert not isinstance(prompt, ChatPrompt)
+    if isinstance(prompt, str) and asked.is_chat:
+        tokenizer = facts.tokenizer
+        assert tokenizer is not None
+        _check_length(tokenizer.min_num_tokens(tokenizer.literal.reveal(prompt)), context)
+        ids, text = tuple(tokenizer.encode_with_controls(prompt)), ""
     elif isinstance(prompt, str):
         ids, text = _encode_text(prompt, facts)
     else:

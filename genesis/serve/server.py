@@ -23,10 +23,9 @@ from genesis.serve.connections import KEEPALIVE_SECONDS, Connections, count_conn
 from genesis.serve.errors import ApiError, as_api_error
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
-from genesis.serve.preparer import Preparer
+from genesis.serve.preparer import MAX_BODY_BYTES, Preparer
 from genesis.serve.repeats import RepeatFilter
 
-MAX_BODY_BYTES: Final = 4 * 2**20
 _SEND_BUFFER_BYTES: Final = 2**16
 """Size of the kernel's send buffer, which bounds the unsent data of a client that has stopped reading."""
 _SHUTDOWN_SECONDS: Final = 5.0

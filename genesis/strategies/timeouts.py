@@ -44,7 +44,7 @@ def choose_timeout(given: float | None, hang_seconds: float | None) -> float:
 
     Example:
         >>> choose_timeout(None, None), choose_timeout(None, 7200.0), choose_timeout(600.0, 7200.0)
-        (1800.0, 7500.0, 600.0)
+        (1800.0, 7500, 600.0)
     """
     if given is not None:
         return given

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
-from genesis.tokenizer.limits import check_claims, check_stop_ids, iterate_steps
+from genesis.tokenizer.limits import check_claims, check_seconds, check_stop_ids, iterate_steps, list_expressions
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.panics import refusing_panics
 from genesis_callbacks.base.json_text import load_json
@@ -78,6 +78,10 @@ class HuggingFaceTokenizer:
         self._bytes = [b"" if token in self._controls else spelling(piece) for token, piece in enumerate(self.pieces)]
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
         self._is_partial = [not _is_utf8(one) for one in self._bytes]
+        symbols = [self.pieces[token] for token in sorted(special)]
+        expressions = list_expressions(content)
+        self.has_expressions: bool = bool(expressions)
+        check_seconds(expressions, [_PROBE, _BEYOND_ASCII, *symbols], self._tokenizer.encode)
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
         self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
@@ -336,7 +340,7 @@ def _open(files: Mapping[str, bytes], config: Mapping[str, Any]) -> tokenizers.T
         built = tokenizers.Tokenizer.from_str(files[FAST_NAME].decode())
         built.add_tokens(list(iterate_missing_tokens(config, built)))
     except Exception as error:  # the library raises nothing more specific
-        raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())})") from None
     return built
 
 

@@ -4,7 +4,9 @@ The library `tokenizers` and our own tables follow the numbers in the files: an 
 a step that replaces may double each text. The limits are far above what tokenizers need.
 """
 
-from collections.abc import Iterator, Mapping
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from genesis.base.errors import UserError
@@ -20,6 +22,10 @@ _MAX_GROWTH: Final = 256
 _MAX_TEMPLATE_IDS: Final = 64
 _MAX_STOP_IDS: Final = 1_000
 _MAX_DIGITS: Final = 20
+_STEPS: Final = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders"))
+_RUN_CHARS: Final = 1_000
+_RUN_SECONDS: Final = 10.0
+"""Texts of single characters, which take some milliseconds."""
 _MAX_CHARSMAP_BYTES: Final = 64
 """The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
 
@@ -43,7 +49,7 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
             raise UserError(
                 f"the token {_shorten(piece)} has {len(piece):,} characters: at most {_MAX_PIECE_CHARS:,} are read"
             )
-    for name, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
+    for name, inner in _STEPS:
         _check_growth(name, list(iterate_steps(content.get(name), inner)))
     template = content.get("post_processor")
     parts = template.get("special_tokens") if isinstance(template, dict) else None
@@ -77,6 +83,51 @@ def check_charsmap(charsmap: bytes) -> None:
         raise UserError(
             f"its normaliser makes {longest:,} bytes of a character: at most {_MAX_CHARSMAP_BYTES} are read"
         )
+
+
+def list_expressions(content: Mapping[str, Any]) -> list[str]:
+    """Returns the regular expressions in a `tokenizer.json`, apart from those that the library itself has."""
+    steps = [step for name, inner in _STEPS for step in iterate_steps(content.get(name), inner)]
+    patterns = [step["pattern"].get("Regex") for step in steps if isinstance(step.get("pattern"), dict)]
+    return [str(pattern) for pattern in patterns if pattern]
+
+
+def check_seconds(expressions: Sequence[str], given: Sequence[str], encode: Callable[[str], object]) -> None:
+    """Checks that the expressions of a tokenizer find an end in texts that are hard for many of them.
+
+    No test of an expression finds every slow one: what encodes texts of others has a limit of its own
+    (`genesis.base.limited_workers`). This one is for all the rest, and for the texts that opening encodes.
+
+    Args:
+        expressions: As `list_expressions` returns them.
+        given: Texts that opening encodes.
+        encode: Encodes a text without holding the interpreter, and without threads, which would not survive a fork.
+
+    Raises:
+        UserError: The texts take many times as long as any tokenizer takes.
+    """
+    if not expressions:
+        return
+    characters = sorted({*" \na1.", *"".join(expressions)} & {*map(chr, range(128))})
+    texts = [*given, *(character * _RUN_CHARS for character in characters)]
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            for text in texts:
+                encode(text)
+            ended.put("")
+        except BaseException as error:  # a panic of the library, whose search has a limit of its own, too
+            ended.put(f"fail on ({error})")
+
+    threading.Thread(target=run, name="check-expressions", daemon=True).start()
+    try:
+        fault = ended.get(timeout=_RUN_SECONDS)
+    except queue.Empty:
+        fault = f"take more than {_RUN_SECONDS:.0f} s for"
+    if fault:
+        quoted = _shorten(expressions[0])
+        raise UserError(f"its expressions ({quoted}) {fault} texts of {_RUN_CHARS:,} characters: use another tokenizer")
 
 
 def iterate_steps(content: Any, key: str) -> Iterator[Mapping[str, Any]]:

@@ -78,6 +78,10 @@ class Tokenizer(Protocol):
         """Returns characters that the tokenizer itself changes; the proof of an import skips them."""
 
     @property
+    def has_expressions(self) -> bool:
+        """Whether its files have regular expressions, which may search a text for minutes."""
+
+    @property
     def is_lossless(self) -> bool:
         """Whether every text without `altered_characters` round-trips; other tokenizers normalise some texts first."""
 

@@ -46,6 +46,7 @@ from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
 from genesis.train.reward import load_reward
 from genesis.train.rollout import Rollouts, check_rollouts
+from genesis_callbacks.host_group import HostGroup
 
 
 class CorpusDataModule(pl.LightningDataModule):
@@ -371,9 +372,10 @@ def make_plan_in_turn(data: CorpusData, trainer: pl.Trainer) -> None:
         if (trainer.node_rank, trainer.local_rank) == (node, 0):
             try:
                 data.make_plan()
-            except Exception as error:  # the others wait for the broadcast, and raised below
+            except Exception as error:  # the others wait for the word of this rank, and raised below
                 failed = error
-        has_failed = trainer.strategy.broadcast(failed is not None, src=node * trainer.num_devices)
+        # By the host: a device's group would wait on the device, and give up sooner than a large plan is made.
+        (has_failed,) = HostGroup().max([int(failed is not None)]).wait()
         if failed is not None:
             raise failed
         if has_failed:

@@ -30,7 +30,7 @@ from genesis.data.prompt_data import Group, PromptData
 from genesis.data.prompts import Prompt
 from genesis.data.window import AccumulationWindow
 from genesis.generate.batch import Batch, Request, check_is_number
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.gspo import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.commands import run_module
-from tests.forgeries import FORGERIES
+from tests.forged.checkpoints import FORGERIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_QUICK = 8
@@ -15,7 +15,7 @@ NUM_QUICK = 8
 
 
 def attack(run: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
-    done = run_module("tests.forgeries", run, directory, str(seed), str(count), cwd=REPOSITORY)
+    done = run_module("tests.forged.checkpoints", run, directory, str(seed), str(count), cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

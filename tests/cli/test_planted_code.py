@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from tests.commands import PIPE, ForkedCommand
 from tests.data.corpus_support import write_jsonl
 from tests.planted import plant_code
+from tests.serve.support import start
 from tests.tokenizer.test_huggingface import TEXTS, qwen
 
 SHAPE = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_window_layers": 0}
@@ -59,6 +60,11 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
     (back / "proof.json").write_text(json.dumps({**proof, "files": hash_again(back, proof["files"])}))
     run("generate", back, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
     run("import", back, tmp_path / "again")
+    run("data", "distill", corpora / "web", own, "--seq_len", "64", "--top_k", "4", "--device", "cpu")
+    for place in (own, back):
+        with start(place, told=None) as server:
+            status, _, _ = server.ask("/v1/completions", {"model": "latest", "prompt": "All", "max_tokens": 1})
+            assert status == 200
     fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
     small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")
     run(*fit, *small, "--trainer.accelerator", "cpu")

@@ -146,7 +146,7 @@ def test_of_many_paths_the_first_are_listed_with_what_allows_these(genesis: Gene
 def test_an_address_is_no_recipe(genesis: Genesis) -> None:
     outcome = genesis("fit", "--config", "https://127.0.0.1:9/recipe.yaml")
     assert (outcome.status, outcome.err.count("\n")) == (2, 1)
-    assert "--config https://127.0.0.1:9/recipe.yaml is an address: download the recipe" in outcome.err
+    assert "--config 'https://127.0.0.1:9/recipe.yaml' is an address: download the recipe" in outcome.err
 
 
 def test_every_command_refuses_or_only_reads(genesis: Genesis, planted: Path, tiny_corpus: Path) -> None:
@@ -203,7 +203,8 @@ def test_the_user_allows_code_by_an_argument_a_variable_or_the_command_line_itse
     is_typed = any("Part" in word and "callbacks" in word for word in words) or "[{" in " ".join(words)
     changes = {} if is_typed else {**CODE[0][0], "counters.count_fn": "planted.count"}
     write_recipe(Path("recipe.yaml"), build_recipe(tiny_corpus, Path("run")), changes)
-    outcome = genesis("fit", "--config", "recipe.yaml", *words, "--print_config")
+    before = words if words == ("--allow-imports", "others,planted") else ()  # the permission may stand first
+    outcome = genesis(*before, "fit", "--config", "recipe.yaml", *words[len(before) :], "--print_config")
     assert outcome.status == 0, outcome.err
     assert planted.exists()
     assert "class_path: planted.Part" in outcome.out

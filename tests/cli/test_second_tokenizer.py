@@ -17,7 +17,7 @@ from genesis.evaluate.heldout import measure_held_out, read_texts
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.batch import Batch, Request
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import plan_seeds
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer

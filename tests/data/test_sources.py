@@ -19,6 +19,7 @@ from genesis.base.errors import UserError
 from genesis.data.sources import (
     DamagedFileError,
     SourceOptions,
+    blocks,
     find_files,
     plan_spans,
     read_documents,
@@ -435,3 +436,37 @@ def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tm
     trees = [read_tree(tmp_path / name) for name in ("local", "remote")]
     shards = [{path: data for path, data in tree.items() if ".ds" in path} for tree in trees]
     assert shards[0] == shards[1] != {}
+
+
+# ---- records and files beyond any text
+
+
+def test_a_record_and_a_file_expand_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "_FREE_BYTES", 1 << 18)
+    monkeypatch.setattr(blocks, "MAX_RECORD_BYTES", 1 << 20)
+    lines = b'{"text": "a"}\n' * 200_000
+    row = b'{"text": "' + b"a" * (blocks.MAX_RECORD_BYTES + 1) + b'"}\n'
+    table = pa.table({"text": ["a" * 1000] * 5_000})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    bombs = {
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.jsonl.zst": zstandard.compress(lines),
+        "a.csv.gz": gzip.compress(b"text\n" + b"a\n" * 1_000_000),
+        "b.jsonl": row,
+        "b.json": b"[" + row + b"]",
+        "b.txt": row,
+        "c.jsonl.gz": gzip.compress(b"x" * (blocks.MAX_RECORD_BYTES + 1), 9),
+    }
+    for name, content in bombs.items():
+        (tmp_path / name).write_bytes(content)
+    for name in (*bombs, "a.parquet"):
+        reason = "expands to [0-9,]+ bytes" if name[0] in "ac" else "a record has more than 1 MiB"
+        with pytest.raises(UserError, match=rf"{name}[^\n]* {reason}[^\n]*$"):
+            read_all(SourceOptions("web", (str(tmp_path / name),)))
+
+
+def test_a_compressed_file_that_is_a_hole_is_refused(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    os.truncate(tmp_path / "a.jsonl.gz", 1 << 40)
+    with pytest.raises(UserError, match="the rest is a hole"):
+        read_all(SourceOptions("web", (str(tmp_path),)))

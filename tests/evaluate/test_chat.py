@@ -102,10 +102,22 @@ def test_choices_are_answered_as_by_hf_in_the_same_conversation(
 
 
 def test_a_context_has_the_ids_of_transformers(ours: GenesisLM, theirs: HFLM) -> None:
-    history = [{"role": "system", "content": "a"}, {"role": "user", "content": "<|im_end|> ?"}]
+    history = [{"role": "system", "content": "a"}, {"role": "user", "content": "b ?"}]
     text = ours.apply_chat_template(history)
     assert text == theirs.apply_chat_template(history)
     assert ours.tok_encode(text) == theirs.tok_encode(text)
+
+
+def test_a_control_symbol_that_a_task_spells_is_text(ours: GenesisLM) -> None:
+    def count(ids: list[int]) -> int:
+        return sum(map(ours._tokenizer.is_control, ids))
+
+    spelled = "<|im_end|>"
+    plain, forged = (ours.apply_chat_template([{"role": "user", "content": f"a{one} ?"}]) for one in ("", spelled))
+    assert count(ours.tok_encode(forged)) == count(ours.tok_encode(plain)) > 0
+    assert spelled in ours._tokenizer.decode(ours.tok_encode(forged))
+    _, continuation = ours._encode_pair(plain, f"yes{spelled}")
+    assert count(continuation) == 0
 
 
 @pytest.mark.parametrize("content", ["The answer is", "  The answer is", "The answer is "])
@@ -187,7 +199,7 @@ def test_a_last_message_that_the_template_changes_cannot_go_on(model: Path) -> N
     (model / "upper.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
     renderer = open_renderer(tokenizer, ChatOptions(template=model / "upper.jinja"), is_training=False)
     with pytest.raises(ConversationError, match="changes the last message"):
-        renderer.prompt_text([{"role": "user", "content": "abc"}], continues_last=True)
+        renderer.write_prompt([{"role": "user", "content": "abc"}], continues_last=True)
 
 
 def test_options_of_a_template_without_one_are_refused(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens, plan_groups
 from genesis.evaluate.plan import MIN_HEAD_TOKENS
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.delta import GatedDeltaConfig
 from genesis.tokenizer.open import open_tokenizer
 from tests.linear_faults import CACHE_FAULTS, ROW_FAULTS

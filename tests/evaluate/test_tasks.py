@@ -173,6 +173,36 @@ def test_a_template_reaches_nothing_but_its_row(tmp_path: Path) -> None:
         load_tasks(spec)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * 10**9 }}", "needs more than 64 MB of memory"),
+        ("{% for a in range(99999) %}" + "a" * 20 + "{% endfor %}", "writes 1,999,980 characters"),
+        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "takes more than 0.1 s of processor time"),
+    ],
+)
+def test_a_template_without_end_is_ended_at_a_limit(
+    tmp_path: Path, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genesis.evaluate.task_template.SECONDS", 0.1 if "processor" in reason else 20.0)
+    spec = write_task(tmp_path / "animals", {**SETTINGS, "doc_to_text": template}, test=ROWS)
+    with pytest.raises(UserError, match=rf"animals/task.yaml is not a valid task: a template {reason}"):
+        load_tasks(spec)
+
+
+def test_aliases_that_repeat_billions_of_values_and_files_without_end_are_refused(tmp_path: Path) -> None:
+    spec = write_task(tmp_path / "animals", SETTINGS, test=ROWS)
+    file = tmp_path / "animals" / "task.yaml"
+    sound = file.read_text()
+    file.write_text("a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)))
+    with pytest.raises(UserError, match="has aliases"):
+        load_tasks(spec)
+    file.write_text(sound)
+    os.mkfifo(tmp_path / "animals" / "other.yaml")
+    with pytest.raises(UserError, match=r"other.yaml cannot be read: .*is a FIFO"):
+        load_tasks(spec)
+
+
 def test_a_metric_with_code_from_the_hub_is_refused(tmp_path: Path) -> None:
     metrics = [{"metric": "own", "hf_evaluate": True}]
     spec = write_task(tmp_path / "animals", {**SETTINGS, "metric_list": metrics}, test=ROWS)

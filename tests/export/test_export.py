@@ -22,7 +22,7 @@ from genesis.export.proof import run_proof
 from genesis.export.staging import staged
 from genesis.export.tensors import Source, iterate_blocks, plan_files, write_weights
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.huggingface.directory import INDEX_NAME
 from genesis.huggingface.llama import LLAMA

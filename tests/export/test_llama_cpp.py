@@ -23,7 +23,7 @@ from genesis.chat.render import open_renderer
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig

@@ -20,7 +20,7 @@ from genesis.evaluate.plan import Request as ScoreRequest
 from genesis.evaluate.score import Scorer
 from genesis.generate import load
 from genesis.generate.batch import Batch, Request
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model import norm as norms
 from genesis.model.attend import fa4

@@ -23,6 +23,12 @@ _TOKENIZERS: Final[dict[str, dict[str, Any]]] = {
     "an expression without end": {
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
     },
+    "an expression of cubic time": {
+        "pre_tokenizer": {
+            **{"type": "Split", "behavior": "Isolated", "invert": False},
+            "pattern": {"Regex": r"\s*\s*\s*x|\s"},
+        }
+    },
     "a bad expression": {
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(((("}, "behavior": "Isolated", "invert": False}
     },

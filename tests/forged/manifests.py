@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from genesis_callbacks.base.hashing import hash_bytes
+from tests.forged.checkpoints import reseal
 from tests.forged.operators import ALIEN, Case, Forge, forge_files, forge_json, rewrite
 
 STEP: Final = "step-00000000"
@@ -15,12 +15,7 @@ _PATHS: Final = ("../../outside", "/tmp", "..", ".", "", "a/../../..", ALIEN, "x
 
 def seal(folder: Path) -> Forge:
     """Returns an act that makes the marker vouch for a manifest that was changed."""
-
-    def write(root: Path) -> None:
-        data = (root / folder / "manifest.json").read_bytes()
-        (root / folder / "COMMITTED").write_bytes(f"blake3:{hash_bytes(data, 'blake3')}".encode())
-
-    return write
+    return lambda root: reseal(root / folder, (root / folder / "manifest.json").read_bytes())
 
 
 def _both(*acts: Forge) -> Forge:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forgeries import change_somewhere
+from tests.forged.checkpoints import change_somewhere
 
 ALIEN = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2028\r\ngenesis: error: none\x00"
 HOLE_BYTES = 1 << 40

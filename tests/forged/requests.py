@@ -1,10 +1,8 @@
 """Forged requests for `genesis serve`: raw bytes on a connection, to one server that must outlive all of them."""
 
-import contextlib
 import json
 import random
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.cli.main import main
+from tests.forged.checkpoints import change_somewhere
 from tests.forged.operators import ALIEN, JSON_ACTS
 from tests.forged.runner import LIMIT_SECONDS, SLACK_BYTES, Outcome, Runner, cpu_seconds
-from tests.forgeries import change_somewhere
+from tests.serve.support import send_bytes
 
 _MODEL: Final = "step-00000000"
 _TEXT: Final[dict[str, Any]] = {"model": _MODEL, "prompt": "a", "max_tokens": 2, "stop": ["b"], "logprobs": 1}
@@ -74,7 +73,6 @@ _LARGE: Final[dict[str, dict[str, Any]]] = {
     "many tokens": {**_TEXT, "max_tokens": 2**31 - 1},
 }
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-_PATIENCE_SECONDS: Final = 2.0
 
 
 def iterate_requests(seed: int) -> Iterator[tuple[str, bytes]]:
@@ -117,12 +115,12 @@ def run(runner: Runner, seed: int, every: int = 1) -> Iterator[Outcome]:
         try:
             port = _find_port(out)
             sound = _build(_TEXT, _BODY)
-            assert _send(port, sound, 60.0).startswith(b"HTTP/1.1 200")
-            need = _watch(pid, lambda: _send(port, sound, 60.0))[2]
+            assert send_bytes(port, sound, 60.0).startswith(b"HTTP/1.1 200")
+            need = _watch(pid, lambda: send_bytes(port, sound, 60.0))[2]
             for name, data in [*iterate_requests(seed)][::every]:
-                answer, seconds, num_bytes = _watch(pid, lambda data=data: _send(port, data))  # type: ignore[misc]
+                answer, seconds, num_bytes = _watch(pid, lambda data=data: send_bytes(port, data, 2.0))  # type: ignore[misc]
                 begin_seconds = time.monotonic()
-                still = _send(port, sound, LIMIT_SECONDS)
+                still = send_bytes(port, sound, LIMIT_SECONDS)
                 waited_seconds = time.monotonic() - begin_seconds
                 yield _judge(name, data, answer, seconds, num_bytes, need, still, waited_seconds)
             printed = _read(err)
@@ -163,24 +161,6 @@ def _watch(pid: int, act: Any) -> tuple[bytes, float, int]:
 def _peak_bytes(pid: int) -> int:
     found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024 if found else 0
-
-
-def _send(port: int, data: bytes, patience_seconds: float = _PATIENCE_SECONDS) -> bytes:
-    """Returns what comes back; where the server waits for more, the connection is closed for writing."""
-    answer = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=patience_seconds) as connection:
-        try:
-            connection.sendall(data)
-            while part := connection.recv(65536):
-                answer += part
-        except TimeoutError:
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(3 * LIMIT_SECONDS)
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                answer += b"".join(iter(lambda: connection.recv(65536), b""))
-        except ConnectionError:
-            pass
-    return answer
 
 
 def _find_port(out: Any) -> int:

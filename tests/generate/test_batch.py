@@ -9,7 +9,7 @@ import torch
 
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig
 from tests.generate.slow import NO_STOP, slow_greedy

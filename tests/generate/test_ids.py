@@ -13,7 +13,7 @@ from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import Layout
 from genesis.generate.ids import parse_ids
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from tests.tiny_runs import build_decoder, save
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from genesis.base.errors import UserError
-from genesis.generate.sample import RowSampler, SamplingOptions
+from genesis.generate.sample import RowSampler
+from genesis.generate.sampling_options import SamplingOptions
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.5, 2.0, -30.0])

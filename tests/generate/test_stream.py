@@ -4,7 +4,7 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.generate.batch import plan_budgets
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from tests.generate.slow import NO_STOP, slow_greedy
 

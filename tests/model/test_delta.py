@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from genesis.base.errors import UserError
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.delta import GatedDeltaConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from genesis.generate.batch import Batch, Request
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.attend import cache
 from genesis.model.attend import kernel as kernels
 from genesis.model.attend.mask import needs_expanded_keys

@@ -31,6 +31,12 @@ def test_a_name_stands_for_the_recipe_that_comes_with_genesis(name: str) -> None
     assert resolve_recipes(["-c", name]) == ["-c", str(file)]
 
 
+def test_a_file_larger_than_any_recipe_is_refused_unread(here: Path) -> None:
+    Path("large.yaml").write_text("a: 1\n" * 200_000)
+    with pytest.raises(UserError, match=r"^--config large.yaml has more than 524,288 bytes[^\n]*$"):
+        resolve_recipes(["--config", "large.yaml"])
+
+
 def test_a_file_is_taken_before_a_copy_and_a_copy_before_the_recipe_of_genesis(here: Path) -> None:
     copy_recipe("genesis-10m")
     assert resolve_recipes(["--config", "genesis-10m"]) == ["--config", "configs/genesis-10m.yaml"]

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import torch
 
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded, load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
@@ -111,6 +112,24 @@ def alone(
     while not (tokens and tokens[-1].is_last):
         tokens += batch.step()
     return tokens
+
+
+def send_bytes(port: int, data: bytes, patience_seconds: float) -> bytes:
+    """Returns what comes back; where the server waits for more, the connection is closed for writing."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=patience_seconds) as connection:
+        try:
+            connection.sendall(data)
+            while part := connection.recv(65536):
+                answer += part
+        except TimeoutError:
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(DEADLINE_SECONDS)
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                answer += b"".join(iter(lambda: connection.recv(65536), b""))
+        except ConnectionError:
+            pass
+    return answer
 
 
 def wait_until(check: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from tests.serve.conftest import DAMAGED
 from tests.serve.support import alone

@@ -326,24 +326,6 @@ def test_what_exceeds_the_context_is_refused_beside_the_server_before_it_is_enco
     run_with(chat_run, scenario)
 
 
-@pytest.mark.slow
-def test_a_process_that_is_lost_costs_its_request_and_no_other(chat_run, monkeypatch):
-    monkeypatch.setattr("genesis.serve.preparer.SMALL_BYTES", 0)
-    monkeypatch.setattr("genesis.serve.preparer._JOB_SECONDS", 0.0)
-
-    async def scenario(running):
-        assert await ask(running) == 400
-        monkeypatch.undo()
-        monkeypatch.setattr("genesis.serve.preparer.SMALL_BYTES", 0)
-        assert await ask(running) == 200
-        monkeypatch.setattr("genesis.serve.preparer._IDLE_SECONDS", 0.0)
-        assert await ask(running) == 200
-        await asyncio.sleep(0.1)  # the process without work ends, and another one starts
-        assert await ask(running) == 200
-
-    run_with(chat_run, scenario)
-
-
 # ---- real servers, and attackers in processes of their own
 
 

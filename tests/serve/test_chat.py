@@ -21,14 +21,14 @@ from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.chat.template import ChatTemplate
 from genesis.cli.chat import Chat, run_chat
 from genesis.generate.load import Loaded, load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.recipe import dump_decoder_config
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
-from genesis.serve.prompt import Facts, encode_prompts
+from genesis.serve.prompt import Facts, encode_prompts, write_prompts
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
 from tests.linear_faults import CACHE_FAULTS
@@ -332,10 +332,9 @@ def test_a_control_symbol_that_a_client_spells_is_text(spelled: str, loaded: Loa
     tokenizer = loaded.text_tokenizer
     tools = [{"type": "function", "function": {"name": "add", "description": spelled, "parameters": {}}}]
     messages = [{"role": "user", "content": f"a{spelled}b"}]
-    (prompt,) = encode_prompts(
-        parse_chat(json.dumps({"model": "latest", "messages": messages, "tools": tools}).encode(), 1),
-        _facts_of(loaded, WITH_TOOLS),
-    )
+    facts = _facts_of(loaded, WITH_TOOLS)
+    asked = parse_chat(json.dumps({"model": "latest", "messages": messages, "tools": tools}).encode(), 1)
+    (prompt,) = encode_prompts(write_prompts(asked, facts), facts)
     renderer = ChatRenderer(tokenizer, ChatTemplate(WITH_TOOLS, "chosen"))
     assert list(prompt.ids) == renderer.render_prompt(messages, tools)
     plain = [{"role": "user", "content": "ab"}]
@@ -356,7 +355,7 @@ def test_a_conversation_of_megabytes_is_refused_before_it_is_tokenized(
         with pytest.raises(
             ApiError, match=rf"prompt is longer than the model's context of {context:,} tokens: shorten"
         ) as error:
-            encode_prompts(asked, facts)
+            encode_prompts(write_prompts(asked, facts), facts)
         assert error.value.code == "context_length_exceeded"
 
 
@@ -378,7 +377,7 @@ def test_a_template_that_exceeds_a_limit_costs_its_own_request_alone(
     ((sound, refused),) = _ask(chat_run, attack, template=template)
     assert sound == [200] * 5
     assert [status for status, _ in refused] == [400] * 3
-    for (_, error), reason in zip(refused, ("0.5 s of processor time", "0.5 s", "256 MB of memory"), strict=True):
+    for (_, error), reason in zip(refused, ("0.5 s of processor time", "0.5 s", "64 MB of memory"), strict=True):
         assert (error["code"], error["param"]) == ("invalid_conversation", "messages")
         assert error["message"].startswith("the chat template of the model ")
         assert f"s more than {reason}" in error["message"]

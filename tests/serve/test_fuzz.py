@@ -2,11 +2,12 @@
 
 import http.client
 import json
-import socket
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.serve.support import send_bytes
 
 QUICK = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PATIENCE_SECONDS = 0.2
@@ -91,20 +92,7 @@ def still_answers(server):
 
 
 def send(server, data, patience_seconds=PATIENCE_SECONDS):
-    """Returns what comes back after `data`; where the server waits for more, the connection is closed for writing."""
-    answer = b""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=patience_seconds) as connection:
-        try:
-            connection.sendall(data)
-            while part := connection.recv(65536):
-                answer += part
-        except TimeoutError:
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(60)
-            answer += b"".join(iter(lambda: connection.recv(65536), b""))
-        except ConnectionError:
-            pass
-    return answer
+    return send_bytes(server.port, data, patience_seconds)
 
 
 def test_a_request_sent_so_is_answered(server):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.serve.pool import Limits
 from tests.serve.support import elsewhere, start_here

@@ -9,6 +9,9 @@ import pytest
 
 from genesis.serve.errors import ApiError
 from genesis.serve.preparer import SMALL_BYTES, Preparer, TurnLine
+from genesis.serve.prompt import Facts
+from genesis.tokenizer.open import open_tokenizer
+from tests.chat.support import write_tokenizer
 from tests.serve.support import DEADLINE_SECONDS
 
 
@@ -65,7 +68,9 @@ def test_large_bodies_together_have_a_limit_and_small_ones_have_none():
 
 
 @pytest.mark.slow
-def test_a_large_request_waits_for_no_thread_of_the_server_and_needs_no_process_that_lives():
+def test_a_large_request_waits_for_no_thread_of_the_server_and_needs_no_process_that_lives(monkeypatch):
+    monkeypatch.setattr("genesis.serve.preparer._IDLE_SECONDS", 0.0)
+
     async def scenario():
         preparer, release = Preparer(16), threading.Event()
         loop = asyncio.get_running_loop()
@@ -74,14 +79,46 @@ def test_a_large_request_waits_for_no_thread_of_the_server_and_needs_no_process_
         body = json.dumps({"model": "latest", "prompt": "a" * 2 * SMALL_BYTES}).encode()
         try:
             async with asyncio.timeout(DEADLINE_SECONDS):
+                workers = preparer._find_lane(len(body)).workers
                 for _ in range(2):
                     assert (await preparer.read(body, is_chat=False, client="a")).model == "latest"
-                    worker = preparer._lanes[0]._worker
-                    worker.process.kill()
-                    worker.process.wait()
+                    while workers._free:  # one without work ends
+                        await asyncio.sleep(0.01)
         finally:
             release.set()
             await blocked
+            preparer.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_expression_without_end_costs_its_request_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("genesis.serve.preparer._SMALL_SECONDS", 0.05)
+    slow, sound = (tmp_path / name for name in ("slow", "sound"))
+    for directory in (slow, sound):
+        directory.mkdir()
+        write_tokenizer(directory)
+    content = json.loads((slow / "tokenizer.json").read_text())
+    expression = {"type": "Split", "pattern": {"Regex": "\\s*x|\\s"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [expression, content["pre_tokenizer"]]}
+    (slow / "tokenizer.json").write_text(json.dumps(content))
+
+    async def scenario():
+        preparer = Preparer(16)
+
+        async def encode(directory, prompt):
+            body = json.dumps({"model": "latest", "prompt": prompt}).encode()
+            asked = await preparer.read(body, is_chat=False, client="a")
+            facts = Facts(open_tokenizer(directory), 100_000, 100_000, 0, 0)
+            return await preparer.encode(asked, body, facts, client="a")
+
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                before = await encode(sound, "a  b")
+                with pytest.raises(ApiError, match=r"takes more than 0.05 s of processor time: shorten it"):
+                    await encode(slow, " " * 8000)
+                assert await encode(sound, "a  b") == before
+        finally:
             preparer.close()
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.errors import ApiError
 from genesis.serve.request import CompletionRequest, parse_completion
 

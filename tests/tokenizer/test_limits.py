@@ -108,6 +108,24 @@ def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_pat
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_BYTES
 
 
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [(r"\s*\s*\s*x|\s", "take more than 1 s for texts of 1,000 characters"), ("(1|11)+b", "fail on ")],
+)
+def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expression: str, words: str
+) -> None:
+    qwen(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    if "more" in words:
+        monkeypatch.setattr("genesis.tokenizer.limits._RUN_SECONDS", 1.0)
+    with pytest.raises(UserError, match=rf"its expressions \([^\n]*{words}[^\n]*: use another tokenizer$"):
+        open_tokenizer(tmp_path)
+
+
 def test_gaps_and_ordinary_steps_are_read(tmp_path: Path) -> None:
     qwen(tmp_path)
     path = tmp_path / "tokenizer.json"

@@ -43,11 +43,6 @@ def make_plan(paths: list[str], record: str) -> tuple[str, int]:
         directory.mkdir(exist_ok=True)
         yield
 
-    def broadcast(value: Any, src: int) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src)
-        return values[0]
-
     def write_slowly(*arguments: Any) -> Any:
         with Path(record).open("a") as file:
             file.write(f"begin {rank}\n")
@@ -59,13 +54,7 @@ def make_plan(paths: list[str], record: str) -> tuple[str, int]:
 
     rank, write = dist.get_rank(), plans._write_plan
     plans._locked, plans._write_plan = never_locked, write_slowly  # type: ignore[assignment]
-    trainer: Any = SimpleNamespace(
-        num_nodes=dist.get_world_size(),
-        num_devices=1,
-        node_rank=rank,
-        local_rank=0,
-        strategy=SimpleNamespace(broadcast=broadcast),
-    )
+    trainer: Any = SimpleNamespace(num_nodes=dist.get_world_size(), node_rank=rank, local_rank=0)
     data = CorpusData(Path(paths[rank]), OPTIONS, verify_hashes="first_touch", tokenizer_hash=None)
     try:
         make_plan_in_turn(data, trainer)

@@ -72,7 +72,7 @@ def find_difference(saved: Any, live: Any, path: str = "") -> str | None:
 
     Example:
         >>> find_difference({"epoch": 1, "batch": 7}, {"epoch": 1, "batch": 0})
-        'batch is 0 where 7 was saved'
+        'batch is 0, but 7 was saved'
     """
     if isinstance(saved, Mapping) and isinstance(live, Mapping):
         if saved.keys() != live.keys():

@@ -84,7 +84,7 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int, num_opti
 
     Example:
         >>> describe_interval(500, 4)
-        'Saves every 500 optimizer steps, which are 2,000 batches by accumulate_grad_batches=4.'
+        'Saves every 500 optimizer steps, which are 2,000 batches with accumulate_grad_batches=4.'
     """
     if every_n_steps is not None and num_optimizers > 1:
         return (

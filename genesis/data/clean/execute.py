@@ -367,6 +367,8 @@ def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
             executor._run_for_rank(rank)  # datatrove asks its executors to call this
         except (UserError, OSError) as error:
             return error
+        except MemoryError:
+            raise
         except Exception as error:
             return RuntimeError("".join(traceback.format_exception(error)))
         finally:

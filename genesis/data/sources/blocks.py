@@ -1,12 +1,13 @@
 """Reads the bytes of a file: decompressed, in blocks, and cut into records at a delimiter."""
 
 import gzip
+import io
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 import pyarrow as pa
 import zstandard
@@ -17,13 +18,19 @@ from genesis.data.sources.binary import find_binary
 from genesis.data.sources.entry import DamagedFileError
 from genesis.data.sources.files import InputFile, Span, compression_of
 from genesis.data.store import is_url
-from genesis_callbacks.base.untrusted import open_file
+from genesis_callbacks.base.untrusted import check_no_hole, open_file
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 """Exceptions that readers raise for truncated and damaged files."""
 
+MAX_RECORD_BYTES: Final = 16 << 20
+"""The largest record: a tokenizer of Hugging Face's library takes 0.15 GB of memory for each megabyte of one text."""
+_MAX_EXPANSION: Final = 256
+"""How many times longer than its file a decompressed text may be, beyond `_FREE_BYTES`; text has about 4 times."""
+_FREE_BYTES: Final = 64 << 20
 _BLOCK_BYTES: Final = 1 << 20
-_COMPRESSED_BLOCK_BYTES: Final = 1 << 16
+_COMPRESSED_BLOCK_BYTES: Final = 1 << 10
+"""What is decompressed at a time: a kilobyte of Zstandard has at most 32 MB of text."""
 _HEAD_BYTES: Final = 1 << 12
 _ZST_SKIPPABLE: Final = b"\x2a\x4d\x18"
 """Bytes 1 to 3 of a frame without data, with which a file of Zstandard may begin."""
@@ -48,16 +55,65 @@ def read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]
     """Yields the file's decompressed bytes from `start` on, and how much of the file itself has been read."""
     compression = compression_of(found.path)
     with open_local(found) as path, open_file(path) as file:
+        check_no_hole(path, file.fileno())
         file.seek(start)
-        if compression == ".gz":
-            with gzip.open(file) as stream:
-                while block := stream.read(_BLOCK_BYTES):
-                    yield block, file.tell()
-        elif compression == ".zst":
-            yield from _read_zst_blocks(file)
-        else:
+        if compression is None:
             while block := file.read(_BLOCK_BYTES):
                 yield block, file.tell()
+            return
+        num_expanded = 0
+        for block in _read_gz_blocks(file) if compression == ".gz" else _read_zst_blocks(file):
+            num_expanded += len(block)
+            check_expansion(found.path, num_expanded, file.tell())
+            yield block, file.tell()
+
+
+def check_expansion(place: str, num_expanded: int, num_bytes: int) -> None:
+    """Checks how much longer data are than they lie on the disk.
+
+    Raises:
+        DamagedFileError: No text is compressed so well.
+    """
+    if num_expanded > _FREE_BYTES + _MAX_EXPANSION * num_bytes:
+        raise DamagedFileError(
+            f"{place} expands to {num_expanded:,} bytes and more, from {num_bytes:,}: at most {_MAX_EXPANSION} times "
+            "as many are read; decompress it yourself if it is yours"
+        )
+
+
+def check_record_bytes(found: InputFile, offset: int, num_bytes: int) -> None:
+    """Checks the size of a record, or of its part that has been read.
+
+    Raises:
+        DamagedFileError: The record is too large.
+    """
+    if num_bytes > MAX_RECORD_BYTES:
+        raise DamagedFileError(
+            f"{found.path}, offset {offset}: a record has more than {MAX_RECORD_BYTES >> 20} MiB, the most that is "
+            "read; divide it, or set the separator of the source's texts"
+        )
+
+
+class BlockStream(io.RawIOBase):
+    """The decompressed bytes of a file, for a library that reads a stream."""
+
+    def __init__(self, found: InputFile) -> None:
+        super().__init__()
+        self._blocks = read_blocks(found)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer from one block, and returns the number of bytes; 0 at the end."""
+        if not self._rest:
+            self._rest = memoryview(next(self._blocks, (b"", 0))[0])
+        chosen = self._rest[: len(buffer)]
+        buffer[: len(chosen)] = chosen
+        self._rest = self._rest[len(chosen) :]
+        return len(chosen)
 
 
 class Delimiter(NamedTuple):
@@ -129,7 +185,7 @@ def split_records(span: Span, delimiter: Delimiter, start: int) -> Iterator[Reco
     if first >= span.end and not is_compressed:
         return
     begin = 0 if is_compressed else max(0, first - delimiter.num_bytes)
-    for record in _split(read_blocks(span.file, begin), delimiter, begin):
+    for record in _split(span.file, delimiter, begin):
         if record.start >= span.end and not is_compressed:
             return
         if record.start >= first:  # else it begins before the span, or before `start`
@@ -164,37 +220,53 @@ def refuse_binary(found: InputFile) -> None:
         raise DamagedFileError(f"{found.path} is {what}")
 
 
-def _read_zst_blocks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+def _read_gz_blocks(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.open(file) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+
+
+def _read_zst_blocks(file: BinaryIO) -> Iterator[bytes]:
     # zstandard's stream reader treats a truncated frame as the end of the data; a decompression object reports it.
     frame = zstandard.ZstdDecompressor().decompressobj()
     is_between_frames = True
+    found: list[bytes] = []
     while data := file.read(_COMPRESSED_BLOCK_BYTES):
         while data:
-            yield frame.decompress(data), file.tell()
+            found.append(frame.decompress(data))
+            if sum(map(len, found)) >= _BLOCK_BYTES:
+                yield b"".join(found)
+                found = []
             is_between_frames = frame.eof
             data = frame.unused_data
             if frame.eof:
                 frame = zstandard.ZstdDecompressor().decompressobj()
+    if block := b"".join(found):
+        yield block
     if not is_between_frames:
         raise EOFError("the compressed data ends in the middle of a frame")
 
 
-def _split(blocks: Iterator[tuple[bytes, int]], delimiter: Delimiter, offset: int) -> Iterator[Record]:
+def _split(found: InputFile, delimiter: Delimiter, offset: int) -> Iterator[Record]:
     pending: list[bytes] = []
     tail = b""
     position = offset
-    for block, position in blocks:
+    num_pending = 0
+    for block, position in read_blocks(found, offset):
         pending.append(block)
+        num_pending += len(block)
         reach = tail + block
         tail = reach[len(reach) - delimiter.num_bytes + 1 :]
         if not delimiter.is_in(reach):
+            check_record_bytes(found, offset, num_pending)
             continue
         *records, (rest, _) = delimiter.split(b"".join(pending))
         for data, num_bytes in records:
+            check_record_bytes(found, offset, len(data))
             end = offset + len(data) + num_bytes
             yield Record(offset, data, end, position)
             offset = end
-        pending = [rest]
+        pending, num_pending = [rest], len(rest)
         tail = rest[max(0, len(rest) - delimiter.num_bytes + 1) :]
     if rest := b"".join(pending):
         yield Record(offset, rest, offset + len(rest) + len(delimiter.plain), position)

@@ -1,7 +1,8 @@
 """Reads CSV and TSV files by pyarrow, through the interface of a parquet file."""
 
+import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -24,15 +25,15 @@ class CsvFile:
     Args:
         path: The file.
         delimiter: The character between two values.
-        compression: "gzip", "zstd", or None.
+        open_expanded: Opens the decompressed text; None for a file that is not compressed.
 
     Raises:
         ArrowException: The file has no columns.
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: str | Path, delimiter: str, compression: str | None) -> None:
-        self._path, self._delimiter, self._compression = str(path), delimiter, compression
+    def __init__(self, path: str | Path, delimiter: str, open_expanded: Callable[[], io.RawIOBase] | None) -> None:
+        self._path, self._delimiter, self._open_expanded = str(path), delimiter, open_expanded
         self._num_bytes = Path(path).stat().st_size
         try:
             reader = self._open({}, _FIRST_BLOCK_BYTES)
@@ -68,7 +69,8 @@ class CsvFile:
                     yield chosen.slice(start, batch_size)
 
     def _open(self, types: dict[str, Any], block_bytes: int) -> Any:
-        stream = pa.input_stream(self._path, compression=self._compression)
+        # Arrow's own decompression has no limit.
+        stream = pa.input_stream(self._path if self._open_expanded is None else self._open_expanded(), compression=None)
         return pyarrow.csv.open_csv(
             stream,
             pyarrow.csv.ReadOptions(use_threads=False, block_size=block_bytes),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from genesis.data.sources.blocks import Record, read_blocks
+from genesis.data.sources.blocks import Record, check_record_bytes, read_blocks
 from genesis.data.sources.entry import DamagedFileError
 from genesis.data.sources.files import Span
 
@@ -70,12 +70,14 @@ class _Values:
             self._depth += (first in b"{[") - (first in b"}]")
             if self._depth <= 0:
                 self._num_values += 1
+                check_record_bytes(self._span.file, self._offset + self._begin, self._at - self._begin)
                 yield self._offset + self._begin, self._data[self._begin : self._at]
                 self._begin, self._depth, used = None, 0, self._at
         gap = self._data[used : len(self._data) if self._quote is None else self._quote]
         if self._begin is None and gap.strip() != b",":  # a comma before a value that is to come
             self._check_gap(gap, used, b"")
         self._skip(used if self._begin is None else self._begin)
+        check_record_bytes(self._span.file, self._offset, len(self._data))
 
     def _find_token(self) -> tuple[bytes, int] | None:
         """Returns the next bracket, or the quote of the next whole text, and its place; None at the end of the data."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Final
 
 from genesis.base.errors import UserError
-from genesis.data.sources.blocks import Delimiter, read_blocks, split_records
+from genesis.data.sources.blocks import Delimiter, check_record_bytes, read_blocks, split_records
 from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
 from genesis.data.sources.files import READING, Span, compression_of, kind_of
 from genesis.data.sources.json_values import split_values
@@ -37,8 +37,11 @@ def record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[En
         records = split_records(span, delimiter, start)
     else:
         if start == 0:
-            data = b"".join(block for block, _ in read_blocks(span.file))
-            yield Entry(0, 1, partial(read, 0, data, span.num_bytes), lambda: span.file.path)
+            blocks: list[bytes] = []
+            for block, _ in read_blocks(span.file):
+                blocks.append(block)
+                check_record_bytes(span.file, 0, sum(map(len, blocks)))
+            yield Entry(0, 1, partial(read, 0, b"".join(blocks), span.num_bytes), lambda: span.file.path)
         return
     for record in records:
         place = partial(_line, span, record.start)

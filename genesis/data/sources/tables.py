@@ -18,7 +18,14 @@ import pyarrow.parquet as pq
 from genesis.base.errors import UserError
 from genesis.data.arrow_file import ArrowFile
 from genesis.data.sources.binary import find_binary, guess_encodings
-from genesis.data.sources.blocks import open_local, read_head, refuse_binary
+from genesis.data.sources.blocks import (
+    MAX_RECORD_BYTES,
+    BlockStream,
+    check_expansion,
+    open_local,
+    read_head,
+    refuse_binary,
+)
 from genesis.data.sources.csv_table import CsvFile
 from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
 from genesis.data.sources.files import InputFile, Span, compression_of, kind_of
@@ -28,7 +35,8 @@ from genesis_callbacks.base.untrusted import check_file
 TABLES: Final[frozenset[Kind]] = frozenset(("parquet", "arrow", "csv", "tsv"))
 """The kinds of tables."""
 
-_ROWS_PER_BATCH: Final = 256
+_ROWS_PER_BATCH: Final = 64
+"""Rows that are in memory at a time: a dictionary of one large text may stand for each of them."""
 _MAX_NAMES: Final = 40
 """Columns that a message lists, at most."""
 
@@ -143,6 +151,10 @@ def _read_row(
             f"{place()} has no {source.text_field!r} (null); remove it or set another text_field for source "
             f"{source.name}"
         )
+    if len(text) > MAX_RECORD_BYTES:
+        raise UserError(
+            f"{place()} has more than {MAX_RECORD_BYTES >> 20} MiB of text, the most that is read; divide it"
+        )
     document = decode(source, text, position, lambda index: f"{place()}, offset {index} of its text")
     return drop_blank(document._replace(record=record), span.reading)
 
@@ -161,16 +173,21 @@ def _open_kind(source: SourceOptions, file: InputFile, path: Path) -> Any:
     check_file(path)
     if kind in ("csv", "tsv"):
         refuse_binary(file)
-        codec = {".gz": "gzip", ".zst": "zstd", None: None}[compression]
+        open_expanded = None if compression is None else partial(BlockStream, file)
         try:
-            return CsvFile(path, "," if kind == "csv" else "\t", codec)
+            return CsvFile(path, "," if kind == "csv" else "\t", open_expanded)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{file.path}: the names of its columns are not UTF-8; {guess_encodings(error.object)}"
             ) from None
     if compression is not None:
         raise UserError(f"{file.path}: a {kind} file cannot be read while it is compressed as a whole; decompress it")
-    return pq.ParquetFile(path) if kind == "parquet" else ArrowFile(path)
+    check = partial(check_expansion, file.path, num_bytes=path.stat().st_size)
+    if kind == "arrow":
+        return ArrowFile(path, check)
+    table = pq.ParquetFile(path)
+    check(sum(table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)))
+    return table
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.base.errors import UserError
+from genesis.base.limited_workers import encoding
 from genesis.data.packing import Packing, fill_row, mark_piece_ends, pack_documents
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import (
@@ -223,7 +224,9 @@ class BlockReader:
 
     def _tokenize(self, batch: list[_Item]) -> list[_Item]:
         documents = [item for item in batch if item.has_text]
-        for item, ids in zip(documents, self._tokenizer.encode_batch([item.text for item in documents]), strict=True):
+        with encoding(sum(item.num_bytes for item in batch)):
+            encoded = self._tokenizer.encode_batch([item.text for item in documents])
+        for item, ids in zip(documents, encoded, strict=True):
             item.tokens = frame_document(self._tokenizer, ids).astype(self._dtype)
             item.text = ""
         return batch

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from genesis.base.errors import UserError
-from genesis.base.processes import serve_pipe
+from genesis.base.limited_workers import serve_texts
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
 from genesis.tokenizer.open import build_tokenizer
 
@@ -81,7 +81,7 @@ class BlockMaker:
 
 def main(descriptor: int) -> None:
     """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
-    serve_pipe(descriptor, _serve)
+    serve_texts(descriptor, _serve)
 
 
 def _serve(connection: "Connection[object, object]") -> None:

@@ -82,7 +82,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
     for name in old:

@@ -18,7 +18,7 @@ from genesis.operations.mirror.status import read_mirror_statuses, without_passw
 from genesis.operations.mirror.transfer import HeldCheckpoint, Pace
 from genesis_callbacks.checkpoint import CorruptCheckpointError, list_committed, verify
 from genesis_callbacks.checkpoint.commit import discard, supersede
-from tests.forgeries import reseal
+from tests.forged.checkpoints import reseal
 from tests.operations.mirror.support import Run, open_mirror, save_base, sync
 
 

@@ -26,9 +26,6 @@ MAX_JSON_MEMORY_BYTES = 512 << 20
 MAX_PICKLE_BYTES = 32 << 20
 MAX_PICKLE_MEMORY_BYTES = 768 << 20
 """Limit of the memory of the objects in a pickle, estimated by an upper bound: 400 to 600 MB for 100,000 chunks."""
-_SPARSE_BYTES = 64 << 20
-_SPARSE_SHARE = 1000
-_MAX_EXTENTS = 10_000
 _PROVES_DAMAGE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.ENODEV}
 )
@@ -76,32 +73,11 @@ def open_regular(path: Path) -> int:
     with reading(path):
         descriptor = untrusted.open_descriptor(path)
         try:
-            _check_not_sparse(path, descriptor, os.fstat(descriptor).st_size)
-            os.lseek(descriptor, 0, os.SEEK_SET)  # the search for holes moved the file position
+            untrusted.check_no_hole(path, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
     return descriptor
-
-
-def _check_not_sparse(path: Path, descriptor: int, num_bytes: int) -> None:
-    """Refuses a large file that is mostly a hole: no save writes such a file, and reading it could take hours."""
-    if num_bytes < _SPARSE_BYTES:
-        return
-    num_found, position = 0, 0
-    for _ in range(_MAX_EXTENTS):
-        try:
-            start = os.lseek(descriptor, position, os.SEEK_DATA)
-            position = os.lseek(descriptor, start, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # the file system does not report holes
-                return
-            raise CorruptCheckpointError(
-                f"{path} has {num_bytes} bytes, of which only {num_found} are on the disk: the rest is a hole"
-            ) from error
-        num_found += position - start
-        if num_found * _SPARSE_SHARE > num_bytes:
-            return
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:

@@ -4,6 +4,7 @@
     read_file(path)          the content of a regular file of limited size
     read_text(path)          the same as text
     check_file(path)         for a library that takes a path: its kind and its size
+    check_no_hole(path, fd)  a large open file, before it is read: it is on the disk
     check_directory(path)    for a library that takes a directory: the kind of everything in it
     path_below(root, name)   the path of a listed name: below its root, also behind links
 
@@ -34,6 +35,7 @@ __all__ = [
     "RefusedFileError",
     "check_directory",
     "check_file",
+    "check_no_hole",
     "find_name_fault",
     "open_descriptor",
     "open_file",
@@ -47,6 +49,10 @@ MAX_TEXT_BYTES: Final = 16 << 20
 MAX_DOCUMENT_BYTES: Final = 256 << 20
 """Limit of what grows with a model or a corpus: manifests, indexes, tokenizers."""
 
+HOLE_BYTES: Final = 64 << 20
+"""The size from which a file must be on the disk."""
+_HOLE_SHARE: Final = 1000
+_MAX_EXTENTS: Final = 10_000
 _READ_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 255  # of a part on Linux's file systems, and of all parts together here
 _MAX_SHOWN: Final = 80
@@ -140,6 +146,36 @@ def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> in
     if max_bytes is not None:
         _check_size(path, num_bytes, max_bytes)
     return num_bytes
+
+
+def check_no_hole(path: str | os.PathLike[str], descriptor: int) -> None:
+    """Checks that at least a thousandth of a large file is on the disk; the position goes to the beginning.
+
+    Nobody writes such a file, and to read its zeros could take hours.
+
+    Raises:
+        OSError: The file is mostly a hole; the error names it.
+    """
+    num_bytes = os.fstat(descriptor).st_size
+    num_found = position = 0
+    try:
+        for _ in range(_MAX_EXTENTS if num_bytes >= HOLE_BYTES else 0):
+            try:
+                start = os.lseek(descriptor, position, os.SEEK_DATA)
+                position = os.lseek(descriptor, start, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # the file system does not report holes
+                    return
+                raise RefusedFileError(
+                    errno.EINVAL,
+                    f"has {num_bytes:,} bytes, of which only {num_found:,} are on the disk: the rest is a hole",
+                    os.fspath(path),
+                ) from None
+            num_found += position - start
+            if num_found * _HOLE_SHARE > num_bytes:
+                return
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
 
 
 def check_directory(path: Path) -> None:

@@ -93,7 +93,7 @@ def read_lightning_checkpoint(path: Path, manifest: Manifest) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:  # a state may have any structure
-        reason = f"{type(error).__name__}: {error}"[:200]
+        reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{path} holds no state of a Trainer ({reason}): read its weights by read_tensors instead"
         ) from error

@@ -58,5 +58,5 @@ def read_contents(path: Path | str) -> Contents:
     except Exception as error:  # a damaged file can have any type where a number or name is expected
         reason = (str(error).splitlines() or [""])[0]
         raise CorruptCheckpointError(
-            f"{path} is not a valid checkpoint of its format: {type(error).__name__}: {reason[:200]}"
+            f"{path} is not a valid checkpoint of its format: {type(error).__name__}: {reason}"
         ) from error

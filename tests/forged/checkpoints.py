@@ -1,6 +1,6 @@
 """Forged checkpoints from a seed, and every command that opens one, each call watched: time, memory, output, code run.
 
-    python -m tests.forgeries RUN DIRECTORY SEED COUNT [FIRST]
+    python -m tests.forged.checkpoints RUN DIRECTORY SEED COUNT [FIRST]
 
 RUN is a run's directory with two good checkpoints and its tokenizer. The process prints one JSON object: how many calls
 it made, and every call that ran code, raised, printed more than a line of error, or took too long or too much memory.

@@ -1,0 +1,58 @@
+"""A tokenizer that takes too long for a text ends `data prepare` in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genesis.base import limited_workers, processes
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
+from genesis.data.prepare import prepare_corpus
+from genesis.data.sources import SourceOptions
+from tests.chat.support import write_tokenizer
+from tests.data.corpus_support import make_options, write_jsonl
+from tests.forged.runner import ForkedWorker
+
+
+def write_slow_tokenizer(directory: Path) -> Path:
+    """Writes a tokenizer whose expression takes quadratic time for spaces."""
+    directory.mkdir()
+    write_tokenizer(directory)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    slow = {"type": "Split", "pattern": {"Regex": r"\s*x|\s"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [slow, content["pre_tokenizer"]]}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_an_expression_without_end_ends_the_command_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "start_worker", ForkedWorker)
+    monkeypatch.setattr(limited_workers, "_ENCODING_SECONDS", 0.3)
+    write_jsonl(tmp_path / "web.jsonl", ["a" + " " * 100_000 + "b"])
+    sources = (SourceOptions("web", (str(tmp_path / "web.jsonl"),)),)
+    options = make_options(tmp_path, tokenizer=write_slow_tokenizer(tmp_path / "slow"), sources=sources)
+    with pytest.raises(UserError, match=r"^the tokenizer takes too long for a text: [^\n]*$"):
+        prepare_corpus(options)
+
+
+def end_without_memory(descriptor: int) -> None:
+    """What a worker does whose memory is at its limit."""
+
+    def serve(connection: object) -> None:
+        raise MemoryError
+
+    processes.serve_pipe(descriptor, serve)
+
+
+def test_a_worker_without_memory_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.data.test_prepare_limits.main", end_without_memory, raising=False)
+    monkeypatch.setattr(processes, "start_worker", ForkedWorker)
+    worker = PipedWorker(__name__)
+    assert worker.describe_end() == "because it needs more memory"
+    worker.end()
+    assert capfd.readouterr() == ("", "")
