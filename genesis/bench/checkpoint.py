@@ -41,7 +41,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe
 from genesis.model.recipe import read_recipe_adapter
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 
 MODELS = {
     # Parameters and AdamW's moments in float32 are half a gigabyte, and a step takes about 1.4 s on two cores.
@@ -49,7 +49,7 @@ MODELS = {
         DecoderConfig(
             vocab_size=10240, dim=768, num_layers=5, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=256
         ),
-        OptimizerOptions(),
+        AdamW(),
         seq_len=256,
         micro_batch_size=3,
         precision="32-true",
@@ -65,7 +65,7 @@ MODELS = {
             max_seq_len=1024,
             has_tied_embeddings=False,
         ),
-        OptimizerOptions(),
+        AdamW(),
         seq_len=1024,
         micro_batch_size=8,
         precision="auto",
@@ -82,7 +82,7 @@ MODELS = {
             max_seq_len=256,
             has_tied_embeddings=True,
         ),
-        OptimizerOptions(),
+        AdamW(),
         seq_len=64,
         micro_batch_size=1,
         precision="32-true",

@@ -33,7 +33,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import dump_decoder_config
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 
 REFERENCE: Final = "mixture"
 _LOOP: Final = Path(__file__).resolve().parent / "workers" / "experts_loop.py"
@@ -132,7 +132,7 @@ def choose_contenders(options: argparse.Namespace) -> list[tuple[Contender, Work
     dense = DecoderConfig(**common, ffn_dim=options.top_k * ffn_dim)
 
     def plan(decoder: DecoderConfig) -> Workload:
-        optimizer = OptimizerOptions()
+        optimizer = AdamW()
         return Workload(
             decoder=dump_decoder_config(decoder),
             optimizer={name: getattr(optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")},

@@ -32,7 +32,8 @@ from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
+from genesis.optim.recipe import read_algorithm
 from genesis.precision import AUTO, choose_precision
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
@@ -50,7 +51,7 @@ class Recipe:
     """The part of a training recipe that a step's speed depends on."""
 
     decoder: DecoderConfig
-    optimizer: OptimizerOptions
+    optimizer: AdamW
     seq_len: int
     micro_batch_size: int
     precision: Literal["auto", "32-true", "bf16-mixed"]
@@ -69,7 +70,7 @@ MODELS = {
             max_seq_len=256,
             has_tied_embeddings=False,
         ),
-        OptimizerOptions(),
+        AdamW(),
         seq_len=256,
         micro_batch_size=8,
         precision="32-true",
@@ -85,7 +86,7 @@ MODELS = {
             max_seq_len=32,
             has_tied_embeddings=False,
         ),
-        OptimizerOptions(),
+        AdamW(),
         seq_len=32,
         micro_batch_size=2,
         precision="32-true",
@@ -202,7 +203,8 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path} has its own configuration {own[0]}, which peers cannot build; choose another recipe")
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
+        given = read_algorithm(recipe["model"].get("optimizer"), "model.optimizer")
+        optimizer = next((one for one in given.parts if isinstance(one, AdamW)), AdamW())
         data = recipe["data"]
         precision = recipe.get("trainer", {}).get("precision", AUTO)
         return Recipe(decoder, optimizer, data["seq_len"], data["micro_batch_size"], precision)

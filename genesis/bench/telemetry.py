@@ -27,7 +27,7 @@ from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
 from genesis.device import CPU, check_available, is_host, name_device
 from genesis.model.decoder import DecoderConfig
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW, Muon
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
@@ -220,7 +220,7 @@ def measure(device: str, num_rounds: int, num_steps: int, *, is_small: bool, out
         logger=CSVLog(RunDirectory(out).metrics),
         callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=1), bursts],
     )
-    module = GenesisModule(decoder, OptimizerOptions(name="adamw" if is_small else "muon"))
+    module = GenesisModule(decoder, AdamW() if is_small else Muon())
     trainer.fit(module, datamodule=_Windows(decoder, num_all))
     return bursts
 

@@ -17,7 +17,6 @@ from genesis.data.window import AccumulationWindow
 from genesis.device import is_host, leave_memory_unfilled
 from genesis.doctor.probe import Task
 from genesis.model.decoder import DecoderConfig
-from genesis.optim import OptimizerOptions
 from genesis.precision import choose_precision
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
@@ -140,7 +139,7 @@ def build_trainer(
 
 def build_module(task: Task) -> GenesisModule:
     """Returns the module of a fit."""
-    return GenesisModule(SIZES[task.size].decoder, OptimizerOptions())
+    return GenesisModule(SIZES[task.size].decoder)
 
 
 class KeepLosses(pl.Callback):

@@ -55,6 +55,7 @@ from genesis.doctor.run_checks import (
 )
 from genesis.doctor.sample import show_sample
 from genesis.errors import RunEndedError, UserError
+from genesis.optim.recipe import read_algorithm
 from genesis.progress import numbered
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -307,7 +308,7 @@ class _Protocol:
         model = self._resolved["model"]
         kind = "adapter" if model.get("adapter") else "new" if self._is_new else "imported"
         options = self._without_dropout()
-        if model["optimizer"]["lr"] < _LEARNING_RATES[kind]:
+        if read_algorithm(model["optimizer"], "model.optimizer").lr < _LEARNING_RATES[kind]:
             options["model.optimizer.lr"] = _LEARNING_RATES[kind]
         if self._objective == "Distillation":
             options["model.objective.init_args.teacher_share"] = 0.0

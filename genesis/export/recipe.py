@@ -6,6 +6,7 @@ from typing import Any, Final
 from genesis.data.sizes import AUTO
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import dump_decoder_config
+from genesis.optim.recipe import DEFAULT
 from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 
@@ -53,7 +54,10 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
         "run_dir": str(out.with_name(f"{out.name}-continued")),
         "seed_everything": 0,
         "ckpt_path": str(checkpoint),
-        "model": {"decoder": dump_decoder_config(config), "optimizer": {"name": "adamw", **_RATES}},
+        "model": {
+            "decoder": dump_decoder_config(config),
+            "optimizer": {"class_path": DEFAULT, "init_args": {**_RATES}},
+        },
         "data": {
             **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),
             "seq_len": AUTO,

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis.optim.algorithm import RateProposal
 from genesis.plan.bandwidths import Bandwidths
 from genesis.plan.checkpoints import CheckpointBill, Interval, count_checkpoints, find_interval
 from genesis.plan.cost import Cost, Interruptions, SpotComparison, compare_spot, count_cost
 from genesis.plan.epochs import Epoch, find_epoch
 from genesis.plan.host import HostBytes, count_host
 from genesis.plan.layout import Layout, Workload
-from genesis.plan.learning_rate import RateProposal, scale_rate
 from genesis.plan.padding import PackingShare, read_packings
 from genesis.plan.recipe import Recipe
 from genesis.plan.remedies import Budget, Remedy, find_remedies, list_layouts
@@ -112,7 +112,7 @@ class Plan:
         interval: Of saves, for the mean time between failures.
         spot: Interruptible machines; None without prices.
         packings: The packings of the corpus, if it is here.
-        proposal: AdamW's options, if the global batch has changed.
+        proposal: Options of the optimizer, if the global batch has changed and a rule is known.
         notes: What the bill assumes.
     """
 
@@ -177,7 +177,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     batch = workload.global_batch_size
     proposal = None
     if question.old_batch is not None and question.old_batch != batch:
-        proposal = scale_rate(recipe.lr, recipe.betas, recipe.eps, old_batch=question.old_batch, new_batch=batch)
+        proposal = workload.optimizer.parts[-1].propose_rate(batch / question.old_batch)
     num_parameters = sum(parameter.num_elements for parameter in model.parameters)
     return Plan(
         recipe=recipe,
@@ -329,7 +329,6 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "blocks_per_recomputation": layout.blocks_per_recomputation,
         "activation_offload": layout.activation_offload,
         "optimizer_offload": layout.optimizer_offload,
-        "has_states_on_disk": layout.has_states_on_disk,
         "is_own": row.is_own,
     }
     if timeline is None:

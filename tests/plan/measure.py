@@ -29,7 +29,7 @@ from genesis.model.mixture import Mixture
 from genesis.objectives import DPO, CrossEntropy
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import build_optimizer
 from genesis.plan.layout import Layout, Workload
 from genesis.strategies import expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
@@ -56,7 +56,7 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
-    optimizer: Any = build_optimizer(decoder, OptimizerOptions(name=workload.optimizer))
+    optimizer: Any = build_optimizer(decoder, workload.optimizer)
     wrapped: torch.nn.Module = decoder
     if layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1:
         wrapped = DistributedDataParallel(decoder, gradient_as_bucket_view=True, find_unused_parameters=True,

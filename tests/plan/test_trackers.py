@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import read_decoder_config
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, build_optimizer
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.timeline import play_step
 from genesis.recomputation import ActivationCheckpointing
@@ -26,7 +26,7 @@ def track(workload: Workload, checkpointing: ActivationCheckpointing) -> int:
     with FakeTensorMode():
         decoder = Decoder(workload.decoder)
         apply_wrappers(decoder, checkpointing)
-        optimizer = build_optimizer(decoder, OptimizerOptions())
+        optimizer = build_optimizer(decoder, AdamW())
         ids = torch.zeros((workload.micro_batch_size, workload.seq_len), dtype=torch.int64)
         tracker: Any = MemTracker()
         tracker.track_external(decoder, optimizer)

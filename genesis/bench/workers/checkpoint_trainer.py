@@ -38,7 +38,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.device import CPU, name_collectives, name_device, select_device
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.accelerators import build_accelerator
@@ -140,7 +140,7 @@ def _join_ranks(task: Task) -> None:
 
 def _build_module(task: Task) -> tuple[GenesisModule, SaveScope | None]:
     """Returns the module, and what its saves hold: new adapters beside a base, or everything (None)."""
-    decoder, optimizer = DecoderConfig(**task.workload.decoder), OptimizerOptions(**task.workload.optimizer)
+    decoder, optimizer = DecoderConfig(**task.workload.decoder), AdamW(**task.workload.optimizer)
     if task.adapter is None:
         return GenesisModule(decoder, optimizer), None
     adapter = AdapterConfig(**task.adapter)

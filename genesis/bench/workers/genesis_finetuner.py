@@ -36,7 +36,7 @@ from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import DPO
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> None:
     family, decoder = read_shape(Path(workload.model))
     config, start = (None, {}) if workload.adapter is None else read_start(Path(workload.adapter), family, decoder)
     objective = DPO(BETA) if workload.kind == "dpo" else None
-    module = GenesisModule(decoder, OptimizerOptions(**workload.optimizer), adapter=config, objective=objective)
+    module = GenesisModule(decoder, AdamW(**workload.optimizer), adapter=config, objective=objective)
     module.is_restored, module.start = True, start
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = pl.Trainer(

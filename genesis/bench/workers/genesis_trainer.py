@@ -23,7 +23,7 @@ from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
 from genesis.device import CPU, leave_memory_unfilled
 from genesis.model.decoder import DecoderConfig
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
@@ -115,9 +115,7 @@ def main(arguments: list[str]) -> None:
             logger=CSVLog(RunDirectory(Path(run_dir)).metrics),
             callbacks=[gatekeeper, TokenCounters(), SkipAwareLR(warmup_updates=100), GenesisProgressBar()],
         )
-        module = GenesisModule(
-            DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer), **options.model
-        )
+        module = GenesisModule(DecoderConfig(**workload.decoder), AdamW(**workload.optimizer), **options.model)
         with suppress(NoMoreStepsError):
             trainer.fit(module, datamodule=_RandomWindows(workload))
 
