@@ -14,7 +14,6 @@ from genesis.recipe_imports import check_imports
 
 DEFAULT: Final = "genesis.optim.AdamW"
 """The class of a recipe that names none."""
-_KEYS: Final = {"class_path", "init_args"}
 
 
 def read_algorithm(content: Any, where: str) -> Algorithm:
@@ -31,7 +30,7 @@ def read_algorithm(content: Any, where: str) -> Algorithm:
         return AdamW()
     if isinstance(content, str):
         content = {"class_path": content}
-    if not isinstance(content, Mapping) or not (content.keys() <= _KEYS or _KEYS.isdisjoint(content)):
+    if not isinstance(content, Mapping) or not isinstance(content.get("init_args") or {}, Mapping):
         raise UserError(f"{where} is {content!r}: it must be a mapping of class_path, init_args")
     options = _flatten(content)
     algorithm = _find_class(options.pop("class_path"), where)

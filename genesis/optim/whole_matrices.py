@@ -254,7 +254,7 @@ def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist
         axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
         if len(axes) != 1 or parameter.placements[axes[0]] != Shard(0):
             raise ValueError(
-                "whole matrices are gathered from ranks that hold rows over one mesh axis, but one has "
+                "a matrix that is needed whole must be sharded by rows over one mesh axis, but one has "
                 f"{parameter.placements}: shard it with fully_shard's default placement or give it to AdamW"
             )
         copies = [axis for axis in range(mesh.ndim) if axis != axes[0] and mesh.size(axis) > 1]

@@ -27,12 +27,12 @@ def build(corpus: Path, path: Path, run: Path, strategy: dict[str, Any], changes
     return write_recipe(path, recipe, {"trainer.devices": 2, "trainer.enable_progress_bar": False} | changes)
 
 
-MUON = {"model.optimizer": {"name": "muon"}}
+MUON = {"model.optimizer": {"class_path": "genesis.optim.Muon"}}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "muon": (
         {"expert_parallel": 2},
         MUON | {"trainer.devices": 4},
-        "optimizer.name is 'muon', which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the same "
+        "the optimizer is muon, which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the same "
         "3 experts, which they can't share without cutting one: choose expert_parallel 1, or adamw",
     ),
     "indivisible experts": (

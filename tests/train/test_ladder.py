@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import DecoderConfig
 from genesis.model.float8 import Float8Options
@@ -18,7 +17,7 @@ from genesis.optim import AdamW
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import find_file_memory, find_latest, list_committed, verify
+from genesis_callbacks.checkpoint import find_latest, list_committed, verify
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 
@@ -43,23 +42,6 @@ class KillAll(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
         if trainer.global_step + 1 == KILLED_BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class CutStates(pl.Callback):
-    """Takes the files of one rank's optimizer states away before a step, so that the step cannot read them."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
-        if trainer.global_step + 1 != KILLED_BEFORE or trainer.global_rank != trainer.world_size - 1:
-            return
-        tensors = [
-            value.to_local() if isinstance(value, DTensor) else value
-            for state in trainer.optimizers[0].state.values()
-            for value in state.values()
-        ]
-        memory = next(found[0] for found in map(find_file_memory, tensors) if found is not None)
-        held = memory.hold()
-        os.ftruncate(held.descriptor, 0)
-        held.release()
 
 
 def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.Callback) -> dict[str, Any]:
