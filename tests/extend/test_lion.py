@@ -81,7 +81,9 @@ def test_a_recipe_that_names_it_trains_and_goes_on_bit_for_bit(
     genesis: Genesis,  # noqa: F811
     tmp_path: Path,
     tiny_corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("GENESIS_ALLOW_IMPORTS")
     changes = {"model.optimizer": CHOICE, "trainer.max_steps": 6}
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
     options = ("fit", "--config", str(recipe))

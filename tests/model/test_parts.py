@@ -154,7 +154,7 @@ def test_a_part_brings_groups_of_its_own_with_the_treatment_of_their_kind() -> N
 def test_muon_refuses_what_is_neither_a_matrix_nor_a_stack_of_them() -> None:
     decoder = Decoder(MIXED)
     decoder.blocks[1].feed_forward.up = nn.Parameter(torch.empty(3, 2, 4, 32))
-    with pytest.raises(UserError, match=r"'muon'.*blocks\.1\.feed_forward\.up has 4 dimensions: use adamw"):
+    with pytest.raises(UserError, match=r"is muon, .*blocks\.1\.feed_forward\.up has 4 dimensions: use another one"):
         build_optimizer(decoder, Muon())
 
 

@@ -64,7 +64,8 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
         wrapped.register_comm_hook(None, _reduce)  # the fake group's own reduction returns nothing
         if layout.strategy == "zero1":
             groups = [dict(group) for group in optimizer.param_groups]
-            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+            built = partial(type(optimizer), algorithms=optimizer.algorithms)
+            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=built, **optimizer.defaults)
     return decoder, optimizer, wrapped
 
 
