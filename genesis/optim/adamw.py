@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from torch.optim.adamw import adamw
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.part import ParameterGroup
 from genesis.optim.algorithm import Algorithm, Parts, RateProposal, check_shares
 

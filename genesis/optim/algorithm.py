@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup
 
 NO_DECAY: Final = 0.0

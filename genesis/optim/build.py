@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import nn
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.part import ADAPTERS, EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 from genesis.optim.algorithm import Algorithm, list_algorithms
 from genesis.optim.optimizer import GroupedOptimizer

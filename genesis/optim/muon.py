@@ -9,7 +9,7 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.part import ParameterGroup
 from genesis.optim.adamw import AdamW
 from genesis.optim.algorithm import Algorithm, Parts, check_shares

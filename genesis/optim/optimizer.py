@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from genesis.device import is_host
+from genesis.base.device import is_host
 from genesis.optim.algorithm import Algorithm, Parts
 from genesis.optim.offload import PIECE_BYTES, StateOffload
+from genesis.optim.transfers import Traffic
 from genesis.optim.whole_matrices import (
     count_ranks,
     direct_batch,
@@ -22,7 +23,6 @@ from genesis.optim.whole_matrices import (
     require_whole_matrices,
     stack_as,
 )
-from genesis.transfers import Traffic
 
 _MATRIX_DIMS: Final = 2
 

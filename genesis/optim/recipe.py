@@ -5,12 +5,12 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any, Final, Literal, get_args, get_origin
 
-from genesis.deprecated_options import convert_optimizer, is_named_optimizer
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.recipe import build_dataclass
 from genesis.optim.adamw import AdamW
 from genesis.optim.algorithm import Algorithm
-from genesis.recipe_imports import check_imports
+from genesis.recipe.deprecated import convert_optimizer, is_named_optimizer
+from genesis.recipe.imports import check_imports
 
 DEFAULT: Final = "genesis.optim.AdamW"
 """The class of a recipe that names none."""

@@ -14,7 +14,7 @@ from jaxtyping import BFloat16, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 # The dtype of torch's Muon. Also on CPUs: those with avx512_bf16 or AMX take a quarter of float32's time.
 _DTYPE = torch.bfloat16

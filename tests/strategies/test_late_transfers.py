@@ -12,9 +12,9 @@ from torch import Tensor
 
 from genesis.model.decoder import Decoder
 from genesis.optim import build_optimizer
+from genesis.optim.transfers import CopyLane, PinWarning, Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.wrap import apply_wrappers
-from genesis.transfers import CopyLane, PinWarning, Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
 from tests.fakecuda.compiler import find_compiler
