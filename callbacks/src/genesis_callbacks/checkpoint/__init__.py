@@ -73,13 +73,13 @@ from .verify import VerifyLevel, verify
 from .writer_start import start_writer_early, writer_environment
 
 if TYPE_CHECKING:
+    from ..base.local_shards import LocalShard, TensorShard, local_shards
     from .compare import TensorComparison, compare_tensors
     from .contents import Contents, find_format, find_non_finite, read_contents
     from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
     from .device_proof import DeviceProof, DeviceReport, prove_device
     from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
     from .lightning_file import export_lightning_checkpoint
-    from .plan import LocalShard, TensorShard, local_shards
     from .ranks import Ranks
     from .restore import check_restored, read_tensors, restore_shards
     from .save_once import save_blocking
