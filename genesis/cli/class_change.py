@@ -1,4 +1,4 @@
-"""What jsonargparse keeps of an algorithm's options where a later file, or the command line, names another one."""
+"""Discards an algorithm's options where a later file, or the command line, names another algorithm."""
 
 import inspect
 from typing import Any, Final
@@ -17,12 +17,13 @@ def guard_class_changes() -> None:
 
 
 def _discard_options(parser: Any, before: Any, now: Any) -> None:
-    """Discards the options of an algorithm that another one replaces: a rate for one is none for the other.
+    """Discards the options of an algorithm that another one replaces: Lion does not learn at AdamW's rate.
 
-    jsonargparse keeps what both classes have, defaults included. That is right for strategies, which share options.
+    jsonargparse keeps the options that both classes have, defaults included. That is right for strategies.
     """
-    if before and before.get("init_args") and before["class_path"] != now["class_path"]:
-        replaced = _HINTS.import_object(before["class_path"])
+    path = before.get("class_path") if isinstance(before, Namespace) else None
+    if path is not None and before.get("init_args") and path != now["class_path"]:
+        replaced = _HINTS.import_object(path)
         if inspect.isclass(replaced) and issubclass(replaced, Algorithm):
             before["init_args"] = Namespace()  # type: ignore[no-untyped-call]  # jsonargparse's
     _discard(parser, before, now)

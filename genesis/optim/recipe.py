@@ -24,7 +24,7 @@ def read_algorithm(content: Any, where: str) -> Algorithm:
         where: The recipe's files and this option, for messages.
 
     Raises:
-        UserError: The class is none that may be imported, or an option is invalid.
+        UserError: The class may not be imported, or is no algorithm, or an option is invalid.
     """
     if content is None:
         return AdamW()

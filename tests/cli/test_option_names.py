@@ -1,5 +1,6 @@
 """A misspelt option of `fit` is refused before Lightning is imported, and nothing that the real parser takes is."""
 
+import inspect
 import json
 import os
 import random
@@ -49,10 +50,11 @@ def build_parser(command: str) -> ArgumentParser:
 
 
 def find_options_class(hint: Any) -> Any:
-    """Returns the dataclass in `Options | None`: its fields are options, too."""
+    """Returns the dataclass in `Options | None`: its fields are options, too. A class to choose has its own."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        return members[0] if len(members) == 1 and is_dataclass(members[0]) else None
+        is_one = len(members) == 1 and is_dataclass(members[0]) and not inspect.isabstract(members[0])
+        return members[0] if is_one else None
     return None
 
 
