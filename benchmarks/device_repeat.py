@@ -5,7 +5,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.operations.doctor.fits import SIZES, KeepLosses, StepTimes, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW, Algorithm, Muon
 from genesis.strategies import Replicated
 from genesis.train.module import GenesisModule
 
@@ -38,14 +38,14 @@ class Setting:
 
     Args:
         options: Of `genesis fit`: `model.attention=flex`.
-        optimizer: The name of the optimizer.
+        optimizer: How parameters are updated.
         precision: Lightning's name; None for the device's usual one.
         is_compiled: Whether the blocks are compiled.
         has_experts: Whether the feed-forward parts are mixtures of experts.
     """
 
     options: tuple[str, ...] = ()
-    optimizer: Any = "adamw"
+    optimizer: Algorithm = field(default_factory=AdamW)
     precision: str | None = None
     is_compiled: bool = False
     has_experts: bool = False
@@ -64,7 +64,7 @@ def plan_settings(kind: str) -> dict[str, Setting]:
         "fa4, compiled": Setting(("model.attention=fa4",), is_compiled=True),
         "flex, compiled": Setting(("model.attention=flex",), is_compiled=True),
         "flash, compiled": Setting(("model.attention=flash",), is_compiled=True),
-        "muon": Setting(optimizer="muon"),
+        "muon": Setting(optimizer=Muon()),
         "mixture": Setting(has_experts=True),
         "float8, compiled": Setting(("model.float8={}",), is_compiled=True),
         "32-true": Setting(precision="32-true"),
@@ -150,7 +150,7 @@ def _train(kind: str, size: str, setting: Setting) -> tuple[Mapping[str, Tensor]
             deterministic=options.deterministic,
             **precision,
         )
-        module = GenesisModule(shape.decoder, OptimizerOptions(name=setting.optimizer), **options.model)
+        module = GenesisModule(shape.decoder, setting.optimizer, **options.model)
         trainer.fit(module, datamodule=random_windows(shape))
     weights = {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
     return weights, losses.read(), clock.seconds / (_STEPS - _FIRST_TIMED)

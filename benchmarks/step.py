@@ -25,7 +25,8 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
 from genesis.model.precision import AUTO, choose_precision
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
+from genesis.optim.recipe import read_algorithm
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
 REFERENCE: Final = "genesis"
@@ -73,7 +74,7 @@ class Recipe:
     seq_len: int
     micro_batch_size: int
     precision: str = "32-true"
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    optimizer: AdamW = field(default_factory=AdamW)
 
 
 def build_recipe(
@@ -232,7 +233,8 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path} has its own configuration {own[0]}, which peers cannot build; choose another recipe")
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
+        given = read_algorithm(recipe["model"].get("optimizer"), "model.optimizer")
+        optimizer = next((one for one in given.parts if isinstance(one, AdamW)), AdamW())
         data = recipe["data"]
         precision = recipe.get("trainer", {}).get("precision", AUTO)
         return Recipe(decoder, data["seq_len"], data["micro_batch_size"], precision, optimizer)

@@ -22,7 +22,7 @@ from genesis.base.run_directory import RunDirectory
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.doctor.fits import Size, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW, Muon
 from genesis.strategies import Replicated
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
@@ -170,7 +170,7 @@ def measure(device: str, num_rounds: int, num_steps: int, *, is_small: bool, out
         limit_val_batches=0,
         logger=CSVLog(RunDirectory(out).metrics),
     )
-    module = GenesisModule(size.decoder, OptimizerOptions(name="adamw" if is_small else "muon"))
+    module = GenesisModule(size.decoder, AdamW() if is_small else Muon())
     trainer.fit(module, datamodule=random_windows(size))
     return bursts
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import help_text
+from genesis_callbacks.checkpoint import read_manifest
+from tests.cli.tiny import build_recipe, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("wheels")]
 
@@ -89,3 +91,40 @@ def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict
     tests = [Path("tests") / name for name in QUICK_TESTS]
     options = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'files'}")
     check(run(python, "-m", "pytest", *options, *tests, cwd=tmp_path))
+
+
+def test_an_optimizer_in_a_file_beside_the_recipe_trains_and_goes_on(
+    wheels: dict[str, Path], tmp_path: Path, tiny_corpus: Path
+) -> None:
+    """Two ranks that shard its offloaded moments; the plan and the report know it, too."""
+    python = make_environment(tmp_path / "environment", *wheels.values())
+    shutil.copy(REPOSITORY / "tests" / "extend" / "lion.py", tmp_path)
+    changes = {
+        "model.optimizer": {"class_path": "lion.Lion", "init_args": {"lr": 1e-3}},
+        "trainer.devices": 2,
+        "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": {"optimizer_offload": 0.5}},
+    }
+    recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
+
+    def genesis(command: str, *words: str | Path) -> str:
+        # As a user's shell would have it where the file is no package.
+        program = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from genesis.cli.main import main; sys.exit(main())"
+        )
+        options = () if command == "report" else ("--config", recipe, "--allow-imports", "lion")
+        return check(run(python, "-c", program, command, *options, *words, cwd=tmp_path))
+
+    genesis("fit", "--run_dir", tmp_path / "straight")
+    genesis("fit", "--trainer.max_steps", "2")
+    genesis("fit", "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]")
+    ends = [
+        {
+            name: (one.digest, one.dtype)
+            for name, one in read_manifest(tmp_path / name / "checkpoints/step-00000004").tensors.items()
+        }
+        for name in ("straight", "run")
+    ]
+    assert ends[0] == ends[1]
+    assert any(name.endswith(".momentum") for name in ends[0])
+    assert "optimizer states" in genesis("plan", "--gpus", "2")
+    genesis("report", tmp_path / "run")

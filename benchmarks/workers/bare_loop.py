@@ -10,7 +10,7 @@ from benchmarks.workers.windows import build_windows
 from genesis.base.device import CPU
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.loss import sum_cross_entropy
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.wrap import apply_wrappers
 
 _MAX_GRADIENT_NORM = 1.0
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     decoder = Decoder(DecoderConfig(**workload.decoder)).to(device)
     decoder.init_weights(seed=0)
     apply_wrappers(decoder, has_compiled_blocks=workload.is_compiled)
-    optimizer = build_optimizer(decoder, OptimizerOptions(**workload.optimizer))
+    optimizer = build_optimizer(decoder, AdamW(**workload.optimizer))
     autocast = torch.autocast(workload.device, torch.bfloat16, enabled=workload.precision == "bf16-mixed")
 
     for step in gate.passes():

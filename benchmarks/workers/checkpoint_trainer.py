@@ -32,7 +32,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.doctor import probe
 from genesis.operations.doctor.fits import Windows, build_trainer
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Replicated, Sharded
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.csv_log import CSVLog
@@ -74,7 +74,7 @@ def _join_ranks(task: Task) -> None:
 
 def _build_module(task: Task) -> tuple[GenesisModule, SaveScope | None]:
     """Returns the module, and what its saves hold: new adapters beside a base, or everything (None)."""
-    decoder, optimizer = DecoderConfig(**task.workload.decoder), OptimizerOptions(**task.workload.optimizer)
+    decoder, optimizer = DecoderConfig(**task.workload.decoder), AdamW(**task.workload.optimizer)
     if task.adapter is None:
         return GenesisModule(decoder, optimizer), None
     adapter = AdapterConfig(**task.adapter)

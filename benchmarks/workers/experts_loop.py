@@ -32,7 +32,7 @@ from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import LOAD, Routing, find_routers
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers
@@ -181,7 +181,7 @@ def build_own(workload: Workload, arguments: list[str]) -> Trained:
         loads.clear()
 
     imbalances: list[float] = []
-    optimizer = build_optimizer(decoder, OptimizerOptions(**workload.optimizer))
+    optimizer = build_optimizer(decoder, AdamW(**workload.optimizer))
     return Trained(
         decoder,
         optimizer,

@@ -38,7 +38,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import DPO
 from genesis.operations.doctor.fits import Windows, build_trainer
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Replicated
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> None:
     family, decoder = read_shape(Path(workload.model))
     config, start = (None, {}) if workload.adapter is None else read_start(Path(workload.adapter), family, decoder)
     objective = DPO(BETA) if workload.kind == "dpo" else None
-    module = GenesisModule(decoder, OptimizerOptions(**workload.optimizer), adapter=config, objective=objective)
+    module = GenesisModule(decoder, AdamW(**workload.optimizer), adapter=config, objective=objective)
     module.is_restored, module.start = True, start
     build = build_window_of_pairs if workload.kind == "dpo" else build_window
     windows = [build(rows) for rows in read_batches(workload)]

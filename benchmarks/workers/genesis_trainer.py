@@ -17,7 +17,7 @@ from genesis.base.run_directory import RunDirectory
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.doctor.fits import KeepLosses, Windows, build_trainer
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Replicated
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
@@ -57,9 +57,7 @@ def main(arguments: list[str]) -> None:
             deterministic=options.deterministic,
             **show_as_fit(run_dir),
         )
-        module = GenesisModule(
-            DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer), **options.model
-        )
+        module = GenesisModule(DecoderConfig(**workload.decoder), AdamW(**workload.optimizer), **options.model)
         data = Windows(lambda index: windows[index % len(windows)], ENDLESS, gate.may_begin)
         trainer.fit(module, datamodule=data)
 

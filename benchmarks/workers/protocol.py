@@ -71,7 +71,7 @@ class Workload:
 
     Args:
         decoder: The keyword arguments of `DecoderConfig`, all of them.
-        optimizer: The keyword arguments of `OptimizerOptions` that AdamW reads.
+        optimizer: The keyword arguments of `AdamW` that AdamW reads.
         seq_len: Tokens of a sequence.
         micro_batch_size: Sequences of one forward and backward.
         num_micro_batches: Micro-batches of a window.

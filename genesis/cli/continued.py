@@ -11,7 +11,8 @@ from genesis.cli.trainer import count_ranks
 from genesis.data.packing import CUT_EVENLY
 from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes
 from genesis.generate.checkpoint_reference import Reference
-from genesis.optim.build import NO_DECAY, read_adapter_decay
+from genesis.optim.algorithm import NO_DECAY
+from genesis.optim.recipe import read_adapter_decay
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
 
 
@@ -59,7 +60,7 @@ def keep_choices(config: Namespace, continued: Manifest | None) -> None:
         kept = None if recipe is None else (recipe.get("data") or {}).get(name)
         if kept is not None and config.get(f"data.{name}") == AUTO:
             config[f"data.{name}"] = kept
-    key = "model.optimizer.adapter_weight_decay"
+    key = "model.optimizer.init_args.adapter_weight_decay"
     if config.get("model.adapter") is not None and config.get(key) is None:
         config[key] = NO_DECAY if recipe is None else read_adapter_decay(recipe)
 

@@ -27,6 +27,7 @@ from genesis.base.run_directory import RunDirectory
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
+from genesis.cli.class_change import guard_class_changes
 from genesis.cli.continued import keep_choices, read_continued, start_sizes
 from genesis.cli.distillation import start_distillation
 from genesis.cli.fit_checks import (
@@ -60,6 +61,7 @@ from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
+from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.recipe.run_length import complete_arguments
 from genesis.recipe.yaml import dump_yaml
@@ -99,6 +101,7 @@ _TELEMETRY_LEFT = (
 """Lightning's warning of state that no callback takes, if it is about telemetry alone."""
 
 set_parsing_settings(config_read_mode_fsspec_enabled=False)  # Lightning's import lets every value be an address
+guard_class_changes()
 
 
 class GenesisParser(PlainParser, LightningArgumentParser):
@@ -239,6 +242,7 @@ class GenesisCLI(LightningCLI):
         own: set[str | int] = {"recipe", "identity", "drift_policy"}  # this class sets them; users cannot
         parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip=own, sub_configs=True)
         parser.callback_keys.append("checkpoint")
+        parser.set_defaults({"model.optimizer": {"class_path": DEFAULT}})  # so that its options need no class
         parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=place_run)
         # A logger writes into the run's directory; in a list of loggers each one names its own directory.
@@ -438,7 +442,7 @@ class GenesisCLI(LightningCLI):
         """Refuses options that do not fit the model, before ranks start, each of which would refuse them."""
         strategy = layout_strategy(self.trainer.strategy)
         try:
-            strategy.check_options(self.model.decoder_config, self.model.optimizer_options.name)
+            strategy.check_options(self.model.decoder_config, self.model.algorithm.whole_name)
             check_float8(self.model.decoder_config, self.model.float8)
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them

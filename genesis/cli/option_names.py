@@ -20,7 +20,7 @@ import yaml
 from genesis.base.errors import UserError
 from genesis.cli.option_values import CORPUS, RESTORE, check_corpus, check_value
 from genesis.cli.options import check_is_yaml
-from genesis.recipe.deprecated import is_removed, rename_in_arguments, rename_option
+from genesis.recipe.deprecated import check_beside_muon, is_removed, rename_in_arguments, rename_option
 from genesis.recipe.imports import check_imports
 from genesis.recipe.run_length import replace_in_files
 from genesis.recipe.yaml import RecipeLoader, list_imports
@@ -120,6 +120,7 @@ def check(command: str, arguments: Sequence[str]) -> dict[str, str]:
         UserError: An option is misspelt; the message has the option and the nearest one. Or its value is wrong.
     """
     arguments, _ = rename_in_arguments(arguments)
+    _check_beside_muon(arguments)
     words = [word for word in _option_words(arguments) if " " not in word]  # with a space it may be a value
     names = OptionNames.read(command)
     if names is None or any(_may_ask_for_help(word, names) for word in words):
@@ -136,6 +137,14 @@ def check(command: str, arguments: Sequence[str]) -> dict[str, str]:
             check_value("", name, value, names.types[name])
         values[name] = value
     return values
+
+
+def _check_beside_muon(arguments: Sequence[str]) -> None:
+    """Refuses options of the optimizer beside a file that names `muon`, under which they had another meaning."""
+    for path in _config_files(arguments):
+        if _read_values(path).get("model.optimizer.name") == "muon":
+            for word in _option_words(arguments):
+                check_beside_muon(_name_of(word), str(path))
 
 
 def _given_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

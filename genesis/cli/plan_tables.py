@@ -8,7 +8,6 @@ from genesis.base.console import Console
 from genesis.base.progress import numbered
 from genesis.operations.plan.bill import PHASES
 from genesis.operations.plan.report import Plan, Row
-from genesis.operations.plan.speed import time_states
 
 
 def print_plan(plan: Plan, console: Console, where: str) -> None:
@@ -135,8 +134,6 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     if host.offload:
         parts.insert(0, f"offload {_gb(host.offload)}")
     facts.append(("host memory of a rank", ", ".join(parts)))
-    if host.disk:
-        facts.append(("states on the disk", _describe_disk(plan)))
     for share in plan.packings:
         is_own = plan.epoch is not None and plan.epoch.packing == share.packing
         other = "" if is_own and share.seq_len == workload.seq_len else "; not what this recipe trains with"
@@ -153,31 +150,16 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
         betas = (
             "no valid betas" if proposal.betas is None else f"betas {proposal.betas[0]:.4g}, {proposal.betas[1]:.4g}"
         )
-        facts.append(("AdamW's learning rate", f"{text}, arXiv:2205.10287; {betas}, eps {proposal.eps:.3g})"))
-        if workload.optimizer == "muon":
-            facts.append(("Muon's learning rate", "no such rule is known for Muon: measure it"))
+        text = f"{text}, arXiv:2205.10287; {betas}, eps {proposal.eps:.3g})"
+        facts.append((f"{type(workload.optimizer.parts[-1]).__name__}'s learning rate", text))
+    if plan.question.old_batch not in (None, workload.global_batch_size):
+        for name in (type(one).__name__ for one in workload.optimizer.parts if one.propose_rate(1.0) is None):
+            facts.append((f"{name}'s learning rate", f"no such rule is known for {name}: measure it"))
     if plan.num_trained == plan.num_parameters:
         least, most = _gb(plan.textbook.without_master_weights), _gb(plan.textbook.with_master_weights)
         text = f"{least} with 16-bit weights and gradients, {most} with master weights, over all ranks"
         facts.append(("textbook state", text))
     return facts
-
-
-def _describe_disk(plan: Plan) -> str:
-    """Returns what the states of a rank need on its disk, and how long they take there in each step."""
-    layout, timeline, bandwidths = plan.own.layout, plan.own.timeline, plan.question.bandwidths
-    assert timeline is not None, "without it there is no bill of the host"
-    moved = timeline.state.moved
-    seconds = time_states(moved, plan.recipe.workload, layout, bandwidths)
-    ways = ", ".join(
-        f"{way.bytes_per_second / 1e9:,.2g} GB/s {name} ({'measured' if way.is_measured else 'assumed'})"
-        for name, way in (("read", bandwidths.from_disk), ("written", bandwidths.to_disk))
-    )
-    shared = "; ranks that share a disk take as many times as long" if layout.num_ranks > 1 else ""
-    return (
-        f"{_gb(plan.host.disk)} for a rank, the half of it for saves; a step reads and writes {_gb(moved)}: at least "
-        f"{seconds:,.2g} s at {ways}{shared}"
-    )
 
 
 def _list_costs(plan: Plan) -> list[tuple[str, str]]:

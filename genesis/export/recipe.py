@@ -7,6 +7,7 @@ from genesis.base.run_directory import RunDirectory
 from genesis.data.sizes import AUTO
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import dump_decoder_config
+from genesis.optim.recipe import DEFAULT
 from genesis.recipe.yaml import dump_yaml
 
 _NUM_EPOCHS: Final = 3
@@ -53,7 +54,10 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
         "run_dir": str(out.with_name(f"{out.name}-continued")),
         "seed_everything": 0,
         "ckpt_path": str(checkpoint),
-        "model": {"decoder": dump_decoder_config(config), "optimizer": {"name": "adamw", **_RATES}},
+        "model": {
+            "decoder": dump_decoder_config(config),
+            "optimizer": {"class_path": DEFAULT, "init_args": {**_RATES}},
+        },
         "data": {
             **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),
             "seq_len": AUTO,

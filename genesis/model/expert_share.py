@@ -6,14 +6,14 @@ from genesis.base.errors import UserError
 from genesis.model.mixture import MixtureConfig
 
 
-def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, optimizer: str | None) -> None:
+def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, whole_matrices: str | None) -> None:
     """Checks that ranks can share the experts of a model.
 
     Args:
         feed_forward: The config of the model's feed-forward part.
         ranks: `expert_parallel`.
         ranks_of_group: The ranks that share one copy of the model.
-        optimizer: The name of the optimizer: Muon needs whole matrices. None without training.
+        whole_matrices: The optimizer's algorithm if it needs whole matrices; None without one, and without training.
 
     Raises:
         UserError: The model has no experts, or the numbers do not divide each other.
@@ -25,7 +25,7 @@ def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, op
             f"expert_parallel is {ranks}, but the model has no experts: leave it at 1, or give "
             "model.decoder.feed_forward a MixtureConfig"
         )
-    num_experts, needs_whole = feed_forward.num_experts, optimizer == "muon"
+    num_experts, needs_whole = feed_forward.num_experts, whole_matrices is not None
     remedy = f"choose {_join(_list_fitting(num_experts, ranks_of_group, needs_whole))}"
     if ranks_of_group % ranks:
         raise UserError(
@@ -39,8 +39,9 @@ def check_expert_share(feed_forward: object, ranks: int, ranks_of_group: int, op
     held, holders = num_experts // ranks, ranks_of_group // ranks
     if needs_whole and held % holders:
         raise UserError(
-            f"optimizer.name is 'muon', which needs whole matrices, and with expert_parallel {ranks} always {holders} "
-            f"ranks hold the same {held} experts, which they can't share without cutting one: {remedy}, or adamw"
+            f"the optimizer is {whole_matrices}, which needs whole matrices, and with expert_parallel {ranks} always "
+            f"{holders} ranks hold the same {held} experts, which they can't share without cutting one: {remedy}, or "
+            "another optimizer, such as adamw"
         )
 
 

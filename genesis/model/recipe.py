@@ -67,10 +67,10 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     plain = {"attention": AttentionConfig, "norm": NormConfig, "linear_attention": GatedDeltaConfig}
     for name, part in plain.items():
         if content.get(name) is not None:
-            parts[name] = _build(part, content[name], f"{where}: {name}")
+            parts[name] = build_dataclass(part, content[name], f"{where}: {name}")
     if content.get("feed_forward") is not None:
         parts["feed_forward"] = _build_feed_forward(content["feed_forward"], f"{where}: feed_forward")
-    config: DecoderConfig = _build(DecoderConfig, {**content, **parts}, where)
+    config: DecoderConfig = build_dataclass(DecoderConfig, {**content, **parts}, where)
     return config
 
 
@@ -87,7 +87,7 @@ def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
     content = _find_part(recipe, "adapter")
     if content is None:
         return None
-    config: AdapterConfig = _build(AdapterConfig, content, f"{where}: model.adapter")
+    config: AdapterConfig = build_dataclass(AdapterConfig, content, f"{where}: model.adapter")
     return config
 
 
@@ -102,7 +102,7 @@ def read_float8_options(recipe: Any, where: str) -> Float8Options | None:
     content = _find_part(recipe, "float8")
     if content is None:
         return None
-    options: Float8Options = _build(Float8Options, content, f"{where}: model.float8")
+    options: Float8Options = build_dataclass(Float8Options, content, f"{where}: model.float8")
     return options
 
 
@@ -169,7 +169,7 @@ def _build_feed_forward(content: Any, where: str) -> FeedForwardConfig:
     path = content.get("class_path")
     if not isinstance(path, str) or path not in known:
         raise UserError(f"{where}: class_path is {path!r}; it must be {' or '.join(sorted(known))}")
-    built: FeedForwardConfig = _build(known[path], content.get("init_args", {}), where)
+    built: FeedForwardConfig = build_dataclass(known[path], content.get("init_args", {}), where)
     return built
 
 
@@ -183,7 +183,7 @@ def _path_of(config: type) -> str:
     return f"{config.__module__}.{config.__qualname__}"
 
 
-def _build(config: Any, content: Any, where: str) -> Any:
+def build_dataclass(config: Any, content: Any, where: str) -> Any:
     """Returns the dataclass `config` of the fields in `content`, checked by name and type."""
     if not isinstance(content, Mapping):
         raise UserError(f"{where} is {content!r}: it must be a mapping of {', '.join(f.name for f in fields(config))}")
@@ -197,7 +197,7 @@ def _build(config: Any, content: Any, where: str) -> Any:
             raise UserError(f"{where}: {name} is {value!r}; it must be {_name_of(types[name])}")
         nested: Any = next((option for option in _options(types[name]) if is_dataclass(option)), None)
         if nested is not None and value is not None and not isinstance(value, nested):
-            content[name] = _build(nested, value, f"{where}: {name}")
+            content[name] = build_dataclass(nested, value, f"{where}: {name}")
     missing = [field.name for field in fields(config) if field.default is MISSING and field.name not in content]
     if missing:
         needed = [field.name for field in fields(config) if field.default is MISSING]

@@ -1,4 +1,4 @@
-"""Optimizer states in the host's memory or on a disk: each step they pass through the device, piece by piece.
+"""Optimizer states in the host's memory: each step they pass through the device, piece by piece.
 
 The update runs on the device, by the kernel that updates all other parameters, so that its results are the same bits.
 While a piece is updated, the next one comes to the device and the one before it goes back. This is another way than
@@ -10,7 +10,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,16 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genesis.base.errors import UserError
-from genesis.optim.piece_memory import (
-    MOMENTS,
-    DiskPieces,
-    DiskRates,
-    Extent,
-    HostPieces,
-    Passage,
-    PieceMemory,
-)
-from genesis.optim.transfers import CopyLane, Mark, Traffic, mark_now
+from genesis.optim.algorithm import Algorithm, Parts
+from genesis.optim.transfers import CopyLane, HostMemory, Mark, Traffic, mark_now
 
 PIECE_BYTES: Final = 32 * 2**20
 """Bytes of a piece of one moment: enough for the full rate of a bus, and little beside what training holds."""
@@ -53,7 +44,7 @@ class Piece:
     """What passes through the device together.
 
     Args:
-        algorithm: The algorithm that updates its parameters.
+        algorithm: The name of the algorithm that updates its parameters.
         start: Its first byte in the memory of each moment.
         num_bytes: Its bytes in each moment.
         slices: The parts of parameters whose moments it has.
@@ -65,26 +56,10 @@ class Piece:
     slices: tuple[Slice, ...]
 
 
-class Slices(NamedTuple):
-    """What an update gets: flat parts of parameters of one group.
-
-    Args:
-        weights: Parts of the parameters.
-        gradients: Parts of their gradients, which may be written to.
-        moments: Parts of each moment, in the order of `MOMENTS`, on the device.
-        steps: The count of steps of each part's parameter; empty without such counts.
-    """
-
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    moments: tuple[list[Tensor], ...]
-    steps: list[Tensor]
-
-
 Buffer = tuple[Tensor, ...]
 """Bytes on the device for a piece of each moment."""
-Update = Callable[[dict[str, Any], Slices], None]
-"""Updates parts of parameters, or their moments, by the options of their group."""
+Update = Callable[[dict[str, Any], Parts], None]
+"""Updates flat parts of parameters and their moments by the algorithm and the options of their group."""
 
 
 def choose(sizes: Sequence[int], share: float) -> list[int]:
@@ -120,98 +95,77 @@ def check_room(num_bytes: int, available_bytes: int | None, share: float) -> Non
 
 
 class StateOffload:
-    """Keeps the moments of AdamW and Muon in the host's memory, or in files, for a share of an optimizer's parameters.
+    """Keeps the moments of algorithms in the host's memory, for a share of an optimizer's parameters.
 
     The moments are made at once, so that memory is known to suffice before the first step, and a restore fills them.
-    Between steps they are whole: `step` returns when the last piece is back. It leaves what Muon orthogonalises in the
-    place of the gradient, so that each step needs gradients of its own. Deterministic; it does not communicate.
+    Between steps they are whole: `step` returns when the last piece is back. It leaves what an algorithm prepares of
+    whole matrices in the place of the gradient, so that each step needs gradients of its own. Deterministic; it does
+    not communicate.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer, whose groups name their algorithm.
+        algorithms: The algorithms by name.
         share: Share of the moments' bytes, from 0 to 1; at least so much is moved, in whole parameters.
         device: The device of training.
         available_bytes: The host's available memory for this rank; None if it is not known.
         piece_bytes: Bytes of a piece, a multiple of the size of a page.
         traffic: Where copies and waits are counted.
-        directory: Where the moments lie in files, in the place of the host's memory; None for memory.
 
     Attributes:
         num_bytes: Bytes of the moments.
-        disk_rates: How fast the disk of the moments was at the start; None without one, or behind a page cache.
 
     Raises:
-        UserError: The host lacks memory, or the directory lacks room.
+        UserError: The host lacks memory.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        algorithms: Mapping[str, Algorithm],
         share: float,
         device: torch.device,
         traffic: Traffic,
         *,
         available_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
-        directory: Path | None = None,
     ) -> None:
-        self._optimizer, self._device, self.traffic = optimizer, device, traffic
-        candidates: list[Tensor] = []
-        moments: dict[Tensor, tuple[str, ...]] = {}
+        self._optimizer, self._algorithms, self._device, self.traffic = optimizer, algorithms, device, traffic
+        candidates: dict[Tensor, str] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 local = _local(parameter)
                 # Others stay: a rank may hold no row of a parameter, and only contiguous ones have a flat form.
                 if local.device.type == device.type and local.is_contiguous() and local.numel():
-                    candidates.append(parameter)
-                    moments[parameter] = MOMENTS[group["algorithm"]]
-        sizes = [len(moments[one]) * _local(one).nbytes for one in candidates]
-        chosen = [candidates[index] for index in choose(sizes, share)]
-        starts: dict[Tensor, int] = {}
-        used = dict.fromkeys(MOMENTS.values(), 0)
-        for parameter in chosen:
-            starts[parameter] = used[moments[parameter]]
-            used[moments[parameter]] += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes = sum(len(names) * num_bytes for names, num_bytes in used.items())
-        sizes_by_moment = {moment: num_bytes for names, num_bytes in used.items() for moment in names if num_bytes}
-        self._memory: PieceMemory
-        self.disk_rates: DiskRates | None = None
-        if directory is None:
-            check_room(self.num_bytes, available_bytes, share)
-            self._memory = HostPieces(sizes_by_moment, device, piece_bytes)
-        else:
-            self._memory = disk = DiskPieces(directory, sizes_by_moment, device, piece_bytes, traffic)
-            if chosen:
-                self.disk_rates = disk.measure()  # writes zeros: before states of earlier steps come into the files
+                    candidates[parameter] = group["algorithm"]
+        sizes = [len(algorithms[name].moments) * _local(one).nbytes for one, name in candidates.items()]
+        parameters = list(candidates)
+        starts: dict[str, dict[Tensor, int]] = {name: {} for name in algorithms}
+        used = dict.fromkeys(algorithms, 0)
+        for parameter in (parameters[index] for index in choose(sizes, share)):
+            name = candidates[parameter]
+            starts[name][parameter] = used[name]
+            used[name] += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = sum(len(algorithms[name].moments) * num_bytes for name, num_bytes in used.items())
+        check_room(self.num_bytes, available_bytes, share)
+        self._memory = {
+            name: [HostMemory(num_bytes, device, piece_bytes) for _ in algorithms[name].moments]
+            for name, num_bytes in used.items()
+            if num_bytes
+        }
         self._held: dict[Tensor, dict[str, Tensor]] = {}
-        for parameter, start in starts.items():
-            self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in moments[parameter]}
+        for name, memories in self._memory.items():
+            for parameter, start in starts[name].items():
+                views = [_view(memory.bytes, parameter, start) for memory in memories]
+                self._held[parameter] = dict(zip(algorithms[name].moments, views, strict=True))
         self._adopt(is_first=True)
         self._pieces = [
-            piece
-            for algorithm, names in MOMENTS.items()
-            for piece in _cut(
-                algorithm,
-                [(one, start) for one, start in starts.items() if moments[one] == names],
-                used[names],
-                piece_bytes,
-            )
+            piece for name in self._memory for piece in _cut(name, list(starts[name].items()), used[name], piece_bytes)
         ]
-        self._extents = [Extent(MOMENTS[piece.algorithm], piece.start, piece.num_bytes) for piece in self._pieces]
         self._lanes: tuple[CopyLane, CopyLane] | None = None
 
     def holds(self, parameter: Tensor) -> bool:
         """Returns whether the moments of a parameter are offloaded."""
         return parameter in self._held
-
-    def _view(self, parameter: Tensor, moment: str, start: int) -> Tensor:
-        local = _local(parameter)
-        flat = self._memory.bytes_of(moment)[start : start + local.nbytes]
-        held = flat.view(local.dtype).view(local.shape)
-        # Like the parameter, so that checkpoints read the shard's position from it. `from_local` would move it to the
-        # device of the mesh.
-        if not isinstance(parameter, DTensor):
-            return held
-        return DTensor(held, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _find_groups(self) -> dict[Tensor, dict[str, Any]]:
         """Returns the group of each parameter now: `Optimizer.load_state_dict` makes new groups."""
@@ -225,9 +179,8 @@ class StateOffload:
         groups = self._find_groups()
         for parameter, held in self._held.items():
             state = self._optimizer.state[parameter]
-            if groups[parameter]["algorithm"] == "adamw" and "step" not in state:
-                is_fused = groups[parameter]["fused"]
-                state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
+            if self._algorithms[groups[parameter]["algorithm"]].counts_steps and "step" not in state:
+                state["step"] = torch.zeros((), device=parameter.device)
             for moment, tensor in held.items():
                 found = state.get(moment)
                 if found is None and not is_first:  # new memory has zeros
@@ -237,76 +190,57 @@ class StateOffload:
                 state[moment] = tensor
 
     @torch.no_grad()
-    def step(self, updates: Mapping[str, Update]) -> None:
-        """Runs the updates of all offloaded moments, and waits until they are back.
+    def step(self, update: Update) -> None:
+        """Runs the updates of all offloaded moments whose parameters have a gradient, and waits until they are back.
 
         Args:
-            updates: The update of each algorithm, for the parameters that have a gradient.
-
-        Raises:
-            OffloadError: The disk failed. Some parameters are updated and others are not.
+            update: The update.
         """
-        has_gradient = [any(one.parameter.grad is not None for one in piece.slices) for piece in self._pieces]
-        if not any(has_gradient):
+        passing = [piece for piece in self._pieces if any(one.parameter.grad is not None for one in piece.slices)]
+        if not passing:
             return
         self._adopt()
         groups = self._find_groups()
         if self._lanes is None:
             self._lanes = (CopyLane(self._device, self.traffic), CopyLane(self._device, self.traffic))
-        with self._memory.passing(self._extents, has_gradient) as passage:
-            passing = [n for n in range(len(self._pieces)) if passage.is_whole or has_gradient[n]]
-            self._pass(passage, passing, has_gradient, groups, updates)
-
-    def _pass(
-        self,
-        passage: Passage,
-        passing: Sequence[int],
-        has_gradient: Sequence[bool],
-        groups: dict[Tensor, dict[str, Any]],
-        updates: Mapping[str, Update],
-    ) -> None:
         begin = mark_now(self._device)
         # They come from the current stream's memory, whose earlier work may still use it.
         free = deque((self._build_buffer(), begin) for _ in range(min(NUM_BUFFERS, len(passing))))
-        coming: deque[tuple[Buffer, list[Tensor], Mark]] = deque()
-        for number, following in itertools.zip_longest(passing, passing[1:]):
-            if not has_gradient[number]:
-                passage.arrive(number)
-                passage.leave(number, None)  # from one file to the other
-                continue
-            if not coming:
-                coming.append(self._fetch(passage, number, *free.popleft()))
-            # It comes while this one is updated. None further: pieces arrive in their order only.
-            if following is not None and has_gradient[following]:
-                coming.append(self._fetch(passage, following, *free.popleft()))
-            buffer, on_host, arrived = coming.popleft()
+        coming: deque[tuple[Buffer, Mark]] = deque([self._fetch(passing[0], *free.popleft())])
+        mark: Mark = None
+        for piece, following in itertools.zip_longest(passing, passing[1:]):
+            if following is not None:  # it comes while this one is updated
+                coming.append(self._fetch(following, *free.popleft()))
+            buffer, arrived = coming.popleft()
             self.traffic.wait_for(arrived, self._device)
-            piece = self._pieces[number]
-            self._update(piece, buffer, groups, updates[piece.algorithm])
-            mark = self._store(piece, buffer, on_host, mark_now(self._device))
-            passage.leave(number, mark)
+            self._update(piece, buffer, groups, update)
+            mark = self._store(piece, buffer, mark_now(self._device))
             free.append((buffer, mark))
-        if free:
-            # The step ends when the last piece is back: the device has nothing else to do until then.
-            self.traffic.wait_for(free[-1][1], self._device)
+        # The step ends when the last piece is back: the device has nothing else to do until then.
+        self.traffic.wait_for(mark, self._device)
+        if mark is not None:
+            mark.synchronize()  # a save, and everybody else who reads the state, finds whole moments
 
     def _build_buffer(self) -> Buffer:
         most = max(piece.num_bytes for piece in self._pieces)
-        count = max(len(MOMENTS[piece.algorithm]) for piece in self._pieces)
+        count = max(map(len, self._memory.values()))
         return tuple(torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(count))
 
-    def _fetch(self, passage: Passage, number: int, buffer: Buffer, after: Mark) -> tuple[Buffer, list[Tensor], Mark]:
-        assert self._lanes is not None
-        mark: Mark = None
-        on_host = passage.arrive(number)
-        for target, source in zip(buffer, on_host, strict=False):
-            mark = self._lanes[0].fetch(target[: len(source)], source, after)
-        return buffer, on_host, mark
+    def _find_on_host(self, piece: Piece) -> list[Tensor]:
+        end = piece.start + piece.num_bytes
+        return [memory.bytes[piece.start : end] for memory in self._memory[piece.algorithm]]
 
-    def _store(self, piece: Piece, buffer: Buffer, on_host: list[Tensor], after: Mark) -> Mark:
+    def _fetch(self, piece: Piece, buffer: Buffer, after: Mark) -> tuple[Buffer, Mark]:
         assert self._lanes is not None
         mark: Mark = None
-        for source, target in zip(buffer, on_host, strict=False):
+        for target, source in zip(buffer, self._find_on_host(piece), strict=False):
+            mark = self._lanes[0].fetch(target[: piece.num_bytes], source, after)
+        return buffer, mark
+
+    def _store(self, piece: Piece, buffer: Buffer, after: Mark) -> Mark:
+        assert self._lanes is not None
+        mark: Mark = None
+        for source, target in zip(buffer, self._find_on_host(piece), strict=False):
             mark = self._lanes[1].store(target, source[: piece.num_bytes], after)
         return mark
 
@@ -315,21 +249,24 @@ class StateOffload:
         for one in piece.slices:
             if one.parameter.grad is not None:
                 by_group.setdefault(id(groups[one.parameter]), []).append(one)
+        algorithm = self._algorithms[piece.algorithm]
         for slices in by_group.values():
-            names = MOMENTS[piece.algorithm]
-            parts = Slices([], [], tuple([] for _ in names), [])
+            weights: list[Tensor] = []
+            gradients: list[Tensor] = []
+            steps: list[Tensor] = []
+            moments: tuple[list[Tensor], ...] = tuple([] for _ in algorithm.moments)
             for one in slices:
                 local = _local(one.parameter)
-                parts.weights.append(local.view(-1)[one.start : one.end])
-                parts.gradients.append(_flat_gradient(one.parameter)[one.start : one.end])
-                step = self._optimizer.state[one.parameter].get("step")
-                if step is not None:
-                    # The kernel counts a step for each slice: only the last one may count for the parameter.
-                    parts.steps.append(step if one.is_last else step.clone())
+                weights.append(local.view(-1)[one.start : one.end])
+                gradients.append(_flat_gradient(one.parameter)[one.start : one.end])
+                if algorithm.counts_steps:
+                    # The update counts a step for each slice: only the last one may count for the parameter.
+                    step = self._optimizer.state[one.parameter]["step"]
+                    steps.append(step if one.is_last else step.clone())
                 num_bytes = (one.end - one.start) * local.element_size()
-                for moment, bytes_here in zip(parts.moments, buffer, strict=False):
+                for moment, bytes_here in zip(moments, buffer, strict=False):
                     moment.append(bytes_here[one.at : one.at + num_bytes].view(local.dtype))
-            update(groups[slices[0].parameter], parts)
+            update(groups[slices[0].parameter], Parts(weights, gradients, moments, steps))
 
 
 def _cut(algorithm: str, starts: Sequence[tuple[Tensor, int]], num_bytes: int, piece_bytes: int) -> list[Piece]:
@@ -348,6 +285,17 @@ def _cut(algorithm: str, starts: Sequence[tuple[Tensor, int]], num_bytes: int, p
         Piece(algorithm, number * piece_bytes, min(piece_bytes, num_bytes - number * piece_bytes), tuple(slices))
         for number, slices in sorted(found.items())
     ]
+
+
+def _view(memory: Tensor, parameter: Tensor, start: int) -> Tensor:
+    """Returns a moment of a parameter, which begins at a byte of some memory."""
+    local = _local(parameter)
+    held = memory[start : start + local.nbytes].view(local.dtype).view(local.shape)
+    # Like the parameter, so that checkpoints read the shard's position from it. `from_local` would move it to the
+    # device of the mesh.
+    if not isinstance(parameter, DTensor):
+        return held
+    return DTensor(held, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Shares of a model that lie in the host's memory: how options give them, and which parts they choose. Pure."""
 
-from genesis.base.errors import UserError, check_is_named
+from genesis.base.errors import UserError
 
 
 def read_share(name: str, value: object) -> float:
@@ -16,29 +16,6 @@ def read_share(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise UserError(f"{name} is {value!r}; it must be a share from 0 to 1")
     return float(value)
-
-
-def read_directory(value: object, share: float) -> str | None:
-    """Returns the value of `optimizer_offload_directory`; None without one.
-
-    Args:
-        value: As a recipe gives it, where it may be anything.
-        share: The share that would lie there.
-
-    Raises:
-        UserError: It is no path, or nothing would lie there.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise UserError(f"optimizer_offload_directory is {value!r}; it must be a path")
-    check_is_named(value, "optimizer_offload_directory")
-    if not share:
-        raise UserError(
-            f"optimizer_offload_directory is {value!r}, and optimizer_offload is 0, so that nothing would lie there: "
-            "set optimizer_offload, up to 1"
-        )
-    return value
 
 
 def read_cpu_offload(value: object) -> float:

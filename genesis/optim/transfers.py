@@ -9,8 +9,6 @@ import mmap
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,7 +40,6 @@ class HostMemory:
 
     Attributes:
         bytes: The memory, as a tensor of uint8.
-        raw: The memory, for reads and writes of files.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, pin_bytes: int = PIN_PIECE_BYTES) -> None:
@@ -50,7 +47,7 @@ class HostMemory:
         mapped = mmap.mmap(-1, max(1, num_bytes))
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         address = memory.data_ptr()
-        self.bytes, self.raw = memory[:num_bytes], memoryview(mapped)[:num_bytes]
+        self.bytes = memory[:num_bytes]
         pinned: list[int] = []
         weakref.finalize(self, _unpin, pinned, device).atexit = False  # at the end of a process the driver does that
         if is_host(device.type):
@@ -77,17 +74,11 @@ class Traffic:
         to_device_bytes: Bytes that went to the device.
         to_host_bytes: Bytes that came from it.
         idle_seconds: Time in which the device, or on the CPU the host, waited for a copy.
-        disk_read_bytes: Bytes that were read from a disk.
-        disk_written_bytes: Bytes that were written to it.
-        disk_wait_seconds: Time in which the training thread waited for the disk.
     """
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     idle_seconds: float = 0.0
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_wait_seconds: float = 0.0
     _waits: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
 
     def take(self) -> "Traffic":
@@ -101,13 +92,6 @@ class Traffic:
         taken = replace(self, _waits=[])
         vars(self).update(vars(Traffic(_waits=pending)))
         return taken
-
-    @contextmanager
-    def waiting_for_disk(self) -> Iterator[None]:
-        """Counts the time of its body as a wait of the training thread for the disk."""
-        begin = time.perf_counter()
-        yield
-        self.disk_wait_seconds += time.perf_counter() - begin
 
     def wait_for(self, mark: "Mark", device: torch.device) -> None:
         """Makes what the current stream does next wait for a mark; the host does not wait."""

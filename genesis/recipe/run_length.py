@@ -104,7 +104,7 @@ def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[di
     replaced: dict[str, str] = {}
     lines: list[str] = []
     for file, given in files:
-        own = {name: value for name, value in given.items() if name in OPTIONS}
+        own = {_shorten(name): value for name, value in given.items() if _shorten(name) in OPTIONS}
         for name, none in find_replaced(own).items():
             if name in held:
                 value, earlier = held.pop(name)
@@ -117,8 +117,14 @@ def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[di
     return replaced, lines
 
 
+def _shorten(name: str) -> str:
+    """Returns the name of an option of a class as the command line may have it, without `init_args`."""
+    return name.replace(".init_args.", ".")
+
+
 def _read_option(name: str, text: str) -> Iterator[tuple[str, str]]:
     """Yields an option that is known, also under its abbreviation, and those within the YAML of a whole section."""
+    name = _shorten(name)
     found = [option for option in OPTIONS if option == name] or [each for each in OPTIONS if each.startswith(name)]
     if len(found) == 1:
         yield found[0], text

@@ -160,8 +160,8 @@ def share_experts(
 def _place(num_holders: int, num_shards: int, parameter: nn.Parameter) -> Shard:
     """Returns how ranks that hold the same experts shard a stack: FSDP2 divides other dimensions than the first evenly.
 
-    By experts where every rank gets as many, so that Muon finds whole matrices; else by the rows of each, or by the
-    columns where the rows cannot be divided, as those of an adapter of low rank.
+    By experts where every rank gets as many, so that an optimizer such as Muon finds whole matrices; else by the rows
+    of each, or by the columns where the rows cannot be divided, as those of an adapter of low rank.
     """
     sizes = [parameter.shape[0] // num_holders, *parameter.shape[1:]]
     found = next((dim for dim, size in enumerate(sizes) if size % num_shards == 0), None)

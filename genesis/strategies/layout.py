@@ -81,17 +81,17 @@ class LayoutStrategy(Protocol):
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
-    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
+    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
         """Refuses options that fit neither each other nor the model. It needs no process group.
 
         The command line calls it before it starts ranks, and the module before it builds the model.
 
         Args:
             decoder: The model.
-            optimizer: The name of the optimizer; None without training, which needs nothing that only training needs.
+            whole_matrices: The optimizer's algorithm if it needs whole matrices, and the command trains; else None.
 
         Raises:
-            UserError: Ranks cannot share the experts, or an option of an offload does not hold on this host.
+            UserError: Ranks cannot share the experts.
         """
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -138,7 +138,7 @@ class LightningStrategy:
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
-    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
+    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
         """Checks the kind of the strategy.
 
         Raises:

@@ -45,8 +45,6 @@ class Replicated(DDPStrategy):
             backward, with `block`.
         optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
             pass through the device, piece by piece, and the device updates.
-        optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
-            and not in the host's memory. Each rank reads and writes its part in every step.
         compile_blocks: Whether each block is compiled by torch.compile; `auto` for CUDA devices with Triton alone.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
@@ -55,7 +53,7 @@ class Replicated(DDPStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
-        offload: What lies in the host's memory, or on its disk.
+        offload: What lies in the host's memory.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Replicated(DDPStrategy):
         blocks_per_recomputation: int = 1,
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
-        optimizer_offload_directory: str | None = None,
         compile_blocks: CompileBlocks = False,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
@@ -90,7 +87,6 @@ class Replicated(DDPStrategy):
         self.offload = HostOffload(
             activations=activation_offload,
             optimizer_share=optimizer_offload,
-            optimizer_directory=optimizer_offload_directory,
         )
         self.compile_blocks = resolve_compilation(compile_blocks)
         self.timeout_seconds = timeout_seconds
@@ -121,10 +117,8 @@ class Replicated(DDPStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
-        """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
-        if optimizer is not None:
-            self.offload.check_directory()
+    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+        """Does nothing: these options fit each other and every model; see `LayoutStrategy`."""
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
@@ -213,7 +207,7 @@ class Replicated(DDPStrategy):
         if self.optimizer_states == "sharded":
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
             return
-        # After DDP all ranks hold the same gradients, so that each can orthogonalise a share of Muon's matrices.
+        # After DDP all ranks hold the same gradients, so that each can compute a share of the whole matrices.
         assert dist.group.WORLD is not None
         for optimizer in self.optimizers:
             if isinstance(optimizer, GroupedOptimizer):
@@ -238,5 +232,8 @@ def _spread(optimizer: Optimizer) -> Optimizer:
     groups = [dict(group) for group in optimizer.param_groups]
     # Imported here: its package compiles ten optimizers by TorchScript when it is imported, for most fits in vain.
     zero: Any = import_module("torch.distributed.optim")
-    spread: Optimizer = zero.ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    build: Any = type(optimizer)
+    if isinstance(optimizer, GroupedOptimizer):
+        build = partial(GroupedOptimizer, algorithms=optimizer.algorithms)
+    spread: Optimizer = zero.ZeroRedundancyOptimizer(groups, optimizer_class=build, **optimizer.defaults)
     return spread

@@ -69,8 +69,6 @@ class Sharded(ModelParallelStrategy):
             backward, with `block`.
         optimizer_offload: Share of the optimizer's states that lies in the host's memory, from 0 to 1: each step they
             pass through the device, piece by piece, and the device updates.
-        optimizer_offload_directory: A directory on a local disk, as an NVMe: the share then lies in files there, twice,
-            and not in the host's memory. Each rank reads and writes its part in every step.
         compile_blocks: Whether each block is compiled by torch.compile; `auto` for CUDA devices with Triton alone.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
@@ -81,7 +79,7 @@ class Sharded(ModelParallelStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
-        offload: What lies in the host's memory, or on its disk.
+        offload: What lies in the host's memory.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Sharded(ModelParallelStrategy):
         blocks_per_recomputation: int = 1,
         activation_offload: bool = False,
         optimizer_offload: float = 0.0,
-        optimizer_offload_directory: str | None = None,
         compile_blocks: CompileBlocks = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
@@ -132,7 +129,6 @@ class Sharded(ModelParallelStrategy):
         self.offload = HostOffload(
             activations=activation_offload,
             optimizer_share=optimizer_offload,
-            optimizer_directory=optimizer_offload_directory,
             has_units=self.cpu_offload > 0.0,
         )
         self.compile_blocks = resolve_compilation(compile_blocks)
@@ -175,15 +171,13 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, optimizer: str | None) -> None:
+    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
         degrees.check_available()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
-        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, optimizer)
-        if optimizer is not None:
-            self.offload.check_directory()
+        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

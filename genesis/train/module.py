@@ -38,7 +38,7 @@ from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
-from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, Algorithm, GroupedOptimizer, build_optimizer
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
@@ -92,7 +92,7 @@ class GenesisModule(pl.LightningModule):
 
     Args:
         decoder: The model's shape.
-        optimizer: The optimizer and its peak learning rate.
+        optimizer: How parameters are updated; None for AdamW.
         seed: The seed of the initial weights and of dropout.
         adapter: Adapters on the frozen weights of a base; None to train all weights.
         objective: What training minimises; None for the cross-entropy of the next token.
@@ -116,7 +116,7 @@ class GenesisModule(pl.LightningModule):
     def __init__(
         self,
         decoder: DecoderConfig,
-        optimizer: OptimizerOptions | None = None,
+        optimizer: Algorithm | None = None,
         seed: int = 0,
         adapter: AdapterConfig | None = None,
         objective: Objective | None = None,
@@ -125,7 +125,7 @@ class GenesisModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
-        self.optimizer_options = optimizer or OptimizerOptions()
+        self.algorithm = optimizer or AdamW()
         self.seed = seed
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
@@ -153,7 +153,7 @@ class GenesisModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the decoder supports corpus, precision and options, before it is built."""
-        self._strategy.check_options(self.decoder_config, self.optimizer_options.name if stage == "fit" else None)
+        self._strategy.check_options(self.decoder_config, self.algorithm.whole_name if stage == "fit" else None)
         prepare_precision(self.trainer.strategy)
         agree_on_kernel(self.attention, self.attention_failure)  # Lightning calls this after the proofs of callbacks
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
@@ -222,7 +222,7 @@ class GenesisModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         """Builds the optimizer; the schedule is a callback's."""
-        return build_optimizer(self._model, self.optimizer_options)
+        return build_optimizer(self._model, self.algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Returns the log of transfers if the strategy keeps something on the host, and that of the training steps.
@@ -232,7 +232,7 @@ class GenesisModule(pl.LightningModule):
         """
         offload = vars(self.trainer.strategy).get("offload")
         if isinstance(offload, HostOffload) and offload.is_active:
-            return [OffloadLog(offload.traffic, has_disk=offload.has_disk), self._training_log]
+            return [OffloadLog(offload.traffic), self._training_log]
         return [self._training_log]
 
     @property

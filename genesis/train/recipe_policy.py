@@ -9,7 +9,7 @@ from genesis.model.attend.table import FLASH
 from genesis.model.compilation import unify_compilation
 from genesis.model.precision import unify_precision
 from genesis.model.recipe import unify_decoder
-from genesis.optim.build import read_adapter_decay
+from genesis.optim.recipe import read_adapter_decay, unify_optimizer
 from genesis.recipe.deprecated import rename_in_recipe
 from genesis_callbacks.checkpoint import DriftPolicy
 from genesis_callbacks.schedule import Schedule, ScheduleOptions
@@ -47,7 +47,7 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
-    unified = unify_deterministic(unify_precision(unify_decoder(rename_in_recipe(recipe))))
+    unified = unify_deterministic(unify_precision(unify_decoder(unify_optimizer(rename_in_recipe(recipe)))))
     return fill_attention(unify_compilation(_fill_adapter_decay(unified)))
 
 

@@ -14,7 +14,7 @@ from genesis.data.plans import count_lost_documents
 from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
-from genesis.optim.build import OptimizerOptions
+from genesis.optim.algorithm import NO_DECAY, Algorithm
 from genesis_callbacks import SkipAwareLR
 from genesis_callbacks.schedule import lr_factor
 
@@ -37,9 +37,9 @@ class StartReport(pl.Callback):
         schedule = next((one for one in vars(trainer)["callbacks"] if isinstance(one, SkipAwareLR)), None)
         if schedule is not None:
             lines += describe_schedule(schedule, data, trainer.max_steps)
-        options = getattr(pl_module, "optimizer_options", None)
-        if options is not None and getattr(pl_module, "adapter_config", None) is not None:
-            lines.append(describe_adapter_rate(options))
+        algorithm = getattr(pl_module, "algorithm", None)
+        if algorithm is not None and getattr(pl_module, "adapter_config", None) is not None:
+            lines.append(describe_adapter_rate(algorithm))
         if isinstance(data, CorpusData) and data.pairs is None:
             lines += describe_conversations(data.corpus.train, data.options.seq_len, data.packing)
             if module.why_no_validation is None:
@@ -133,16 +133,11 @@ def measure_learned_share(data: CorpusData) -> float:
     return sum(shards) / max(1, sum(source.num_tokens for source in data.corpus.train))
 
 
-def describe_adapter_rate(options: OptimizerOptions) -> str:
+def describe_adapter_rate(algorithm: Algorithm) -> str:
     """Returns a line about the rate and the weight decay of adapters."""
-    if options.name == "muon":
-        rate, key = options.muon_lr, "muon_lr"
-    elif options.adapter_lr is None:
-        rate, key = options.lr, "lr"
-    else:
-        rate, key = options.adapter_lr, "adapter_lr"
-    decay = options.adapter_weight_decay or 0.0
-    return f"adapters: learning rate {rate:g} (model.optimizer.{key}), weight decay {decay:g}"
+    key = "lr" if algorithm.adapter_lr is None else "adapter_lr"
+    decay = algorithm.adapter_weight_decay or NO_DECAY
+    return f"adapters: learning rate {getattr(algorithm, key):g} (model.optimizer.{key}), weight decay {decay:g}"
 
 
 def describe_conversations(sources: Sequence[TokenSource], seq_len: int, packing: Packing) -> Iterator[str]:

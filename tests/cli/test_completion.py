@@ -22,7 +22,6 @@ def test_the_script_names_every_command(shell: str, genesis: Genesis) -> None:
     [
         (["data", "in"], ["inspect"]),
         (["fit", "--data.seq"], ["--data.seq_len"]),
-        (["fit", "--model.optimizer.muon_w"], ["--model.optimizer.muon_weight_decay"]),
         (["generate", "--max_n"], ["--max_new_tokens"]),
         (["export", "--dtype", "f"], ["float32", "float16"]),
         (["export", "--best", "--ad"], ["--adapter"]),

@@ -37,14 +37,14 @@ def test_a_run_that_continues_keeps_its_packing_and_the_decay_of_its_adapters(
     manifest = None if recorded is None else cast("Manifest", SimpleNamespace(recipe=recorded))
     keep_choices(config, manifest)
     assert config["data.packing"] == packing
-    assert config["model.optimizer.adapter_weight_decay"] == decay
+    assert config["model.optimizer.init_args.adapter_weight_decay"] == decay
     if recorded is not None:  # and the resume finds no difference
         options = unify_recipe(recorded)["model"]["optimizer"]
         assert options["adapter_weight_decay"] == decay
 
 
 def test_what_is_given_is_not_replaced() -> None:
-    optimizer = Namespace(adapter_weight_decay=0.3)
+    optimizer = Namespace(init_args=Namespace(adapter_weight_decay=0.3))
     config = Namespace(data=Namespace(packing="pad"), model=Namespace(adapter=Namespace(), optimizer=optimizer))
     keep_choices(config, cast("Manifest", SimpleNamespace(recipe={"data": {"packing": "chunk"}})))
-    assert (config["data.packing"], config["model.optimizer.adapter_weight_decay"]) == ("pad", 0.3)
+    assert (config["data.packing"], config["model.optimizer.init_args.adapter_weight_decay"]) == ("pad", 0.3)

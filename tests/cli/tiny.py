@@ -19,7 +19,7 @@ def build_recipe(corpus: Path, run_dir: Path) -> dict[str, Any]:
                 "ffn_dim": 48,
                 "max_seq_len": 16,
             },
-            "optimizer": {"name": "adamw", "lr": 1e-2},
+            "optimizer": {"lr": 1e-2},
         },
         "data": {"corpus": str(corpus), "seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8},
         "schedule": {"total_updates": 100},

@@ -14,8 +14,9 @@ from genesis.model.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
 from genesis.model.norm import RMSNorm
 from genesis.operations.doctor.probe import Probe, SkippedError
 from genesis.operations.doctor.training import VARIANTS, train_on_all, watch_waits
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import build_optimizer
 from genesis_callbacks.checkpoint import prove_device
+from tests.algorithms import algorithm_of
 from tests.killed_run import kill_alone
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
@@ -82,7 +83,7 @@ def test_gradients_that_the_kernel_scales_are_multiplied_ones(kind: str, name: L
         )
         decoder.init_weights(0)
         decoder.to(kind)
-        optimizer = build_optimizer(decoder, OptimizerOptions(name=name, lr=1e-2))
+        optimizer = build_optimizer(decoder, algorithm_of(name, lr=1e-2))
         generator = torch.Generator().manual_seed(0)
         for parameter in decoder.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(kind)

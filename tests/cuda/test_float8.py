@@ -14,7 +14,7 @@ from genesis.base.device import has_float8
 from genesis.model.float8 import Float8Options, list_float8_proofs
 from genesis.operations.doctor.fits import SIZES, KeepLosses, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Replicated, Sharded
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint
@@ -70,7 +70,7 @@ def fit(
         deterministic=True,
         enable_checkpointing=saves,
     )
-    module = GenesisModule(SIZES["tiny"].decoder, OptimizerOptions(), float8=Float8Options() if has_float8 else None)
+    module = GenesisModule(SIZES["tiny"].decoder, AdamW(), float8=Float8Options() if has_float8 else None)
     trainer.fit(module, random_windows(SIZES["tiny"]), ckpt_path=checkpoint.latest() if saves else None)
     weights = {name: _take(parameter) for name, parameter in module.named_parameters()}
     return {"losses": keep.read(), "weights": weights}

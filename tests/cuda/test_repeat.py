@@ -11,7 +11,7 @@ from genesis.base.errors import UserError
 from genesis.model import attention
 from genesis.operations.doctor.fits import SIZES, Size, build_strategy, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import Muon
 from genesis.train.module import GenesisModule
 from tests.train.test_repeat_proof import attend_in_any_order
 
@@ -31,7 +31,7 @@ def fit(
         precision=precision,
         deterministic=True,
     )
-    module = GenesisModule(size.decoder, OptimizerOptions(name="muon"))
+    module = GenesisModule(size.decoder, Muon())
     trainer.fit(module, datamodule=random_windows(size))
     return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
 

@@ -35,7 +35,6 @@ from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.float8 import Float8Options, load_torchao
 from genesis.model.norm import NormConfig
-from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, agree, mesh, replicated, sharded
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.start import Start
@@ -43,6 +42,7 @@ from genesis.train.module import GenesisModule
 from genesis.train.telemetry import TelemetryOptions, build_telemetry
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, StepTimer, TokenCounters
 from genesis_callbacks.host_group import HostGroup, Pending
+from tests.algorithms import algorithm_of
 from tests.fakecuda import device
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.device import outside
@@ -371,7 +371,7 @@ def run_fit(
             adapter = build_adapter(combination.adapter)
             module = GenesisModule(
                 decoder_config,
-                OptimizerOptions(name=combination.optimizer),
+                algorithm_of(combination.optimizer),
                 adapter=adapter,
                 attention=attention,
                 float8=Float8Options() if has_float8 else None,

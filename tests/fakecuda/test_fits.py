@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,20 +57,6 @@ def test_offload_to_the_host_frees_the_device_and_adds_no_wait(
     if combination.optimizer == "adamw":
         assert moved["peak_bytes"] < 0.9 * plain["peak_bytes"]
     assert moved["syncs"] == plain["syncs"], moved["lines"]  # the wait for the states' return is for an event
-
-
-@pytest.mark.parametrize("combination", [Combination(), Combination("full", optimizer="muon", num_ranks=2)], ids=str)
-def test_states_on_a_disk_pass_through_the_device_and_add_no_wait(
-    fake_device: FakeDevice, combination: Combination, tmp_path: Path
-) -> None:
-    in_memory = {"optimizer_offload": 1.0}
-    held = run(fake_device, combination, strategy_options=in_memory)
-    on_disk = run(
-        fake_device, combination, strategy_options={**in_memory, "optimizer_offload_directory": str(tmp_path)}
-    )
-    assert "refused" not in on_disk
-    assert on_disk["memory"] == held["memory"]
-    assert on_disk["syncs"] == held["syncs"], on_disk["lines"]  # threads wait for events, and the host for threads
 
 
 @pytest.mark.parametrize("shard", ["full", "grad_op"])

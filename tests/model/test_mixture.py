@@ -23,7 +23,7 @@ from genesis.model.initial import InitialValues
 from genesis.model.mixture import Mixture, MixtureConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
 from genesis.model.router import ENTROPY, LOAD
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import Muon, build_optimizer
 
 DIM, ROWS, LENGTH = 16, 3, 11
 BASE = MixtureConfig(num_experts=8, top_k=2, ffn_dim=24)
@@ -345,7 +345,7 @@ def test_a_cache_generates_what_the_whole_text_gives(option: str) -> None:
 def test_muon_orthogonalises_each_expert_by_itself() -> None:
     decoder = Decoder(decoder_config(shared_ffn_dim=20, has_shared_gate=True, has_balance_bias=True))
     decoder.init_weights(0)
-    optimizer = build_optimizer(decoder, OptimizerOptions(name="muon", muon_weight_decay=0.0))
+    optimizer = build_optimizer(decoder, Muon(weight_decay=0.0))
     groups = {group["name"]: (group["algorithm"], len(group["params"])) for group in optimizer.param_groups}
     assert groups["experts"] == ("muon", 9)
     assert groups["routers"] == ("adamw", 6)

@@ -16,7 +16,7 @@ from genesis.model.feed_forward import DenseConfig
 from genesis.model.initial import INIT_STD, draw_block
 from genesis.model.norm import NormConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config, unify_decoder
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, Muon, build_optimizer
 from tests.model.mixture_part import MixtureConfig
 
 SHAPE = {"vocab_size": 61, "dim": 32, "num_layers": 3, "max_seq_len": 16}
@@ -124,7 +124,7 @@ def test_no_code_is_imported_because_a_checkpoint_names_it() -> None:
 def test_todays_groups_keep_their_names_and_the_order_of_their_parameters() -> None:
     decoder = Decoder(replace(USUAL, has_tied_embeddings=False))
     names = {id(parameter): name for name, parameter in decoder.named_parameters()}
-    groups = build_optimizer(decoder, OptimizerOptions()).param_groups
+    groups = build_optimizer(decoder, AdamW()).param_groups
     found = {group["name"]: [names[id(parameter)] for parameter in group["params"]] for group in groups}
     matrices = ("attention.query", "attention.key", "attention.value", "attention.output")
     matrices += ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
@@ -139,7 +139,7 @@ def test_todays_groups_keep_their_names_and_the_order_of_their_parameters() -> N
 
 
 def test_a_part_brings_groups_of_its_own_with_the_treatment_of_their_kind() -> None:
-    groups = {group["name"]: group for group in build_optimizer(Decoder(MIXED), OptimizerOptions()).param_groups}
+    groups = {group["name"]: group for group in build_optimizer(Decoder(MIXED), AdamW()).param_groups}
     assert list(groups) == ["matrices", "embeddings", "vectors", "routers", "experts"]
     assert {name: group["weight_decay"] for name, group in groups.items()} == {
         "matrices": 0.1,
@@ -154,8 +154,8 @@ def test_a_part_brings_groups_of_its_own_with_the_treatment_of_their_kind() -> N
 def test_muon_refuses_what_is_neither_a_matrix_nor_a_stack_of_them() -> None:
     decoder = Decoder(MIXED)
     decoder.blocks[1].feed_forward.up = nn.Parameter(torch.empty(3, 2, 4, 32))
-    with pytest.raises(UserError, match=r"'muon'.*blocks\.1\.feed_forward\.up has 4 dimensions: use adamw"):
-        build_optimizer(decoder, OptimizerOptions(name="muon"))
+    with pytest.raises(UserError, match=r"is muon, .*blocks\.1\.feed_forward\.up has 4 dimensions: use another one"):
+        build_optimizer(decoder, Muon())
 
 
 def test_a_part_draws_its_own_initial_values_by_canonical_name() -> None:

@@ -1,9 +1,10 @@
-"""One optimizer, two algorithms: torch's own updates, states that come back bit for bit, any number of ranks."""
+"""One optimizer, several algorithms: torch's own updates, states that come back bit for bit, any number of ranks."""
 
 import copy
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup
-from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, Algorithm, GroupedOptimizer, Muon, build_optimizer
 from genesis_callbacks.testing import run_ranks
 
 with warnings.catch_warnings():
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-ADAMW, MUON = OptimizerOptions(lr=1e-2), OptimizerOptions(name="muon", lr=1e-2)
+ADAMW, MUON = AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2))
 
 
 def _decoder(has_tied_embeddings: bool = False) -> Decoder:
@@ -89,7 +90,7 @@ def test_every_parameter_is_in_one_group_with_the_treatment_of_its_kind() -> Non
 
 def test_a_tied_embedding_is_updated_once_and_decays_by_choice() -> None:
     decoder = _decoder(has_tied_embeddings=True)
-    optimizer = build_optimizer(decoder, OptimizerOptions(decayed="matrices_and_embeddings"))
+    optimizer = build_optimizer(decoder, AdamW(decayed="matrices_and_embeddings"))
     groups = {group["name"]: group for group in optimizer.param_groups}
     assert set(groups) == {"matrices", "embeddings", "vectors"}
     assert groups["embeddings"]["weight_decay"] == 0.1
@@ -101,7 +102,6 @@ def test_a_tied_embedding_is_updated_once_and_decays_by_choice() -> None:
         ({}, 3e-4, 0.0),
         ({"lr": 2e-5, "adapter_lr": 2e-4}, 2e-4, 0.0),
         ({"lr": 2e-5, "adapter_weight_decay": 0.05}, 2e-5, 0.05),
-        ({"name": "muon", "adapter_lr": 2e-4}, 0.02, 0.0),
     ],
 )
 def test_adapters_have_a_rate_of_their_own_and_no_decay_unless_asked(
@@ -110,7 +110,7 @@ def test_adapters_have_a_rate_of_their_own_and_no_decay_unless_asked(
     """The decay that pulls adapters to their base is reported as unslothai/unsloth#5747; DoRA's lengths never decay."""
     decoder = _decoder()
     attach_adapters(decoder, AdapterConfig(rank=2, dora=True, also_train=("embedding",)))
-    chosen = OptimizerOptions(**options)
+    chosen = AdamW(**options)
     groups = {group["name"]: group for group in build_optimizer(decoder, chosen).param_groups}
     assert set(groups) == {"adapters", "embeddings", "vectors"}
     assert (groups["adapters"]["lr"], groups["adapters"]["weight_decay"]) == (rate, decay)
@@ -125,27 +125,32 @@ def test_a_frozen_parameter_is_in_no_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"muon_momentum": 1.0}, {"eps": float("nan")}]
+    ("algorithm", "options"),
+    [
+        (AdamW, {"lr": -1.0}),
+        (AdamW, {"betas": (0.9, 1.0)}),
+        (AdamW, {"eps": float("nan")}),
+        (Muon, {"momentum": 1.0}),
+        (Muon, {"others": Muon()}),
+    ],
 )
-def test_options_that_no_run_can_use_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_options_that_no_run_can_use_are_refused_by_name(algorithm: type[Algorithm], options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"optimizer\.{next(iter(options))}"):
-        OptimizerOptions(**options)
+        algorithm(**options)
 
 
-def test_an_option_that_only_torch_has_is_refused() -> None:
-    weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="amsgrad is True"):
-        GroupedOptimizer([{"algorithm": "adamw", "params": [weight], "amsgrad": True}])
-    with pytest.raises(ValueError, match="ns_steps is 7"):
-        GroupedOptimizer([{"algorithm": "muon", "params": [weight], "ns_steps": 7}])
-    with pytest.raises(ValueError, match="'lion' is unknown"):
-        GroupedOptimizer([{"algorithm": "lion", "params": [weight]}])
+def test_matrices_of_adapters_have_a_rate_of_their_own_under_muon() -> None:
+    decoder = _decoder()
+    attach_adapters(decoder, AdapterConfig(rank=2, dora=True))
+    optimizer = build_optimizer(decoder, Muon(adapter_lr=0.2, others=AdamW(adapter_lr=2e-4)))
+    groups = {group["name"]: (group["algorithm"], group["lr"]) for group in optimizer.param_groups}
+    assert groups == {"adapters": ("muon", 0.2), "vectors": ("adamw", 2e-4)}
 
 
 # ---- updates
 
 
-def _torch_optimizers(decoder: Decoder, options: OptimizerOptions) -> list[torch.optim.Optimizer]:
+def _torch_optimizers(decoder: Decoder, options: Algorithm) -> list[torch.optim.Optimizer]:
     built = {group["name"]: group for group in build_optimizer(decoder, options).param_groups}
     adamw = [
         {"params": group["params"], "weight_decay": group["weight_decay"]}
@@ -153,19 +158,19 @@ def _torch_optimizers(decoder: Decoder, options: OptimizerOptions) -> list[torch
         if group["algorithm"] == "adamw"
     ]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, lr=1e-2, betas=(0.9, 0.95), fused=True)]
-    if options.name == "muon":
+    if options.whole_matrices:
         optimizers.append(torch.optim.Muon(built["matrices"]["params"], lr=0.02))
     return optimizers
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_updates_are_those_of_torchs_optimizers(options: OptimizerOptions) -> None:
+def test_updates_are_those_of_torchs_optimizers(options: Algorithm) -> None:
     ours, theirs = _decoder(), _decoder()
     # Few steps: how bfloat16 products are rounded depends on the processor, and ten steps have made 6e-3 of it. Without
     # Nesterov's momentum, five steps differ by 2e-2.
     _train(ours, [build_optimizer(ours, options)], range(5))
     _train(theirs, _torch_optimizers(theirs, options), range(5))
-    tolerance = 0.0 if options.name == "adamw" else 5e-3
+    tolerance = 0.0 if not options.whole_matrices else 5e-3
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, atol=tolerance, rtol=0)
 
@@ -189,7 +194,7 @@ def test_torchs_optimizers_go_on_from_our_state() -> None:
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_a_restored_optimizer_goes_on_bit_for_bit(options: OptimizerOptions) -> None:
+def test_a_restored_optimizer_goes_on_bit_for_bit(options: Algorithm) -> None:
     straight = _decoder()
     _train(straight, [build_optimizer(straight, options)], range(6))
     first = _decoder()
@@ -209,7 +214,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(options: OptimizerOptions) -> 
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_without_a_gradient_nothing_moves_and_no_state_ages(options: OptimizerOptions) -> None:
+def test_without_a_gradient_nothing_moves_and_no_state_ages(options: Algorithm) -> None:
     decoder = _decoder()
     optimizer = build_optimizer(decoder, options)
     _train(decoder, [optimizer], range(2))
@@ -221,7 +226,7 @@ def test_without_a_gradient_nothing_moves_and_no_state_ages(options: OptimizerOp
         assert all(torch.equal(state["state"][index][key], value) for key, value in of_parameter.items())
 
 
-def _scaled_steps(options: OptimizerOptions, scale: Callable[[GroupedOptimizer, float], None]) -> dict[str, Tensor]:
+def _scaled_steps(options: Algorithm, scale: Callable[[GroupedOptimizer, float], None]) -> dict[str, Tensor]:
     """Returns weights and gradients after two steps, of which only the first one is scaled."""
     model = _decoder()
     optimizer = build_optimizer(model, options)
@@ -242,9 +247,7 @@ def _multiply(optimizer: GroupedOptimizer, factor: float) -> None:
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_scaled_gradients_are_multiplied_ones_for_one_step(
-    options: OptimizerOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scaled_gradients_are_multiplied_ones_for_one_step(options: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, on_host = (_scaled_steps(options, scale) for scale in (_multiply, GroupedOptimizer.scale_gradients))
     assert all(torch.equal(on_host[name], tensor) for name, tensor in expected.items()), "the host keeps its bits"
     monkeypatch.setattr("genesis.optim.optimizer.is_host", lambda kind: False)
@@ -257,7 +260,9 @@ def test_scaled_gradients_are_multiplied_ones_for_one_step(
 
 def test_a_closure_runs_with_gradients_before_the_update() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = GroupedOptimizer([{"algorithm": "adamw", "params": [weight], "lr": 0.5, "weight_decay": 0.0}])
+    options = AdamW(lr=0.5, weight_decay=0.0)
+    group = {"params": [weight], "algorithm": "adamw", **options.group_options(MATRICES, has_adapters=False)}
+    optimizer = GroupedOptimizer([group], {"adamw": options})
 
     def closure() -> float:
         loss = weight.square().sum()
@@ -287,7 +292,7 @@ def test_a_gradient_scaler_skips_an_overflow_and_unscales_the_rest() -> None:
 # ---- several ranks
 
 
-def _train_on_rank(kind: str, options: OptimizerOptions) -> list[Tensor]:
+def _train_on_rank(kind: str, options: Algorithm) -> list[Tensor]:
     decoder = _decoder()
     optimizer: torch.optim.Optimizer
     if kind == "sharded":
@@ -297,8 +302,8 @@ def _train_on_rank(kind: str, options: OptimizerOptions) -> list[Tensor]:
         fully_shard(decoder, mesh=mesh)
         optimizer = build_optimizer(decoder, options)
     else:
-        groups = build_optimizer(decoder, options).param_groups
-        optimizer = ZeroRedundancyOptimizer(groups, GroupedOptimizer)
+        built = build_optimizer(decoder, options)
+        optimizer = ZeroRedundancyOptimizer(built.param_groups, partial(GroupedOptimizer, algorithms=built.algorithms))
     _train(decoder, [optimizer], range(5))
     if kind == "sharded":
         assert all(
@@ -312,10 +317,10 @@ def _train_on_rank(kind: str, options: OptimizerOptions) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["sharded", "zero"])
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_several_ranks_train_as_one_does(kind: str, options: OptimizerOptions) -> None:
+def test_several_ranks_train_as_one_does(kind: str, options: Algorithm) -> None:
     alone = _decoder()
     _train(alone, [build_optimizer(alone, options)], range(5))
-    tolerance = 1e-5 if options.name == "adamw" else 5e-3
+    tolerance = 1e-5 if not options.whole_matrices else 5e-3
     for weights in run_ranks(_train_on_rank, 2, kind, options):
         for mine, other in zip(alone.parameters(), weights, strict=True):
             torch.testing.assert_close(mine.detach(), other, atol=tolerance, rtol=0)
@@ -326,7 +331,7 @@ class FewRows(nn.Sequential):
         return {name: MATRICES if name.endswith("weight") else VECTORS for name, _ in self.named_parameters()}
 
 
-def _train_few_rows_on_rank(options: OptimizerOptions) -> tuple[list[Tensor], set[float]]:
+def _train_few_rows_on_rank(options: Algorithm) -> tuple[list[Tensor], set[float]]:
     model = FewRows(nn.Linear(4, 1), nn.Linear(1, 3))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
@@ -342,7 +347,7 @@ def _train_few_rows_on_rank(options: OptimizerOptions) -> tuple[list[Tensor], se
 
 
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_a_rank_that_holds_no_row_of_a_parameter_keeps_step_with_the_others(options: OptimizerOptions) -> None:
+def test_a_rank_that_holds_no_row_of_a_parameter_keeps_step_with_the_others(options: Algorithm) -> None:
     alone, _ = _train_few_rows_on_rank(options)
     for weights, ages in run_ranks(_train_few_rows_on_rank, 2, options):
         assert ages == {3.0}

@@ -110,3 +110,59 @@ def test_a_removed_key_of_a_yaml_text_is_left_out_with_its_value(text: str) -> N
 
 def test_a_saved_recipe_with_a_removed_option_equals_todays() -> None:
     assert unify_recipe({"model": {"seed": 1, "gradient_norm": "device"}}) == unify_recipe({"model": {"seed": 1}})
+
+
+NAMED = """model:
+  optimizer:
+    name: muon
+    lr: 1.0e-3  # AdamW's
+    betas:
+    - 0.9
+    - 0.95
+    muon_lr: 0.05
+    adapter_lr:
+  seed: 3
+"""
+MUON = {
+    "class_path": "genesis.optim.Muon",
+    "init_args": {
+        "lr": 0.05,
+        "others": {
+            "class_path": "genesis.optim.AdamW",
+            "init_args": {"lr": 1e-3, "betas": [0.9, 0.95], "adapter_lr": None},
+        },
+    },
+}
+
+
+def test_an_optimizer_that_a_file_gives_by_its_name_becomes_one_by_its_class() -> None:
+    text, old = rename_in_yaml(NAMED)
+    assert yaml.safe_load(text) == {"model": {"optimizer": MUON, "seed": 3}}
+    assert [describe_deprecated(name).partition(";")[0] for name in old] == ["model.optimizer.name is deprecated"]
+    assert rename_in_recipe(yaml.safe_load(NAMED)) == yaml.safe_load(text)
+    inner = "{name: adamw, lr: 0.1, muon_lr: 3}"
+    expected = {"class_path": "genesis.optim.AdamW", "init_args": {"lr": 0.1}}
+    assert yaml.safe_load(rename_in_yaml(inner, "model.optimizer")[0]) == expected
+    assert rename_in_yaml(text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--model.optimizer.name", "muon"], r"give the class, as --model\.optimizer genesis\.optim\.Muon"),
+        (["--model.optimizer.muon_lr=1"], r"with model\.optimizer\.class_path genesis\.optim\.Muon it is .*\.lr"),
+        (["--model.optimizer", "{muon_lr: 1}"], r"muon_lr is gone"),
+        (["--trainer.strategy.optimizer_offload_directory", "/x"], "is /x: optimizer states are offloaded to the host"),
+    ],
+)
+def test_what_has_no_meaning_by_itself_is_refused_with_the_new_spelling(words: list[str], remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        rename_in_arguments(words)
+
+
+def test_the_null_of_a_removed_option_is_left_out_without_a_word() -> None:
+    assert rename_in_yaml("trainer: {strategy: {init_args: {optimizer_offload_directory: null}}}") == (
+        "trainer: {strategy: {init_args: {}}}",
+        [],
+    )
+    assert rename_in_arguments(["--trainer.strategy.optimizer_offload_directory=null"]) == ([], [])

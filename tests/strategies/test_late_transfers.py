@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from genesis.model.decoder import Decoder
-from genesis.optim import OptimizerOptions, build_optimizer
-from genesis.optim.piece_memory import _DiskPassage
+from genesis.optim import build_optimizer
 from genesis.optim.transfers import CopyLane, PinWarning, Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.wrap import apply_wrappers
 from genesis_callbacks.testing import run_ranks
+from tests.algorithms import algorithm_of
 from tests.fakecuda.compiler import find_compiler
 from tests.train.support import TINY
 
@@ -33,18 +33,16 @@ def load_device() -> Any:
     return simulated.load()
 
 
-def train(
-    traffic: Traffic | None, name: Literal["adamw", "muon"] = "adamw", directory: Path | None = None
-) -> dict[str, Tensor]:
+def train(traffic: Traffic | None, name: Literal["adamw", "muon"] = "adamw") -> dict[str, Tensor]:
     """Returns parameters and moments after three steps, with traffic everything on the host that can be there."""
     device = torch.device("simulated", 0)
     decoder = Decoder(SHAPE)
     decoder.init_weights(0)
     decoder.to(device)
     apply_wrappers(decoder, "block", offload=None if traffic is None else ActivationOffload(traffic))
-    optimizer = build_optimizer(decoder, OptimizerOptions(name=name, lr=1e-2))
+    optimizer = build_optimizer(decoder, algorithm_of(name, lr=1e-2))
     if traffic is not None:
-        optimizer.offload_states(1.0, device, traffic, piece_bytes=4 * PAGE, directory=directory)
+        optimizer.offload_states(1.0, device, traffic, piece_bytes=4 * PAGE)
     for step in range(3):
         ids = (torch.arange(16) * (step + 3) % 61)[None].to(device)
         optimizer.zero_grad()
@@ -63,7 +61,6 @@ def compare(
     other_us: int,
     fault: str,
     name: Literal["adamw", "muon"] = "adamw",
-    directory: Path | None = None,
 ) -> tuple[list[str], dict[str, float]]:
     library = load_device()
     expected = train(None, name)
@@ -73,13 +70,10 @@ def compare(
     elif fault == "copies wait for nothing":
         copy = CopyLane._copy
         CopyLane._copy = lambda self, target, source, after: copy(self, target, source, None)  # type: ignore[method-assign]
-    elif fault == "the disk waits for nothing":
-        leave = _DiskPassage.leave
-        _DiskPassage.leave = lambda self, number, mark: leave(self, number, None)  # type: ignore[method-assign]
     elif fault == "no pins":
         library.simulated_limit_pins(0)
     traffic = Traffic()
-    found = train(traffic, name, directory)
+    found = train(traffic, name)
     pinned = float(library.simulated_pinned_bytes())
     moved = traffic.take()
     wrong = [key for key, tensor in expected.items() if not torch.equal(tensor, found[key])]
@@ -115,23 +109,6 @@ def test_muons_states_are_those_without_offload_with_a_late_stream() -> None:
     ((wrong, figures),) = run_ranks(compare, 1, 0, LATE_US, "", "muon")
     assert wrong == []
     assert figures["to_device"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_states_on_a_disk_are_those_without_offload_with_a_late_stream(
-    tmp_path: Path, name: Literal["adamw", "muon"]
-) -> None:
-    ((wrong, figures),) = run_ranks(compare, 1, 0, LATE_US, "", name, tmp_path)
-    assert wrong == []
-    assert figures["pinned"] > 0
-    assert figures["to_device"] > 0
-
-
-@pytest.mark.slow
-def test_a_disk_that_waits_for_no_copy_would_show(tmp_path: Path) -> None:
-    ((wrong, _),) = run_ranks(compare, 1, 0, LATE_US, "the disk waits for nothing", "adamw", tmp_path)
-    assert wrong
 
 
 @pytest.mark.parametrize(

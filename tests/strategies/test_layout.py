@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Sharded
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout
@@ -129,7 +129,7 @@ def test_summed_gradients_are_those_of_an_average_bit_for_bit_on_four_ranks(shar
 
 def train(directory: str, corpus: str, layout: str, max_steps: int) -> dict[str, Any]:
     """Trains to `max_steps`, from the newest checkpoint in `directory` if there is one."""
-    module = GenesisModule(DECODER, OptimizerOptions(name="adamw", lr=3e-3))
+    module = GenesisModule(DECODER, AdamW(lr=3e-3))
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=STEPS // 2, mode="sync")
     log, latest = CSVLog(Path(directory) / "metrics.csv"), checkpoint.latest()

@@ -12,7 +12,7 @@ from genesis.data.prompts import PromptOptions
 from genesis.data.sources import SourceOptions
 from genesis.model.decoder import DecoderConfig
 from genesis.objectives.gspo import GSPO
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -84,7 +84,7 @@ def build_module(data: CorpusDataModule, mixture: str | None = None, **changes: 
     if mixture is not None:
         decoder = mix(decoder, mixture)
     options = {"objective": GSPO(clip_low=0.01, clip_high=0.01)} | changes
-    return GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), **options)
+    return GenesisModule(decoder, AdamW(lr=3e-3), **options)
 
 
 def answer(

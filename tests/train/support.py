@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from tempfile import gettempdir
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded
 from genesis.train.module import GenesisModule
 from genesis_callbacks import TokenCounters
+from tests.algorithms import algorithm_of
 
 TINY = DecoderConfig(vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16)
 GLOBAL_BATCH_SIZE = 8
@@ -110,16 +109,6 @@ def build_strategy(name: str) -> Any:
         "host_experts": lambda: Sharded(
             expert_parallel=2, activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
         ),
-        "disk_alone": lambda: Replicated(optimizer_offload=0.6, optimizer_offload_directory=gettempdir()),
-        "disk_shards": lambda: Sharded(
-            activation_checkpointing="block",
-            activation_offload=True,
-            optimizer_offload=1.0,
-            optimizer_offload_directory=gettempdir(),
-        ),
-        "disk_experts": lambda: Sharded(
-            expert_parallel=2, optimizer_offload=0.6, optimizer_offload_directory=gettempdir()
-        ),
         "half_experts": lambda: Sharded(expert_parallel=2, activation_checkpointing="block", cpu_offload=0.5),
         "experts_2": lambda: Sharded(expert_parallel=2),
         "experts_4": lambda: Sharded(expert_parallel=4),
@@ -203,7 +192,7 @@ class KeepGradients(pl.Callback):
 
 
 def build_module(decoder: DecoderConfig = TINY, **optimizer: Any) -> GenesisModule:
-    return GenesisModule(decoder, OptimizerOptions(**({"name": "adamw", "lr": 1e-2} | optimizer)))
+    return GenesisModule(decoder, algorithm_of(**({"name": "adamw", "lr": 1e-2} | optimizer)))
 
 
 def reference_gradients(decoder: DecoderConfig, step: int) -> tuple[dict[str, Tensor], float]:

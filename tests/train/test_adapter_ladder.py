@@ -11,7 +11,7 @@ import torch
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig, is_adapter_tensor
 from genesis.model.decoder import Decoder
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
@@ -42,7 +42,7 @@ def climb(
     found = find_adapter_base(base, None)
     # Ranks draw other masks than one rank does for the same rows.
     decoder = DECODER if config.dropout else replace(DECODER, dropout=0.0)
-    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), adapter=config)
+    module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config)
     module.is_restored, module.base_dtype = True, found.dtype
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(

@@ -15,7 +15,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.teacher import Teacher
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
@@ -64,7 +64,7 @@ def climb(
     objective = Distillation(**options)
     module = GenesisModule(
         decoder,
-        OptimizerOptions(name="adamw", lr=3e-3),
+        AdamW(lr=3e-3),
         adapter=None if adapter is None else AdapterConfig(**adapter),
         objective=objective,
     )
@@ -177,7 +177,7 @@ def step(strategy: str, teacher_seed: int) -> tuple[dict[str, Any], dict[str, fl
         build_teacher(teacher_seed), vocab_size=TINY.vocab_size, top_k=TOP_K, temperature=TEMPERATURE
     )
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    module = GenesisModule(TINY, OptimizerOptions(name="adamw", lr=1e-2), objective=objective)
+    module = GenesisModule(TINY, AdamW(lr=1e-2), objective=objective)
     kept, figures = KeepGradients(), FiguresOf()
     trainer = build_trainer(build_strategy(strategy), world_size, 1, [TokenCounters(), SkipAwareLR(), kept, figures])
     trainer.fit(module, loader(1, rank, world_size))

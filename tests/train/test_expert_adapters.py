@@ -16,7 +16,7 @@ from genesis.data.window import IGNORE_INDEX
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, is_adapter_tensor
 from genesis.model.decoder import Decoder
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
@@ -24,6 +24,7 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import find_latest, read_committed_hash, verify
 from genesis_callbacks.testing import run_ranks
+from tests.algorithms import algorithm_of
 from tests.train.support import (
     COMPILE_SECONDS,
     KeepGradients,
@@ -77,7 +78,7 @@ def reference() -> dict[str, Tensor]:
 
 def one_step(strategy: str, dtype: torch.dtype, precision: str) -> dict[str, Any]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    keep, module = KeepGradients(), GenesisModule(MIXED, OptimizerOptions(name="adamw", lr=1e-2), adapter=LORA)
+    keep, module = KeepGradients(), GenesisModule(MIXED, AdamW(lr=1e-2), adapter=LORA)
     module.base_dtype = dtype
     frozen: dict[str, Tensor] = {}
 
@@ -156,7 +157,7 @@ def make_base(directory: Path, corpus: Path, dtype: torch.dtype = torch.float32)
 def train(run_dir: str, base: str, corpus: str, strategy: str, kill_at_step: int, name: str = "adamw") -> Any:
     """Trains to the last step beside the base, from the newest checkpoint if there is one."""
     found = find_adapter_base(base, None)
-    module = GenesisModule(DECODER, OptimizerOptions(name=name, lr=1e-2), adapter=LORA)
+    module = GenesisModule(DECODER, algorithm_of(name, lr=1e-2), adapter=LORA)
     module.is_restored, module.base_dtype = True, found.dtype
     checkpoint = AsyncProcessCheckpoint(
         run_dir=run_dir,
@@ -251,7 +252,7 @@ def train_without_dropout(*arguments: Any) -> Any:
 
 def refuse(decoder: Any) -> str:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    module = GenesisModule(decoder, OptimizerOptions(), adapter=LORA)
+    module = GenesisModule(decoder, AdamW(), adapter=LORA)
     trainer = build_trainer(build_strategy("experts_2"), world_size, 1, [TokenCounters()])
     with pytest.raises(UserError) as caught:
         trainer.fit(module, loader(1, rank, world_size))

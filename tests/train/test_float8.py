@@ -25,7 +25,7 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.float8 import Float8Options, choose_layers, convert_layers
 from genesis.model.mixture import MixtureConfig
 from genesis.objectives import DPO, GSPO
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.strategies import Sharded
 from genesis.strategies.float8_gather import gather_in_float8
 from genesis.train.data_module import CorpusDataModule
@@ -59,7 +59,7 @@ def learn(precision: str, options: Float8Options | None) -> list[float]:
     """Returns the losses of each step."""
     keep = KeepLosses()
     trainer = build_trainer("auto", 1, STEPS, [keep], precision=precision, gradient_clip_val=1.0)
-    module = GenesisModule(TINY, OptimizerOptions(name="adamw", lr=1e-2), float8=options)
+    module = GenesisModule(TINY, AdamW(lr=1e-2), float8=options)
     trainer.fit(module, *[DataLoader(Counting(), batch_size=None)] * 2)
     return keep.losses
 
@@ -98,7 +98,7 @@ def train(strategy: str, precision: str, options: Float8Options | None, max_step
     """Trains on the windows of `tests.train.support`, in micro-batches of one row on any number of ranks."""
     world_size, keep = int(os.environ["WORLD_SIZE"]), KeepLosses()
     trainer = build_trainer(build_strategy(strategy), world_size, max_steps, [keep], precision=precision)
-    module = GenesisModule(TINY, OptimizerOptions(name="adamw", lr=1e-3), float8=options)
+    module = GenesisModule(TINY, AdamW(lr=1e-3), float8=options)
     trainer.fit(module, loader(max_steps, int(os.environ["RANK"]), world_size))
     return {
         "loss": float(trainer.callback_metrics["train/loss"]),
@@ -157,7 +157,7 @@ def resume(directory: Path, corpus: Path, max_steps: int) -> dict[str, Tensor]:
     """Trains to `max_steps`, from the newest checkpoint in `directory` if there is one; returns the weights."""
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=2, mode="sync")
     trainer = build_trainer("auto", 1, max_steps, [TokenCounters(), checkpoint])
-    module = GenesisModule(DECODER, OptimizerOptions(name="adamw", lr=1e-2), float8=Float8Options())
+    module = GenesisModule(DECODER, AdamW(lr=1e-2), float8=Float8Options())
     data = CorpusDataModule(str(corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
     trainer.fit(module, data, ckpt_path=checkpoint.latest())
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -251,7 +251,7 @@ class BreakWeight(pl.Callback):
 
 def test_a_value_that_is_not_finite_skips_the_window() -> None:
     trainer = build_trainer("auto", 1, 1, [BreakWeight()])
-    module = GenesisModule(TINY, OptimizerOptions(name="adamw"), float8=Float8Options())
+    module = GenesisModule(TINY, AdamW(), float8=Float8Options())
     trainer.fit(module, *[DataLoader(Counting(), batch_size=None)] * 2)
     assert module.skip_reason == "nonfinite_gradient"
 

@@ -21,7 +21,6 @@ from genesis.model.balance import RouterCollapseWarning
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture, MixtureConfig
 from genesis.model.router import find_routers
-from genesis.optim import OptimizerOptions
 from genesis.strategies import Sharded, expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.train.csv_log import CSVLog
@@ -30,6 +29,7 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError
 from genesis_callbacks.testing import run_ranks
+from tests.algorithms import algorithm_of
 from tests.train.support import (
     COMPILE_SECONDS,
     TINY,
@@ -164,7 +164,7 @@ def train(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     decoder = replace(MIXED, dropout=0.1, vocab_size=320 if corpus else MIXED.vocab_size)
-    module = GenesisModule(decoder, OptimizerOptions(name=name, lr=1e-2))
+    module = GenesisModule(decoder, algorithm_of(name, lr=1e-2))
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=1 if corpus else 4, keep_last=None, mode="sync")
     biases = Biases()
     callbacks = [
@@ -197,7 +197,7 @@ class Biases(pl.Callback):
         slow("replicated", 1, "muon"), slow("replicated", 2, "adamw"), slow("full", 2, "muon"),
         slow("checkpointing", 2, "adamw"), slow("experts_2", 4, "adamw"), slow("experts_2", 2, "muon"),
         slow("host_experts", 2, "adamw"), slow("host_experts", 2, "muon"),
-        slow("disk_experts", 2, "muon"), slow("half_experts", 2, "muon"),
+        slow("half_experts", 2, "muon"),
     ],
 )  # fmt: skip
 def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(
@@ -246,7 +246,7 @@ def continue_to(
     callbacks = [TokenCounters(), SkipAwareLR(total_updates=STEPS, warmup_updates=2), checkpoint, state]
     trainer = build_trainer(build_strategy(strategy), world_size, step, callbacks, gradient_clip_val=1.0)
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
-    trainer.fit(GenesisModule(decoder, OptimizerOptions(name=name, lr=1e-2)), data, ckpt_path=checkpoint.latest())
+    trainer.fit(GenesisModule(decoder, algorithm_of(name, lr=1e-2)), data, ckpt_path=checkpoint.latest())
     return state.at_start, state.at_end
 
 
@@ -295,7 +295,7 @@ def refuse(decoder: DecoderConfig, optimizer: str = "adamw") -> str:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer = build_trainer(build_strategy("experts_2"), world_size, 1, [TokenCounters()])
     with pytest.raises(UserError) as caught:
-        trainer.fit(GenesisModule(decoder, OptimizerOptions(name=optimizer)), loader(1, rank, world_size))
+        trainer.fit(GenesisModule(decoder, algorithm_of(optimizer)), loader(1, rank, world_size))
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.objectives.preference import DPO
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
@@ -81,7 +81,7 @@ def climb(
     # The base of adapters is the reference by switching them off; all weights need the pass.
     objective = DPO(**OPTIONS, reference=base if config is None else None)
     objective.directory = Path(directory) / "reference"
-    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), adapter=config, objective=objective)
+    module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config, objective=objective)
     module.is_restored = True
     data = CorpusDataModule(corpus, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=8)
     scope = {}

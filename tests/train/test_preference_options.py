@@ -10,7 +10,7 @@ import pytest
 from genesis.export.importing import save_weights
 from genesis.model.decoder import Decoder
 from genesis.objectives.preference import DPO
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -47,7 +47,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains a few steps from the base and returns weights, log lines and the shapes of the micro-batches."""
     objective = DPO(beta=0.5, reference=base)
-    optimizer = OptimizerOptions(name="adamw", lr=3e-3)
+    optimizer = AdamW(lr=3e-3)
     module = GenesisModule(DECODER, optimizer, objective=objective)
     module.is_restored = True
     data = CorpusDataModule(corpus, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=4)

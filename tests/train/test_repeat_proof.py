@@ -20,7 +20,7 @@ from genesis.model.key_blocks import KEY_BLOCK
 from genesis.operations.doctor import fits
 from genesis.operations.doctor.fits import SIZES, KeepLosses, Size, build_strategy, random_windows
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
+from genesis.optim import AdamW
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis.train.repeat_proof import LOSS, check_repeats, repeat_pass
@@ -83,7 +83,7 @@ def fit(seq_len: int, is_planted: bool, deterministic: bool, directory: str) -> 
     lines: list[str] = []
     module_file.rank_zero_info = lambda line: lines.append(str(line))  # type: ignore[assignment]
     size = Size(replace(SIZES["tiny"].decoder, max_seq_len=seq_len), 1)
-    module, losses = GenesisModule(size.decoder, OptimizerOptions()), KeepLosses()
+    module, losses = GenesisModule(size.decoder), KeepLosses()
     task = Task("simulated", "tiny", directory)
     trainer = fits.build_trainer(task, build_strategy(), 2, [losses], deterministic=deterministic)
     try:
@@ -145,7 +145,7 @@ def train_on_ranks(strategy: str, is_proved: bool, wrong_rank: int | None) -> di
         attention.attend = attend_in_any_order
     # Long rows, so that the planted kernel shows; one micro-batch has several rows.
     decoder = replace(TINY, dropout=0.1, max_seq_len=1024)
-    module = GenesisModule(decoder, OptimizerOptions(lr=1e-2))
+    module = GenesisModule(decoder, AdamW(lr=1e-2))
     trainer = build_trainer(build_ranks_strategy(strategy), world_size, 3, [TokenCounters(), SkipAwareLR()])
     size = Size(decoder, 1)
     try:

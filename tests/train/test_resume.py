@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from genesis.model.decoder import DecoderConfig
-from genesis.optim import OptimizerOptions
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
+from tests.algorithms import algorithm_of
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 
 DECODER = DecoderConfig(
@@ -46,7 +46,7 @@ def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     module = GenesisModule(
         DecoderConfig(**{**DECODER.__dict__, "dropout": dropout}),
-        OptimizerOptions(name=optimizer, lr=3e-3),  # type: ignore[arg-type]
+        algorithm_of(optimizer, lr=3e-3),
     )
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=max_steps, mode="sync")

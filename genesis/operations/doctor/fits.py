@@ -21,7 +21,6 @@ from genesis.data.window import AccumulationWindow
 from genesis.model.decoder import DecoderConfig
 from genesis.model.precision import choose_precision
 from genesis.operations.doctor.probe import Task
-from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
 from genesis.train.module import GenesisModule
@@ -190,7 +189,7 @@ def build_trainer(
 
 def build_module(task: Task) -> GenesisModule:
     """Returns the module of a fit."""
-    return GenesisModule(SIZES[task.size].decoder, OptimizerOptions())
+    return GenesisModule(SIZES[task.size].decoder)
 
 
 class KeepLosses(pl.Callback):

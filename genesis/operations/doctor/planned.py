@@ -55,7 +55,7 @@ def _count_tensors(recipe: Recipe) -> int:
             continue  # in the base
         count += 1
         if parameter.is_trained and recipe.saves.has_optimizer:
-            count += 1 if recipe.workload.optimizer == "muon" and parameter.is_matrix else 2
+            count += len(recipe.workload.optimizer.of(parameter.group).moments)
     return count
 
 

@@ -59,6 +59,7 @@ from genesis.operations.doctor.run_checks import (
     plan_save,
 )
 from genesis.operations.doctor.sample import show_sample
+from genesis.optim.recipe import read_algorithm
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -311,7 +312,7 @@ class _Protocol:
         model = self._resolved["model"]
         kind = "adapter" if model.get("adapter") else "new" if self._is_new else "imported"
         options = self._without_dropout()
-        if model["optimizer"]["lr"] < _LEARNING_RATES[kind]:
+        if read_algorithm(model["optimizer"], "model.optimizer").lr < _LEARNING_RATES[kind]:
             options["model.optimizer.lr"] = _LEARNING_RATES[kind]
         if self._objective == "Distillation":
             options["model.objective.init_args.teacher_share"] = 0.0

@@ -13,6 +13,5 @@ bandwidths.py   measured by the doctor, given or assumed
 speed.py        tokens per second, by a measured rate or an assumed MFU
 cost.py         hours, energy, money; spot against on-demand
 checkpoints.py  bytes, disk, and the interval that loses least
-learning_rate.py  what a change of the global batch suggests
 report.py       all of it as plain JSON
 """

@@ -18,7 +18,6 @@ _BETWEEN: Final = re.compile(r"(\w+) \d+ to \1 \d+")
 _TO_DEVICE: Final = re.compile(r"host to \w+ \d+, (pinned|pageable)")
 _TO_HOST: Final = re.compile(r"\w+ \d+ to host, (pinned|pageable)")
 _TO_DISK: Final = re.compile(r"write, with fsync")
-_FROM_DISK: Final = re.compile(r"read")
 _UNIT: Final = "GB/s"
 
 
@@ -45,15 +44,13 @@ class Bandwidths:
         between_devices: Between two devices, for collectives.
         to_device: From the host's memory to a device.
         to_host: From a device to the host's memory.
-        to_disk: To the disk of the checkpoints, flushed at the end; that of offloaded states is taken to be the same.
-        from_disk: From that disk.
+        to_disk: To the disk of the checkpoints, flushed at the end.
     """
 
     between_devices: Bandwidth = Bandwidth(LINKS["pcie"], "assumed: pcie")
     to_device: Bandwidth = Bandwidth(LINKS["pcie"])
     to_host: Bandwidth = Bandwidth(5e9)
     to_disk: Bandwidth = Bandwidth(1e9)
-    from_disk: Bandwidth = Bandwidth(2e9)
 
     def named(self) -> dict[str, Bandwidth]:
         """Returns each by its name in tables."""
@@ -95,7 +92,6 @@ def find_bandwidths(content: Mapping[str, Any], source: str) -> Bandwidths:
         ("to_device", _TO_DEVICE),
         ("to_host", _TO_HOST),
         ("to_disk", _TO_DISK),
-        ("from_disk", _FROM_DISK),
     ):
         matches = [(label, rate) for label, rate in rates if pattern.fullmatch(label)]
         pinned = [rate for label, rate in matches if label.endswith("pinned")]

@@ -36,7 +36,7 @@ def count_checkpoints(model: Model, workload: Workload, saves: SaveOptions, num_
         weights += size
         if not parameter.is_trained:  # such as the bias that balances experts
             continue
-        states += size if workload.optimizer == "muon" and parameter.is_matrix else 2 * size
+        states += len(workload.optimizer.of(parameter.group).moments) * size
     checkpoint = weights + (states if saves.has_optimizer else 0)
     num_kept = _count_kept(saves, num_steps)
     disk = None if num_kept is None else num_kept * checkpoint + base

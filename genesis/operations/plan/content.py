@@ -9,11 +9,19 @@ from typing import Any, Final
 import yaml
 
 from genesis.base.errors import UserError
-from genesis.recipe.deprecated import describe_deprecated, is_removed, rename_in_yaml, rename_option
+from genesis.recipe.deprecated import (
+    check_beside_muon,
+    check_optimizer_option,
+    describe_deprecated,
+    is_removed,
+    rename_in_yaml,
+    rename_option,
+)
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
 
 _CLASS_KEYS: Final = ("class_path", "init_args", "dict_kwargs")
+_OF_MUON: Final = "model.optimizer.muon_"
 
 
 def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
@@ -26,10 +34,13 @@ def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = (
     """
     merged: dict[str, Any] = {}
     for path in paths:
-        content = _read_mapping(path)
+        content, old = _read_mapping(path)
+        if any(name.startswith(_OF_MUON) for name in old):
+            for option, _ in overrides:
+                check_beside_muon(option, str(path))
         decoder = content["model"].get("decoder") if isinstance(content.get("model"), dict) else None
         if isinstance(decoder, str):
-            content["model"]["decoder"] = _read_mapping(_find_beside(decoder, path))
+            content["model"]["decoder"], _ = _read_mapping(_find_beside(decoder, path))
         _merge(merged, content)
     return apply_overrides(merged, overrides)
 
@@ -44,6 +55,7 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, s
     """
     merged = copy.deepcopy(dict(content))
     for name, text in overrides:
+        check_optimizer_option(name)
         if rename_option(name) != name or is_removed(name):
             warnings.warn(describe_deprecated(name), FutureWarning, stacklevel=2)
         if is_removed(name):
@@ -61,7 +73,7 @@ def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, s
             if "class_path" in target and following not in _CLASS_KEYS:
                 target = target.setdefault("init_args", {})
         if name == "model.decoder" and isinstance(value, str):
-            value = _read_mapping(Path(value))
+            value, _ = _read_mapping(Path(value))
         if isinstance(value, dict) and isinstance(target.get(last), dict):
             _merge(target[last], value)
         else:
@@ -74,7 +86,8 @@ def _find_beside(name: str, recipe: Path) -> Path:
     return beside if beside.exists() else Path(name)
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the options in a file, and the deprecated ones among them."""
     try:
         text, old = rename_in_yaml(read_text(path))
         content = load_yaml(text, path)
@@ -87,7 +100,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
     for name in old:
         warnings.warn(describe_deprecated(name), FutureWarning, stacklevel=2)
-    return content
+    return content, old
 
 
 def _parse_value(name: str, text: str) -> Any:

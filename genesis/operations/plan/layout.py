@@ -1,6 +1,6 @@
 """How a run spreads over ranks and what it trains, as values: the input of every other module of the plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from genesis.base.errors import UserError
@@ -8,6 +8,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.model.expert_share import check_expert_share
+from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
@@ -35,8 +36,7 @@ class Layout:
         activation_checkpointing: See `Checkpointing`.
         blocks_per_recomputation: Blocks that are recomputed together.
         activation_offload: Whether the inputs of recomputed blocks are in the host's memory.
-        optimizer_offload: Share of the optimizer's states that is in the host's memory, or on its disk.
-        has_states_on_disk: Whether that share is on the disk.
+        optimizer_offload: Share of the optimizer's states that is in the host's memory.
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
         expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
@@ -55,7 +55,6 @@ class Layout:
     blocks_per_recomputation: int = 1
     activation_offload: bool = False
     optimizer_offload: float = 0.0
-    has_states_on_disk: bool = False
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
     expert_parallel: int = 1
@@ -88,17 +87,18 @@ class Layout:
         blocks: set[int | None] = {index for index in range(num_blocks) if units[index // self.blocks_per_unit]}
         return blocks | {None} if self.cpu_offload >= 1.0 else blocks
 
-    def check_experts(self, decoder: DecoderConfig, optimizer: str) -> None:
+    def check_experts(self, decoder: DecoderConfig, optimizer: Algorithm) -> None:
         """Checks that ranks can share the experts.
 
         Args:
             decoder: The model.
-            optimizer: The name of the optimizer: Muon needs whole matrices.
+            optimizer: The algorithm, which may need whole matrices.
 
         Raises:
             UserError: The model has no experts, or numbers do not divide each other.
         """
-        check_expert_share(decoder.parts.feed_forward, self.expert_parallel, self.ranks_per_shard_group, optimizer)
+        ranks, whole = self.ranks_per_shard_group, optimizer.whole_name
+        check_expert_share(decoder.parts.feed_forward, self.expert_parallel, ranks, whole)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Workload:
         decoder: The model.
         adapter: Its adapters; None if all weights are trained.
         base_bytes: Bytes of an element of frozen weights.
-        optimizer: `adamw` or `muon`.
+        optimizer: How parameters are updated.
         objective: The class of the objective.
         seq_len: Tokens of a sequence.
         micro_batch_size: Sequences, or pairs, of a forward on a rank.
@@ -128,7 +128,7 @@ class Workload:
     decoder: DecoderConfig
     adapter: AdapterConfig | None = None
     base_bytes: int = FLOAT32_BYTES
-    optimizer: str = "adamw"
+    optimizer: Algorithm = field(default_factory=AdamW)
     objective: str = "CrossEntropy"
     seq_len: int = 2048
     micro_batch_size: int = 1

@@ -15,7 +15,8 @@ from genesis.model.recomputation import check_checkpointing, check_groups
 from genesis.operations.plan.choices import check_choices
 from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
 from genesis.operations.plan.reader import Reader
-from genesis.optim.offload_share import read_cpu_offload, read_directory, read_share
+from genesis.optim.offload_share import read_cpu_offload, read_share
+from genesis.optim.recipe import read_algorithm
 from genesis.recipe.run_length import count_steps_of_tokens
 
 _CPU: Final = "cpu"
@@ -60,9 +61,6 @@ class Recipe:
         corpus: The corpus, if it trains on one.
         packing: How documents are packed; None for the default of the corpus.
         prefetch_windows: Windows that are prepared ahead.
-        lr: The peak learning rate.
-        betas: Decay of the moments.
-        eps: Added to the root of the second moment.
         assumptions: What the recipe does not tell.
     """
 
@@ -75,9 +73,6 @@ class Recipe:
     corpus: str | None
     packing: str | None
     prefetch_windows: int
-    lr: float
-    betas: tuple[float, float]
-    eps: float
     assumptions: tuple[str, ...]
 
 
@@ -150,7 +145,7 @@ def read_recipe(
         decoder=decoder,
         adapter=adapter,
         base_bytes=base_bytes,
-        optimizer=_read_optimizer(read),
+        optimizer=read_algorithm(read.get("model.optimizer"), f"{where}: model.optimizer"),
         objective=objective,
         seq_len=seq_len,
         micro_batch_size=micro_batch_size,
@@ -182,9 +177,6 @@ def read_recipe(
         corpus=read.get("data.corpus") if isinstance(read.get("data.corpus"), str) else None,
         packing=read.get("data.packing"),
         prefetch_windows=read.count("data.prefetch_windows", 2, least=0),
-        lr=read.number("model.optimizer.lr", 3e-4),
-        betas=_read_betas(read),
-        eps=read.number("model.optimizer.eps", 1e-8),
         assumptions=tuple(assumptions),
     )
 
@@ -205,22 +197,6 @@ def _count_steps(read: "Reader", seq_len: int, global_batch_size: int) -> int | 
     if num_tokens and not max_steps:
         return count_steps_of_tokens(num_tokens, position=0, seq_len=seq_len, global_batch_size=global_batch_size)
     return max_steps or read.optional_count("schedule.total_updates")
-
-
-def _read_betas(read: Reader) -> tuple[float, float]:
-    betas = read.get("model.optimizer.betas", [0.9, 0.95])
-    try:
-        first, second = (float(beta) for beta in betas)
-    except (TypeError, ValueError):
-        raise UserError(f"model.optimizer.betas is {betas!r}: it must be two numbers, such as [0.9, 0.95]") from None
-    return first, second
-
-
-def _read_optimizer(read: Reader) -> str:
-    name = read.get("model.optimizer.name", "adamw")
-    if name not in ("adamw", "muon"):
-        raise UserError(f"model.optimizer.name is {name!r}: it must be adamw or muon")
-    return str(name)
 
 
 def _class_name(value: Any) -> str | None:
@@ -286,14 +262,12 @@ def _read_common(read: Reader, options: Mapping[str, Any], num_ranks: int) -> di
     has_offload = options.get("activation_offload") is True
     check_groups(checkpointing, together, has_offload=has_offload)
     share = read_share("optimizer_offload", options.get("optimizer_offload", 0.0))
-    directory = read_directory(options.get("optimizer_offload_directory"), share)
     return {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
         "activation_offload": has_offload,
         "optimizer_offload": share,
-        "has_states_on_disk": directory is not None,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
 

@@ -86,7 +86,7 @@ def list_layouts(own: Layout, num_ranks: int) -> list[Layout]:
     offloaded = _place(own, "full", num_ranks)
     return [
         *layouts,
-        replace(offloaded, cpu_offload=own.cpu_offload or 1.0, optimizer_offload=0.0, has_states_on_disk=False),
+        replace(offloaded, cpu_offload=own.cpu_offload or 1.0, optimizer_offload=0.0),
     ]
 
 
@@ -179,7 +179,6 @@ def _list_offloads(layout: Layout) -> list[_Change]:
     shares = [share for share in (0.5, 1.0) if share > layout.cpu_offload]
     # The strategy takes only one of them.
     other = ", optimizer_offload 0" if layout.optimizer_offload else ""
-    other += ", no optimizer_offload_directory" if layout.has_states_on_disk else ""
     return [_Change("offload", f"shard full, cpu_offload {share:g}{other}", _with_offload(share)) for share in shares]
 
 
@@ -203,7 +202,7 @@ def _with_offload(share: float) -> Callable[[Workload, Layout], tuple[Workload, 
     def apply(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
         group = layout.ranks_per_shard_group if layout.is_sharded else layout.num_ranks
         name: Strategy = layout.strategy if layout.is_sharded else "full"
-        offloaded = replace(layout, cpu_offload=share, optimizer_offload=0.0, has_states_on_disk=False)
+        offloaded = replace(layout, cpu_offload=share, optimizer_offload=0.0)
         return workload, replace(offloaded, strategy=name, ranks_per_shard_group=group)
 
     return apply

@@ -12,13 +12,13 @@ from genesis.operations.plan.cost import Cost, Interruptions, SpotComparison, co
 from genesis.operations.plan.epochs import Epoch, find_epoch
 from genesis.operations.plan.host import HostBytes, count_host
 from genesis.operations.plan.layout import Layout, Workload
-from genesis.operations.plan.learning_rate import RateProposal, scale_rate
 from genesis.operations.plan.padding import PackingShare, read_packings
 from genesis.operations.plan.recipe import Recipe
 from genesis.operations.plan.remedies import Budget, Remedy, find_remedies, list_layouts
 from genesis.operations.plan.speed import Rate, StepTime, flops_per_token, time_step
 from genesis.operations.plan.state import TextbookBill, build_model
 from genesis.operations.plan.timeline import Timeline, play_step
+from genesis.optim.algorithm import RateProposal
 
 UNKNOWN_RATE: Final = Rate(1e14, "unknown", is_assumed=True)
 """The order of remedies needs some rate; no time is printed for it."""
@@ -112,7 +112,7 @@ class Plan:
         interval: Of saves, for the mean time between failures.
         spot: Interruptible machines; None without prices.
         packings: The packings of the corpus, if it is here.
-        proposal: AdamW's options, if the global batch has changed.
+        proposal: Options of the optimizer, if the global batch has changed and a rule is known.
         notes: What the bill assumes.
     """
 
@@ -177,7 +177,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     batch = workload.global_batch_size
     proposal = None
     if question.old_batch is not None and question.old_batch != batch:
-        proposal = scale_rate(recipe.lr, recipe.betas, recipe.eps, old_batch=question.old_batch, new_batch=batch)
+        proposal = workload.optimizer.parts[-1].propose_rate(batch / question.old_batch)
     num_parameters = sum(parameter.num_elements for parameter in model.parameters)
     return Plan(
         recipe=recipe,
@@ -329,7 +329,6 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "blocks_per_recomputation": layout.blocks_per_recomputation,
         "activation_offload": layout.activation_offload,
         "optimizer_offload": layout.optimizer_offload,
-        "has_states_on_disk": layout.has_states_on_disk,
         "is_own": row.is_own,
     }
     if timeline is None:

@@ -20,9 +20,7 @@ from genesis.operations.plan.timeline import Timeline, play_step
 
 ASSUMED_MFU: Final = 0.4
 _HOST_BYTES_PER_SECOND: Final = 20e9
-"""Assumed rate at which a host's AdamW reads and writes memory."""
-_ADAM_BYTES: Final = 28
-"""Bytes that AdamW reads and writes for each parameter in float32: weight, gradient and two moments."""
+"""Assumed rate at which a host's update reads and writes memory."""
 
 
 _MOST_EXPOSED: Final = 100.0
@@ -53,7 +51,7 @@ class StepTime:
         seconds: The whole step.
         compute_seconds: The products.
         exposed_seconds: What communication and offload add.
-        offload_seconds: What of that copies to and from the host's memory or its disk, and the update there, add.
+        offload_seconds: What of that copies to and from the host's memory, and the update there, add.
         tokens_per_second: Over all ranks, with padding.
     """
 
@@ -104,20 +102,20 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         elements = trained / FLOAT32_BYTES
         copies = 2 * num_micro_batches * (trained + timeline.on_host.frozen) / bandwidths.to_device.bytes_per_second
         copies += trained / bandwidths.to_host.bytes_per_second
-        offload = max(0.0, copies - compute) + elements * _ADAM_BYTES / _HOST_BYTES_PER_SECOND
-    offload += time_states(timeline.state.moved, workload, layout, bandwidths)
+        # The gradient is read; the weight and its moments are read and written.
+        of_update = FLOAT32_BYTES * (3 + 2 * len(workload.optimizer.parts[0].moments))
+        offload = max(0.0, copies - compute) + elements * of_update / _HOST_BYTES_PER_SECOND
+    offload += _time_states(timeline.state.moved, workload, bandwidths)
     seconds = compute + exposed + offload
     return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds)
 
 
-def time_states(num_bytes: int, workload: Workload, layout: Layout, bandwidths: Bandwidths) -> float:
+def _time_states(num_bytes: int, workload: Workload, bandwidths: Bandwidths) -> float:
     """Returns the least seconds in which offloaded optimizer states pass through the device and are back.
 
-    Both directions work at once. A bus, and a disk, are taken to be the rank's own.
+    Both directions work at once. A bus is taken to be the rank's own.
     """
     ways = [] if workload.is_cpu else [bandwidths.to_device, bandwidths.to_host]
-    if layout.has_states_on_disk:
-        ways += [bandwidths.from_disk, bandwidths.to_disk]
     return max((num_bytes / way.bytes_per_second for way in ways), default=0.0)
 
 

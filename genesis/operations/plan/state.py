@@ -11,9 +11,9 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
+from genesis.model.part import ParameterGroup
 from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
 from genesis.optim.offload import choose
-from genesis.optim.piece_memory import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Parameter:
         name: Its name.
         shape: Its shape.
         is_trained: Whether it is trained.
-        is_matrix: Whether Muon may update it.
+        group: Its group in the optimizer.
         block: The number of its block; None for the embedding, the last norm and the output weight.
         element_bytes: Bytes of an element at rest.
         is_expert: Whether it is a stack of a matrix for each expert.
@@ -33,7 +33,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     is_trained: bool
-    is_matrix: bool
+    group: ParameterGroup
     block: int | None
     element_bytes: int
     is_expert: bool = False
@@ -101,7 +101,7 @@ def build_model(workload: Workload) -> Model:
             name,
             tuple(parameter.shape),
             parameter.requires_grad,
-            groups[name].kind == "matrix" and parameter.ndim in (2, 3),
+            groups[name],
             int(name.split(".")[1]) if name.startswith("blocks.") else None,
             min(own, parameter.element_size()),
             id(parameter) in experts,
@@ -120,7 +120,7 @@ class StateBytes:
         frozen: Weights that are not trained.
         gradients: Gradients of the trained weights in their place between steps.
         optimizer: States of the optimizer.
-        moved: Those of them that are in the host's memory, or on its disk, by `optimizer_offload`.
+        moved: Those of them that are in the host's memory by `optimizer_offload`.
         low_precision_copy: Bytes of a copy of the weights in 16 bits, for the textbook's bill.
     """
 
@@ -163,11 +163,11 @@ def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: in
 
 
 def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
-    """Returns the bytes of moments that `genesis.optim.offload` keeps away from the device."""
+    """Returns the bytes of moments that `genesis.optim.offload` keeps in the host's memory."""
     if not layout.optimizer_offload or layout.strategy == "zero1":
         return 0
     sizes = [
-        len(MOMENTS["muon" if workload.optimizer == "muon" and one.is_matrix else "adamw"])
+        len(workload.optimizer.of(one.group).moments)
         * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
         for one in trained
     ]
@@ -177,9 +177,8 @@ def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layou
 def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
     def states(parameter: Parameter) -> int:
         moment = _round(parameter.local_elements(layout) * parameter.element_bytes, rounded_to)
-        if workload.optimizer == "muon" and parameter.is_matrix:
-            return moment
-        return 2 * moment + _round(FLOAT32_BYTES, rounded_to)
+        algorithm = workload.optimizer.of(parameter.group)
+        return len(algorithm.moments) * moment + algorithm.counts_steps * _round(FLOAT32_BYTES, rounded_to)
 
     if layout.strategy != "zero1":
         return sum(map(states, trained))

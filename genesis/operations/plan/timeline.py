@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, GRADIENTS, LOSS, Bytes, Setting
+from genesis.model.tape import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes, Setting
 from genesis.operations.plan.bill import (
     BATCH,
     COMMUNICATION,
@@ -29,13 +29,12 @@ from genesis.operations.plan.other_models import count_answers, count_teacher
 from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, build_sections, build_setting
 from genesis.operations.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
 from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
-from genesis.optim.piece_memory import MOST_MOMENTS
+from genesis.optim.whole_matrices import BATCH_BYTES
 
 DIGEST_BYTES: Final = 3 * 8 * 2**20
 """The scratch in which a device digests tensors for a save (`genesis_callbacks.checkpoint`)."""
-_MUON_BATCH_BYTES: Final = 256 * 2**20
-_MUON_COPIES: Final = 4
-"""Tensors of a batch of matrices while Muon multiplies them: own, stacked, normalised, and the next iterate."""
+_MATRIX_COPIES: Final = 3
+"""Tensors of a batch of matrices while Muon multiplies them: stacked, normalised, and the next iterate."""
 _MOST_PLAYED: Final = 3
 
 
@@ -401,21 +400,20 @@ class _Player:
     def _play_update(self) -> None:
         layout = self.layout
         if self.state.moved:
-            self.bill.see(Counter({UPDATE: min(self.state.moved, MOST_MOMENTS * NUM_BUFFERS * PIECE_BYTES)}))
-        if self.workload.optimizer != "muon" or layout.cpu_offload >= 1.0:
-            return
-        matrices = [one for one in self.model.trained if one.is_matrix]
-        if not matrices:
+            most = max(len(one.moments) for one in self.workload.optimizer.parts)
+            self.bill.see(Counter({UPDATE: min(self.state.moved, most * NUM_BUFFERS * PIECE_BYTES)}))
+        matrices = [one for one in self.model.trained if self.workload.optimizer.of(one.group).whole_matrices]
+        if not matrices or layout.cpu_offload >= 1.0:
             return
         whole = [one.num_elements for one in matrices]
         ranks = layout.num_ranks if layout.strategy == "replicated" else 1
-        batch = min(_MUON_BATCH_BYTES, HALF_BYTES * -(-sum(whole) // ranks))
+        batch = min(BATCH_BYTES, HALF_BYTES * -(-sum(whole) // ranks))
         batch = max(batch, HALF_BYTES * max(whole))
-        working = _MUON_COPIES * batch
+        working = _MATRIX_COPIES * batch
         if layout.is_sharded:
             local = sum(one.local_elements(layout) for one in matrices)
-            # Updates in float32, and the rows that are sent and received in bfloat16, twice.
-            working += local * (FLOAT32_BYTES + 4 * HALF_BYTES)
+            # The rows that are sent and received in bfloat16, twice.
+            working += local * 4 * HALF_BYTES
         elif ranks > 1:
             working += batch * ranks
         self.bill.see(Counter({UPDATE: working}))

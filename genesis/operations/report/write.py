@@ -14,7 +14,7 @@ from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
 from genesis.generate.ids import build_writer
 from genesis.generate.load import load_decoder
-from genesis.generate.sample import SamplingOptions
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.operations.report.charts import CHARTS
 from genesis.operations.report.collect import Run, Sample, collect_runs

@@ -23,7 +23,7 @@ DECODER = {
 def write_recipe(directory: Path, corpus: Path, **sections: Any) -> Path:
     """Writes a recipe of a few seconds, with changes by section."""
     recipe: dict[str, dict[str, Any]] = {
-        "model": {"decoder": DECODER, "optimizer": {"name": "adamw", "lr": 3e-3}},
+        "model": {"decoder": DECODER, "optimizer": {"lr": 3e-3}},
         "data": {"corpus": str(corpus), "seq_len": 32, "micro_batch_size": 2, "global_batch_size": 4},
         "checkpoint": {"every_n_steps": 100, "keep_last": 2},
         "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1000, "precision": "32-true"},

@@ -4,7 +4,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from genesis.operations.doctor import facts
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.observe import Watch
 from genesis.operations.doctor.protocol import Examination, examine
-from genesis.optim import GroupedOptimizer
+from genesis.optim import AdamW, Parts
 from genesis.strategies import wrap
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.module import GenesisModule
@@ -98,12 +98,12 @@ def average_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = GroupedOptimizer._step_adamw
+    update = AdamW.update
 
-    def step_a_little(self: GroupedOptimizer, group: dict[str, Any], parameters: Any) -> None:
-        step(self, {**group, "lr": 1e-8}, parameters)
+    def update_a_little(self: AdamW, options: Mapping[str, Any], parts: Parts) -> None:
+        update(self, {**options, "lr": 1e-8}, parts)
 
-    monkeypatch.setattr(GroupedOptimizer, "_step_adamw", step_a_little)
+    monkeypatch.setattr(AdamW, "update", update_a_little)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
 from genesis.operations.doctor.observe import read_allocated_peak
 from genesis.operations.plan.layout import Layout, Workload
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import build_optimizer
 from genesis.strategies import expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.strategies.micro_batches import train_in_turn
@@ -56,7 +56,7 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
-    optimizer: Any = build_optimizer(decoder, OptimizerOptions(name=workload.optimizer))
+    optimizer: Any = build_optimizer(decoder, workload.optimizer)
     wrapped: torch.nn.Module = decoder
     if layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1:
         wrapped = DistributedDataParallel(decoder, gradient_as_bucket_view=True, find_unused_parameters=True,
@@ -64,7 +64,8 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
         wrapped.register_comm_hook(None, _reduce)  # the fake group's own reduction returns nothing
         if layout.strategy == "zero1":
             groups = [dict(group) for group in optimizer.param_groups]
-            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+            built = partial(type(optimizer), algorithms=optimizer.algorithms)
+            optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=built, **optimizer.defaults)
     return decoder, optimizer, wrapped
 
 

@@ -13,6 +13,7 @@ from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.timeline import play_step
+from genesis.optim import Muon
 from tests.model import mixture_part
 from tests.operations.plan.measure import measure_peak
 
@@ -57,7 +58,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "one device, untied": case(ONE, decoder=replace(SHAPE, has_tied_embeddings=False)),
     "one device, bf16-mixed": case(ONE, precision="bf16-mixed"),
     "one device, block, bf16-mixed": case(replace(ONE, activation_checkpointing="block"), precision="bf16-mixed"),
-    "one device, muon": case(ONE, optimizer="muon"),
+    "one device, muon": case(ONE, optimizer=Muon()),
     "one device, norms after, dropout": case(
         ONE, decoder=replace(SHAPE, norm=NormConfig(placement="after"), dropout=0.1)
     ),
@@ -151,7 +152,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "full, kept gathered": case(replace(FULL, keeps_gathered=True)),
     "full, reduced each time": case(replace(FULL, reduces_each=True)),
     "full, untied": case(FULL, decoder=replace(SHAPE, has_tied_embeddings=False)),
-    "full, muon": case(FULL, optimizer="muon"),
+    "full, muon": case(FULL, optimizer=Muon()),
     "one device, groups of 3": case(replace(ONE, **GROUPS)),
     "one device, groups of 3, bf16-mixed": case(replace(ONE, **GROUPS), precision="bf16-mixed"),
     "experts, groups of 3": case(replace(ONE, **GROUPS), decoder=MIXTURE),

@@ -20,7 +20,7 @@ from genesis.operations.plan.content import read_content
 from genesis.operations.plan.recipe import read_recipe
 from genesis.operations.plan.state import build_model, count_state
 from genesis.operations.plan.timeline import play_step
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, build_optimizer
 from tests.fakecuda.memory import LiveBytes
 from tests.fakecuda.watch import Watch
 from tests.operations.plan.measure import build_on_meta, build_window, fake_group, train
@@ -56,7 +56,7 @@ def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
         decoder = build_on_meta(recipe.workload, recipe.layout)
         with FakeTensorMode():
             fake_parameters(decoder)
-            optimizer = build_optimizer(decoder, OptimizerOptions())
+            optimizer = build_optimizer(decoder, AdamW())
             trained = [one for one in decoder.parameters() if one.requires_grad]
             frozen = [one for one in decoder.parameters() if not one.requires_grad]
             for one in trained:
@@ -97,7 +97,7 @@ def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
             watch.live.watch_resizes()
             with watch:
                 fake_parameters(decoder)
-                optimizer = build_optimizer(decoder, OptimizerOptions())
+                optimizer = build_optimizer(decoder, AdamW())
                 for one in decoder.parameters():
                     one.grad = torch.zeros_like(one) if one.requires_grad else None
                 optimizer.step()  # makes the states

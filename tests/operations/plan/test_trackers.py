@@ -14,7 +14,7 @@ from genesis.model.recipe import read_decoder_config
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.timeline import play_step
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.wrap import apply_wrappers
 
 TOLERANCE: Final = 0.1
@@ -26,7 +26,7 @@ def track(workload: Workload, checkpointing: ActivationCheckpointing) -> int:
     with FakeTensorMode():
         decoder = Decoder(workload.decoder)
         apply_wrappers(decoder, checkpointing)
-        optimizer = build_optimizer(decoder, OptimizerOptions())
+        optimizer = build_optimizer(decoder, AdamW())
         ids = torch.zeros((workload.micro_batch_size, workload.seq_len), dtype=torch.int64)
         tracker: Any = MemTracker()
         tracker.track_external(decoder, optimizer)

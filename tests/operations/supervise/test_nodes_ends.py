@@ -178,7 +178,7 @@ def test_nobody_to_meet_is_refused_in_one_line(pair: Pair) -> None:
 
 
 def test_nodes_that_do_not_belong_together_are_refused_on_both(pair: Pair, tmp_path: Path) -> None:
-    recipe, other = pair.write(), pair.write("other", model__optimizer={"name": "adamw", "lr": 2e-2})
+    recipe, other = pair.write(), pair.write("other", model__optimizer={"lr": 2e-2})
     for number, (given, size, text) in enumerate(
         [
             (other, "2", r"the recipe \((on b and a|on a and b)\)"),

@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
     from .device_proof import DeviceProof, DeviceReport, prove_device
     from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
-    from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
     from .lightning_file import export_lightning_checkpoint
     from .ranks import Ranks
     from .restore import check_restored, read_tensors, restore_shards
@@ -96,7 +95,6 @@ _WITH_TORCH = (
     "device",
     "device_proof",
     "digest",
-    "file_memory",
     "lightning_file",
     "plan",
     "ranks",
@@ -130,19 +128,14 @@ __all__ = [
     "ExistingCheckpointsError",
     "DriftPolicy",
     "DriftWarning",
-    "FILE_ALIGNMENT",
-    "FileMemory",
-    "FileRoomError",
     "InventoryEntry",
     "FileRecord",
     "Hasher",
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
-    "NUM_COPIES",
     "PIN_PIECE_BYTES",
     "PLACES_VARIABLE",
-    "Pass",
     "PinError",
     "QuarantineWarning",
     "Ranks",
@@ -182,7 +175,6 @@ __all__ = [
     "find_base",
     "find_best",
     "find_drift",
-    "find_file_memory",
     "find_format",
     "find_latest",
     "find_non_finite",

@@ -18,7 +18,7 @@ IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that the writer ignores: a launcher sends them to all processes of a run, and a running save must not end."""
 
 _HEADER = struct.Struct("<Q")
-_MAX_DESCRIPTORS = 64  # a buffer, a lock, and the files of a job
+_MAX_DESCRIPTORS = 2  # a buffer and a lock
 _ORPHAN_POLL_MS = 500
 
 

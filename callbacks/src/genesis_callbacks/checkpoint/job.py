@@ -131,13 +131,12 @@ class WriteJob:
     Attributes:
         staging: The staging directory, which rank 0 has made.
         rank: This rank.
-        placed: The parts that this rank writes, and their places in the shared buffer or in files.
+        placed: The parts that this rank writes, and their places in the shared buffer.
         digests: Of all parts that this rank holds, taken from the live tensors.
         section: This rank's other state, already plain JSON.
         hash_algorithm: Hash algorithm for every file.
         time_limit_seconds: Time limit of the whole job.
         commit: Rank 0's order; None on other ranks.
-        files: What messages call the files that hold parts, in the order of their numbers.
     """
 
     staging: Path
@@ -148,7 +147,6 @@ class WriteJob:
     hash_algorithm: HashAlgorithm
     time_limit_seconds: float
     commit: CommitOrder | None
-    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ..base.files import sync_directory
 from ..base.manifest import read_committed_hash, read_manifest
 from ..base.run_directory import COMMITTED_NAME, checkpoint_name
 from .commit import discard
-from .file_parts import PartsInFiles
 from .job import Outcome, failed_outcome, leave_failure
 
 _NOTE_WAIT_SECONDS = 5.0
@@ -57,7 +56,6 @@ class OneSave:
         interruption: An exception that ended the save but is not an error of the save, such as a KeyboardInterrupt.
         is_begun: Whether this rank created the staging directory.
         staged_bytes: Number of bytes copied on this rank.
-        in_files: The parts that this save holds in files, until it is over.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class OneSave:
         self._leaves_notes = leaves_notes
         self.is_begun = False
         self.staged_bytes = 0
-        self.in_files = PartsInFiles(())
 
     def run(self, act: Callable[["OneSave"], Outcome]) -> None:
         """Runs `act` and sets the outcome, also if `act` raises."""
@@ -88,7 +85,6 @@ class OneSave:
             # A failing disk may also refuse this note; the outcome is reported in any case.
             with contextlib.suppress(OSError, CheckpointError):
                 outcome = self._clear_up(outcome)
-        self.in_files.release()
         self.outcome = outcome
         self.finished.set()
 

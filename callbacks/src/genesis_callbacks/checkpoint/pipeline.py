@@ -22,7 +22,6 @@ from ..base.local_shards import LocalShard, TensorShard
 from ..base.manifest import Ancestor
 from ..base.run_directory import checkpoint_name
 from .device import DevicePath, find_device
-from .file_parts import PartsInFiles, WithFiles, leave_out_files
 from .inline import begin_together, perform_together
 from .job import (
     ChangedPartsError,
@@ -162,8 +161,7 @@ class SavePipeline:
         device = find_device(local.data for local in snapshot.parts)
         if device is None:
             return
-        parts = snapshot.whole().parts
-        ours = leave_out_files(self._ours(plan, (local.part for local in parts)), parts)
+        ours = self._ours(plan, (local.part for local in snapshot.whole().parts))
         if self._worker is None:
             self._stager.reserve_scratch(device)
         else:
@@ -286,21 +284,16 @@ class SavePipeline:
             if shared.shards != plan.own:  # compared here, where training does not wait
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
-            in_files = save.in_files = PartsInFiles(local for local in whole.parts if local.part not in copies)
-            ours = self._ours(plan, (local.part for local in whole.parts))
-            data = {local.part: local.data for local in whole.parts if local.part not in in_files} | copies
-            copied = [part for part in ours if part not in in_files]
-            if self.mode == "sync":
-                staged = self._stager.stage_one_at_a_time(data, copied)
-            else:
-                staged = self._stager.stage(data, copied, event)
+            live = {local.part: copies.get(local.part, local.data) for local in whole.parts}
+            ours = self._ours(plan, live)
+            is_sync = self.mode == "sync"
+            staged = self._stager.stage_one_at_a_time(live, ours) if is_sync else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
-            staged = replace(staged, placed=(*staged.placed, *in_files.place(ours)))
             job = self._order(save, plan, whole, progress, staged, limit_seconds)
             counts = (progress.num_steps(), plain_write_counts(shared.parameters))
             if counts != before or plain_write_counts(shared.states) != states_before:
                 raise TornSnapshotError("training changed tensors during staging: an optimizer step came too early")
-            return job, WithFiles(staged.data, in_files.copies)
+            return job, staged.data
 
         return stage
 
@@ -333,7 +326,6 @@ class SavePipeline:
             target.hash_algorithm,
             limit_seconds,
             order,
-            tuple(copy.name for copy in save.in_files.copies),
         )
 
     def wait_staged(self) -> None:
@@ -443,12 +435,7 @@ class SavePipeline:
 
     def _act_together(self, save: OneSave, stage: _Stage) -> Outcome:
         begin_together(self._ranks, lambda: self._make_staging(save))
-
-        def stage_all() -> tuple[WriteJob, Staged]:
-            job, staged = stage()
-            return save.in_files.add_digests(job), staged
-
-        return perform_together(self._ranks, stage_all)
+        return perform_together(self._ranks, stage)
 
     def _act(self, save: OneSave, stage: _Stage, limit_seconds: float) -> Outcome:
         if self._worker is not None:
@@ -458,15 +445,14 @@ class SavePipeline:
             self._make_staging(save)
         job, staged = stage()
         save.staged.set()  # before the wait for rank 0's directory, which training must not wait for
-        job = save.in_files.add_digests(job)
         save.wait_begun(limit_seconds)
         if self.mode == "sync":
             return perform(job, staged, lambda: False)
         if self._writer is None:
             return perform_niced(job, staged)
-        return self._write_by(self._writer, save, job)
+        return self._write_by(self._writer, job)
 
-    def _write_by(self, writer: WriterProcess, save: OneSave, job: WriteJob) -> Outcome:
+    def _write_by(self, writer: WriterProcess, job: WriteJob) -> Outcome:
         buffer = self._stager.buffer
         assert buffer is not None
         if not writer.is_alive:
@@ -476,8 +462,7 @@ class SavePipeline:
         # Rank 0's writer names the missing ranks at its limit: the grace lets that answer arrive before it is killed.
         limit_seconds = job.time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
         try:
-            files = [copy.descriptor for copy in save.in_files.copies]
-            return writer.perform(job, buffer, limit_seconds, files)
+            return writer.perform(job, buffer, limit_seconds)
         except SaveFailedError:
             writer.kill()
             if not self._is_closed:

@@ -2,8 +2,7 @@
 
 If the training thread waits until everything is written, one tensor at a time is copied, just before it is written.
 Otherwise all are copied into one shared buffer without a name (`memfd_create`), which a writer process maps by its
-descriptor. The buffer is pinned for copies from an accelerator. Parts whose bytes lie in a file already are
-not copied (`file_parts`).
+descriptor. The buffer is pinned for copies from an accelerator.
 """
 
 import math
@@ -29,11 +28,10 @@ _ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, a
 
 @dataclass(frozen=True)
 class Placed:
-    """A part and the location of its elements: in the shared buffer, or in a file of the job by its number."""
+    """A part and the location of its elements in a shared buffer."""
 
     part: TensorShard
     byte_offset: int
-    file: int | None = None
 
 
 def place_shards(parts: Iterable[TensorShard]) -> tuple[tuple[Placed, ...], int]:

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -22,7 +21,6 @@ if __name__ == "__main__":
 import torch
 
 from .channel import IGNORED_SIGNALS, READY, Channel
-from .file_parts import WithFiles
 from .job import WriteJob, perform
 from .stage import SharedBuffer
 from .writer_start import watch_channel_itself
@@ -33,18 +31,12 @@ _STATUS = Path("/proc/self/status")
 _OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, which counts the copies of tensors
 
 
-@dataclass
-class _SentFile:
-    descriptor: int
-    name: str
-
-
 def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None:
     """Performs one job after another until the trainer is gone: by `is_orphan`, or by default this process's parent.
 
-    A message is (job, size of a new shared buffer or None). With it come the descriptor of the new buffer, those of the
-    files that hold parts, and one that holds the lock on the job's staging directory. An answer is (outcome, size of
-    this process's own memory in bytes); the first message has `READY` as its outcome.
+    A message is (job, size of a new shared buffer or None). With it come the descriptor of the new buffer and one that
+    holds the lock on the job's staging directory. An answer is (outcome, size of this process's own memory in bytes);
+    the first message has `READY` as its outcome.
     """
     is_orphan = is_orphan or watch_parent()
     buffer: SharedBuffer | None = None
@@ -63,8 +55,7 @@ def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None
         assert buffer is not None
         # Data workers that the trainer forked keep its end of the channel open after its death: then no end of file
         # comes.
-        files = [_SentFile(descriptor, name) for descriptor, name in zip(descriptors, job.files, strict=False)]
-        outcome = perform(job, WithFiles(buffer, files), lambda: channel.is_ended() or is_orphan())
+        outcome = perform(job, buffer, lambda: channel.is_ended() or is_orphan())
         for descriptor in descriptors:
             os.close(descriptor)
         try:

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from ..base.checkpoint_errors import SaveFailedError
@@ -101,23 +101,20 @@ class WriterProcess:
             ) from error
         self._is_ready = True
 
-    def perform(
-        self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float, files: Sequence[int] = ()
-    ) -> Outcome:
+    def perform(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> Outcome:
         """Sends a job and returns its outcome; kills a writer that does not answer in time.
 
         Args:
             job: The job.
             buffer: Has the staged parts.
             timeout_seconds: How long the writer may take.
-            files: Descriptors of the files that hold parts, in the order of `WriteJob.files`.
 
         Raises:
             SaveFailedError: The writer died or was killed. The object cannot be used again.
         """
         self.wait_ready()
         try:
-            self._send(job, buffer, timeout_seconds, files)
+            self._send(job, buffer, timeout_seconds)
             (outcome, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             self.kill()
@@ -130,7 +127,7 @@ class WriterProcess:
         assert isinstance(outcome, Outcome)
         return outcome
 
-    def _send(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float, files: Sequence[int]) -> None:
+    def _send(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> None:
         num_bytes, buffers = (None, []) if buffer is self._buffer else (buffer.num_bytes, [buffer.descriptor])
         with contextlib.ExitStack() as stack:
             held = []
@@ -138,7 +135,7 @@ class WriterProcess:
             # the staging directory locked and waits. Where the directory is gone, the writer reports that.
             with contextlib.suppress(FileNotFoundError):
                 held.append(stack.enter_context(hold_staging(job.staging)))
-            self._channel.send((job, num_bytes), [*buffers, *files, *held], timeout_seconds)
+            self._channel.send((job, num_bytes), [*buffers, *held], timeout_seconds)
         self._buffer = buffer
 
     def _describe_end(self) -> str:

@@ -11,16 +11,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genesis.optim import GroupedOptimizer, newton_schulz
-from genesis.optim.newton_schulz import (
+from genesis.model.part import MATRICES
+from genesis.optim import GroupedOptimizer, whole_matrices
+from genesis.optim import Muon as OurMuon
+from genesis.optim.whole_matrices import (
     _plan_owners,
     count_flops,
-    orthogonalize,
-    orthogonalize_sharded,
+    direct_matrices,
+    direct_sharded,
     plan_batches,
 )
 from genesis_callbacks.testing import run_ranks
 
+MUON = OurMuon()
+DIRECT = MUON.direct
 SHAPES = [(16, 16), (7, 24), (24, 7), (16, 16), (3, 5), (1, 6), (24, 7)]
 
 
@@ -39,7 +43,7 @@ def _torch_direction(matrix: Tensor) -> Tensor:
 
 
 def test_singular_values_come_near_one_and_singular_vectors_stay() -> None:
-    for matrix, result in zip(_matrices(), orthogonalize(_matrices()), strict=True):
+    for matrix, result in zip(_matrices(), direct_matrices(DIRECT, _matrices()), strict=True):
         assert result.shape == matrix.shape
         values = torch.linalg.svdvals(result.float())
         assert values.min() > 0.3
@@ -50,12 +54,12 @@ def test_singular_values_come_near_one_and_singular_vectors_stay() -> None:
 
 
 def test_a_batch_gives_what_torch_gives_one_by_one() -> None:
-    for matrix, result in zip(_matrices(), orthogonalize(_matrices()), strict=True):
+    for matrix, result in zip(_matrices(), direct_matrices(DIRECT, _matrices()), strict=True):
         torch.testing.assert_close(result.float(), _torch_direction(matrix), atol=0.02, rtol=0)
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
-    (result,) = orthogonalize([torch.zeros(4, 6)])
+    (result,) = direct_matrices(DIRECT, [torch.zeros(4, 6)])
     assert torch.equal(result, torch.zeros(4, 6))
 
 
@@ -63,9 +67,9 @@ def _orthogonalize_on_rank(mesh_shape: tuple[int, ...]) -> float:
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
     sharded = [distribute_tensor(matrix, mesh, placements) for matrix in _matrices()]
-    rows = orthogonalize_sharded([tensor.to_local() for tensor in sharded], sharded)
+    rows = direct_sharded(DIRECT, [tensor.to_local() for tensor in sharded], sharded)
     worst = 0.0
-    for tensor, local, expected in zip(sharded, rows, orthogonalize(_matrices()), strict=True):
+    for tensor, local, expected in zip(sharded, rows, direct_matrices(DIRECT, _matrices()), strict=True):
         whole = DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride()).full_tensor()
         worst = max(worst, float((whole - expected).abs().max()))
     return worst
@@ -82,7 +86,7 @@ def _refuse_on_rank() -> str:
     mesh = init_device_mesh("cpu", (2,))
     by_columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
     with pytest.raises(ValueError, match="sharded by rows") as caught:
-        orthogonalize_sharded([by_columns.to_local()], [by_columns])
+        direct_sharded(DIRECT, [by_columns.to_local()], [by_columns])
     assert dist.get_world_size() == 2
     return str(caught.value)
 
@@ -92,7 +96,7 @@ def test_a_matrix_sharded_by_columns_is_refused() -> None:
 
 
 def test_a_batch_is_of_one_shape_and_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_schulz, "BATCH_BYTES", 2 * 2 * 7 * 24)
+    monkeypatch.setattr(whole_matrices, "BATCH_BYTES", 2 * 2 * 7 * 24)
     shapes = [(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)]
     assert [batch.members for batch in plan_batches(shapes)] == [[2], [0, 1], [3, 4]]
     assert [batch.members for batch in plan_batches(shapes, num_ranks=2)] == [[2], [0, 1, 3, 4]]
@@ -134,7 +138,7 @@ class Made(TorchDispatchMode):
 
 def test_no_stack_of_matrices_is_in_float32() -> None:
     with Made() as made:
-        orthogonalize(_matrices())
+        direct_matrices(DIRECT, _matrices())
     assert made.dtypes == {torch.bfloat16}
 
 
@@ -142,7 +146,10 @@ def count_operators(num_layers: int) -> int:
     """Returns how many operators a step of Muon calls for layers of two shapes, one of them in both directions."""
     shapes = [(8, 8), (24, 8), (8, 24)] * num_layers
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    optimizer = GroupedOptimizer([{"params": parameters, "algorithm": "muon"}])
+    optimizer = GroupedOptimizer(
+        [{"params": parameters, "algorithm": "muon", **MUON.group_options(MATRICES, has_adapters=False)}],
+        {"muon": MUON},
+    )
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape)
     optimizer.step()  # makes the momenta
@@ -160,15 +167,14 @@ def test_a_step_of_muon_calls_as_many_operators_for_eight_layers_as_for_two() ->
 
 def _orthogonalize_on_unlike_ranks() -> tuple[list[Tensor], int]:
     """Returns what a rank gets of each batch, and how many matrices it iterated; ranks round differently."""
-    rank, iterate, num_iterated = dist.get_rank(), newton_schulz._iterate, 0
+    rank, num_iterated = dist.get_rank(), 0
 
     def iterate_unlike(batch: Tensor) -> Tensor:
         nonlocal num_iterated
         num_iterated += len(batch)
-        return iterate(batch) * (1 + rank / 8)
+        return DIRECT(batch) * (1 + rank / 8)
 
-    newton_schulz._iterate = iterate_unlike
-    return orthogonalize(_matrices(), dist.group.WORLD), num_iterated
+    return direct_matrices(iterate_unlike, _matrices(), dist.group.WORLD), num_iterated
 
 
 def test_replicas_that_round_differently_get_equal_bits_for_a_share_of_the_work() -> None:
@@ -180,17 +186,16 @@ def test_replicas_that_round_differently_get_equal_bits_for_a_share_of_the_work(
 
 def _orthogonalize_on_unlike_replicas() -> tuple[list[Tensor], int]:
     """The same where two groups of two ranks hold the same rows."""
-    rank, iterate, num_iterated = dist.get_rank(), newton_schulz._iterate, 0
+    rank, num_iterated = dist.get_rank(), 0
 
     def iterate_unlike(batch: Tensor) -> Tensor:
         nonlocal num_iterated
         num_iterated += len(batch)
-        return iterate(batch) * (1 + rank / 8)
+        return DIRECT(batch) * (1 + rank / 8)
 
-    newton_schulz._iterate = iterate_unlike
     mesh = init_device_mesh("cpu", (2, 2))
     sharded = [distribute_tensor(matrix, mesh, [Replicate(), Shard(0)]) for matrix in _matrices()]
-    return orthogonalize_sharded([tensor.to_local() for tensor in sharded], sharded), num_iterated
+    return direct_sharded(iterate_unlike, [tensor.to_local() for tensor in sharded], sharded), num_iterated
 
 
 def test_replicas_of_shards_that_round_differently_get_equal_bits_for_a_share_of_the_work() -> None:

@@ -1,4 +1,7 @@
-"""The nearest semi-orthogonal matrix, for Muon: batched on a rank, shared out over ranks where matrices are sharded."""
+"""Directions of whole matrices: batched on a rank, shared out over ranks where matrices are replicated or sharded.
+
+What a direction is, the algorithm knows (`genesis.optim.algorithm.Algorithm.direct`). Here is who computes which.
+"""
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -13,32 +16,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 from genesis.base.errors import UserError
 
-# The coefficients of torch's own Muon: a quintic whose slope at zero is as steep as convergence allows.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7
-NUM_STEPS = 5
-
 # The dtype of torch's Muon. Also on CPUs: those with avx512_bf16 or AMX take a quarter of float32's time.
 _DTYPE = torch.bfloat16
 
 BATCH_BYTES = 256 * 2**20
 """Bytes of the matrices that a rank multiplies at once; the products take several times as much memory."""
 
+Direct = Callable[[BFloat16[Tensor, "N rows columns"]], BFloat16[Tensor, "N rows columns"]]
+"""Returns the directions of matrices of one shape, no taller than wide."""
 
-def orthogonalize(matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Returns for each matrix one with the same singular vectors and singular values near 1.
+
+def direct_matrices(
+    direct: Direct, matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """Returns the direction of each matrix.
 
     Args:
+        direct: The algorithm's.
         matrices: Two-dimensional matrices.
         replicas: Ranks that hold the same matrices, of which each computes a share; it communicates.
-
-    References:
-        Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, https://kellerjordan.github.io/posts/muon/
     """
     results: dict[int, Tensor] = {}
     for batch in plan_batches([matrix.shape for matrix in matrices], count_ranks(replicas)):
         members = [matrices[i] for i in batch.members]
-        directions = orthogonalize_batch(
+        directions = direct_batch(
+            direct,
             lambda numbers, members=members: [members[number] for number in numbers],  # type: ignore[misc]
             batch.owners,
             replicas,
@@ -54,10 +56,10 @@ def count_ranks(group: dist.ProcessGroup | None) -> int:
 
 
 def count_flops(shape: Sequence[int]) -> int:
-    """Returns the number of floating-point operations for one matrix. Pure."""
+    """Returns the number of floating-point operations of an iteration for one matrix, to balance ranks. Pure."""
     small, large = min(shape), max(shape)
-    # A step has two products with the matrix itself and one of its Gram matrix with itself.
-    return NUM_STEPS * (4 * small * small * large + 2 * small**3)
+    # Two products with the matrix itself and one of its Gram matrix with itself, as Newton-Schulz iterations have.
+    return 4 * small * small * large + 2 * small**3
 
 
 class Batch(NamedTuple):
@@ -99,22 +101,26 @@ def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Ba
     return batches
 
 
-def orthogonalize_batch(
-    read: Callable[[Sequence[int]], list[Tensor]], owners: Sequence[int], replicas: dist.ProcessGroup | None = None
+def direct_batch(
+    direct: Direct,
+    read: Callable[[Sequence[int]], list[Tensor]],
+    owners: Sequence[int],
+    replicas: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """Returns the orthogonalised matrices of one batch of `plan_batches`, transposed to be wide, in bfloat16.
+    """Returns the directions of one batch of `plan_batches`, transposed to be wide, in bfloat16.
 
     With a group, each rank computes its share of them and receives the other results: the same bits on every rank,
     even with different GPUs, and no rank repeats another's work. Every rank of the group calls it; it communicates.
 
     Args:
+        direct: The algorithm's.
         read: Returns matrices of the batch by their numbers; in a shared batch only this rank's are read, or one.
         owners: The rank of each matrix within the group.
         replicas: Ranks that hold the same matrices.
     """
     rank = 0 if replicas is None else dist.get_rank(replicas)
     own = [number for number, owner in enumerate(owners) if owner == rank]
-    results = _orthogonalize_alike(read(own)) if own else []
+    results = _direct_alike(direct, read(own)) if own else []
     if replicas is None:
         return results
     num_ranks = dist.get_world_size(replicas)
@@ -152,8 +158,8 @@ def stack_as(
     return stacked.mT.to(dtype, memory_format=torch.contiguous_format) if is_turned else stacked
 
 
-def _orthogonalize_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the orthogonalised matrices, of one shape up to transposition, as wide matrices in bfloat16."""
+def _direct_alike(direct: Direct, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the directions of matrices of one shape up to transposition, as wide matrices in bfloat16."""
     by_turn: dict[bool, list[int]] = {}
     for number, matrix in enumerate(matrices):
         by_turn.setdefault(matrix.shape[0] > matrix.shape[1], []).append(number)
@@ -161,10 +167,9 @@ def _orthogonalize_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
         stack_as([matrices[number] for number in numbers], _DTYPE, is_turned=is_tall)
         for is_tall, numbers in by_turn.items()
     ]
-    del matrices  # a whole batch of updates in float32
     if len(parts) > 1:
         parts = [torch.cat(parts)]
-    directions = _iterate(parts.pop())
+    directions = direct(parts.pop())
     found = dict(zip((number for numbers in by_turn.values() for number in numbers), directions, strict=True))
     return [found[number] for number in range(len(found))]
 
@@ -173,25 +178,16 @@ def _to_wide(matrix: Tensor) -> Tensor:
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
-def _iterate(batch: BFloat16[Tensor, "N rows columns"]) -> BFloat16[Tensor, "N rows columns"]:
-    a, b, c = COEFFICIENTS
-    # The Frobenius norm bounds the spectral norm, which has to be at most 1.
-    batch = batch / batch.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(NUM_STEPS):
-        gram = batch @ batch.mT
-        batch = torch.baddbmm(batch, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), batch, beta=a)
-    return batch
+def direct_sharded(direct: Direct, updates: Sequence[Tensor], parameters: Sequence[DTensor]) -> list[Tensor]:
+    """Returns this rank's rows of the directions of matrices whose rows are spread over ranks.
 
-
-def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTensor]) -> list[Tensor]:
-    """Returns this rank's rows of the orthogonalised matrices whose rows are spread over ranks.
-
-    Each matrix has one owner, which gathers it, iterates and sends the rows back: two all-to-alls for all matrices
-    together, and no rank repeats another's work. If the shards are replicated (hybrid), the replicas of an owner
-    share its matrices and exchange the results. Every rank of the mesh calls it with the same parameters in the same
-    order.
+    Each matrix has one owner, which gathers it, computes its direction and sends the rows back: two all-to-alls for all
+    matrices together, and no rank repeats another's work. If the shards are replicated (hybrid), the replicas of an
+    owner share its matrices and exchange the results. Every rank of the mesh calls it with the same parameters in the
+    same order.
 
     Args:
+        direct: The algorithm's.
         updates: This rank's rows of each matrix.
         parameters: The parameters of the updates; their placements define how rows are sharded.
 
@@ -214,7 +210,7 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
         _split(received[source], [(_num_rows(shapes[i], source, world_size), shapes[i][1]) for i in owned[rank]])
         for source in range(world_size)
     ]
-    whole = orthogonalize([torch.cat(rows) for rows in zip(*slices, strict=True)], replicas)
+    whole = direct_matrices(direct, [torch.cat(rows) for rows in zip(*slices, strict=True)], replicas)
 
     sent = [
         _concatenate([_rows_of(matrix, target, world_size) for matrix in whole], device) for target in range(world_size)
@@ -230,8 +226,12 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     return [results[i].to(updates[i].device, updates[i].dtype) for i in range(len(updates))]
 
 
-def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
+def require_whole_matrices(name: str, stacks: Sequence[DTensor]) -> None:
     """Checks that stacks of matrices are sharded along their first dimension alone, which cuts no matrix.
+
+    Args:
+        name: The algorithm's.
+        stacks: The stacks.
 
     Raises:
         UserError: A stack is sharded along another dimension.
@@ -240,9 +240,9 @@ def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
         for axis, placement in enumerate(stack.placements):
             if not placement.is_replicate() and getattr(placement, "dim", None) != 0:
                 raise UserError(
-                    f"optimizer.name is 'muon', which needs whole matrices, and {stack.device_mesh.size(axis)} ranks "
+                    f"the optimizer is {name}, which needs whole matrices, and {stack.device_mesh.size(axis)} ranks "
                     f"cut the matrices of {stack.shape[1]} by {stack.shape[2]} of the experts: give these parameters "
-                    "to adamw, or shard their stacks by experts"
+                    "to another algorithm, such as adamw, or shard their stacks by experts"
                 )
 
 
@@ -254,8 +254,8 @@ def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist
         axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
         if len(axes) != 1 or parameter.placements[axes[0]] != Shard(0):
             raise ValueError(
-                f"Muon needs matrices that are sharded by rows over one mesh axis, but one has {parameter.placements}: "
-                "shard it with fully_shard's default placement or give it to AdamW"
+                "a matrix that is needed whole must be sharded by rows over one mesh axis, but one has "
+                f"{parameter.placements}: shard it with fully_shard's default placement or give it to AdamW"
             )
         copies = [axis for axis in range(mesh.ndim) if axis != axes[0] and mesh.size(axis) > 1]
         # Over several replicated axes each line of the first shares the work, and the others repeat it.
