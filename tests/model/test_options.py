@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from genesis.errors import UserError
 from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
 from genesis.model.norm import NormConfig
@@ -82,7 +82,7 @@ def find_document_error(config: DecoderConfig) -> float:
 def find_cache_error(config: DecoderConfig, first: int) -> float:
     """Returns the largest difference between the logits of texts that a cache continues and those of whole texts."""
     decoder, ids = build(config), random_ids(2, 60)
-    cache, found = KVCache(config, 2, 60, "cpu", torch.float32), []
+    cache, found = decoder.new_cache(2, 60), []
     for start, end in [(0, first), (first, first + 15), *((place, place + 1) for place in range(first + 15, 60))]:
         found.append(decoder(ids[:, start:end], cache=cache))
         cache.advance(torch.full((2,), end - start))
