@@ -150,6 +150,8 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_field(config: DecoderConfig, field: str) -> Any:
+    if field == "head_dim":  # a family writes it where ours follows from the model's width
+        return attention_of(config).head_width(config.dim)
     part, name = SHORT_FIELDS.get(field, (None, field))
     return getattr(config if part is None else getattr(config.parts, part), name)
 
