@@ -7,8 +7,8 @@ import torch
 from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts
+from genesis.model.mixture import Router
 from genesis.model.part import Part
-from genesis.model.router import Router
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 _MIXTURE_PARTS = ("router", "experts")

@@ -20,9 +20,8 @@ from genesis.model.dispatch import _sum_rows, sort_by_expert
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense
 from genesis.model.initial import InitialValues
-from genesis.model.mixture import Mixture, MixtureConfig
+from genesis.model.mixture import ENTROPY, LOAD, Mixture, MixtureConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
-from genesis.model.router import ENTROPY, LOAD
 from genesis.optim import OptimizerOptions, build_optimizer
 
 DIM, ROWS, LENGTH = 16, 3, 11

@@ -19,8 +19,7 @@ from genesis.data.window import IGNORE_INDEX
 from genesis.errors import UserError
 from genesis.model.balance import RouterCollapseWarning
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.mixture import Mixture, MixtureConfig
-from genesis.model.router import find_routers
+from genesis.model.mixture import Mixture, MixtureConfig, find_routers
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Sharded, expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
