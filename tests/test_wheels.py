@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -50,7 +49,9 @@ def make_environment(directory: Path, *wheels: Path) -> Path:
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
     check(run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, cwd=directory))
     site_packages = next(directory.glob("lib/python*/site-packages"))
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages / "dependencies.pth").write_text(
+        "".join(f"{path}\n" for path in sys.path if path.endswith("site-packages"))
+    )
     return python
 
 
