@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig

@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.device import find_missing_compiler
-from genesis.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
+from genesis.base.device import find_missing_compiler
 from genesis.model.attend.cache import distrust_lengths
 from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
 from genesis.model.mixer import ForwardTokens, KernelProof
 from genesis.model.proof_memory import GRADIENT_TOLERANCE, compare
 from genesis_callbacks.checkpoint import DeviceProof

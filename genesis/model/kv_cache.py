@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from genesis.device import send
+from genesis.base.device import send
 from genesis.model.attend.metadata import CachedTokens
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 import yaml
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts, find_owner
@@ -18,9 +18,9 @@ from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
-from genesis.recipe_imports import import_allowed
-from genesis.recipe_yaml import load_yaml
-from genesis_callbacks.untrusted import read_text
+from genesis.recipe.imports import import_allowed
+from genesis.recipe.yaml import load_yaml
+from genesis_callbacks.base.untrusted import read_text
 
 DECODER_PREFIX: Final = "model.decoder."
 """The prefix of the decoder's tensors in a checkpoint."""
@@ -55,7 +55,7 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 
     A file alone cannot cause an import of code: it may name classes of parts that are known, or that the user allows
-    (`genesis.recipe_imports`).
+    (`genesis.recipe.imports`).
 
     Args:
         content: The content of a YAML or JSON file.

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend.metadata import AttentionMetadata
 from genesis.model.attend.table import attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata, remember, rotate
