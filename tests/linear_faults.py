@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from genesis.model import delta
-from genesis.model.decoder import KVCache
 from genesis.model.delta import GatedDelta
+from genesis.model.kv_cache import KVCache
 
 
 def _forget_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +45,11 @@ def _leave_states_of_the_text_before(monkeypatch: pytest.MonkeyPatch) -> None:
     free = KVCache.free_row
 
     def leave(cache: KVCache, row: int, **options: Any) -> None:
-        held = [part if part is None else part[:, row].clone() for part in (cache.states, cache.tails)]
+        states = [stack.data for stack in cache.stacks if stack.kind.is_state]
+        held = [state[:, row].clone() for state in states]
         free(cache, row, **options)
-        for part, kept in zip((cache.states, cache.tails), held, strict=True):
-            if part is not None:
-                part[:, row] = kept
+        for state, kept in zip(states, held, strict=True):
+            state[:, row] = kept
 
     monkeypatch.setattr(KVCache, "free_row", leave)
 

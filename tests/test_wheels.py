@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from genesis.cli.main import help_text
 from genesis_callbacks.checkpoint import read_manifest
+from tests.cli.test_mixers import write_latent
 from tests.cli.tiny import build_recipe, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("wheels")]
@@ -51,7 +51,9 @@ def make_environment(directory: Path, *wheels: Path) -> Path:
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
     check(run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, cwd=directory))
     site_packages = next(directory.glob("lib/python*/site-packages"))
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages / "dependencies.pth").write_text(
+        "".join(f"{path}\n" for path in sys.path if path.endswith("site-packages"))
+    )
     return python
 
 
@@ -74,6 +76,26 @@ def test_the_application_runs_from_its_wheel(wheels: dict[str, Path], tmp_path: 
     program = "import genesis.cli.fit, genesis_callbacks; print(genesis.__file__, genesis_callbacks.__file__)"
     for file in check(run(python, "-c", program, cwd=tmp_path)).split():
         assert Path(file).is_relative_to(tmp_path)
+
+
+@pytest.mark.timeout(900)  # five processes, each of which imports torch
+def test_a_mixer_of_an_own_file_trains_on_two_ranks_and_generates_beside_the_wheels(
+    wheels: dict[str, Path], tiny_corpus: Path, tmp_path: Path
+) -> None:
+    python = make_environment(tmp_path / "environment", *wheels.values())
+    site_packages = next((tmp_path / "environment").glob("lib/python*/site-packages"))
+    shutil.copy(REPOSITORY / "tests" / "model" / "latent_attention.py", site_packages)
+    recipe = write_latent(tmp_path, tiny_corpus, "latent_attention")
+
+    def genesis(*words: str | Path) -> str:
+        return check(run(python.with_name("genesis"), *words, "--allow_imports", "latent_attention", cwd=tmp_path))
+
+    genesis("fit", "--config", recipe, "--trainer.devices", "2", "--trainer.strategy", "sharded")
+    text = ("generate", tmp_path / "run", "--prompt", "a", "--max_new_tokens", "4", "--temperature", "0")
+    assert genesis(*text).endswith("\n")
+    refused = run(python.with_name("genesis"), *text, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "mixers[0]: class_path is 'latent_attention.LatentAttentionConfig'" in refused.stderr
 
 
 def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict[str, Path], tmp_path: Path) -> None:

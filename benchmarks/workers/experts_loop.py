@@ -29,9 +29,8 @@ from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.balance import update_balance_biases
 from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
-from genesis.model.mixture import MixtureConfig
+from genesis.model.mixture import LOAD, MixtureConfig, Routing, find_routers
 from genesis.model.recipe import build_decoder_config
-from genesis.model.router import LOAD, Routing, find_routers
 from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh

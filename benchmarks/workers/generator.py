@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sampling_options import SamplingOptions
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 
 _VOCAB_SIZE, _PROMPT_TOKENS, _NEW_TOKENS = 49_152, 64, 192
 _SHAPE = DecoderConfig(
@@ -76,7 +76,7 @@ def run_forward(task: GenerateTask) -> Iterator[int]:
     decoder, ones = _build_decoder(), torch.ones(task.num_rows, dtype=torch.int64)
     input_ids = torch.full((task.num_rows, 1), 7)
     while True:
-        cache = KVCache(_SHAPE, task.num_rows, _SHAPE.max_seq_len, "cpu", torch.float32)
+        cache = decoder.new_cache(task.num_rows, _SHAPE.max_seq_len)
         decoder(torch.full((task.num_rows, _PROMPT_TOKENS), 7), cache=cache)
         # Texts differ in length, as they do where requests arrive at different times.
         cache.advance(torch.arange(task.num_rows) + _PROMPT_TOKENS - task.num_rows)

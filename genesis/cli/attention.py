@@ -76,11 +76,10 @@ def build_proofs(
         seq_len: Tokens of a sequence.
         is_given: Whether the user has named the kernel.
     """
-    name = model.attention
-    if name == MASK.name:
+    name, heads = model.attention, model.decoder_config.attention_heads
+    if name == MASK.name or heads is None:
         return ()
-    config = model.decoder_config.parts.attention
-    shape = ProvedShape(config.num_heads, config.num_kv_heads, place.head_dim, seq_len, place.dtype)
+    shape = ProvedShape(*heads, seq_len, place.dtype)
     proof, following = attention_proof(name, shape, _PROOF), list_worse(name, place)[0]
 
     def take_next(device: torch.device) -> None:

@@ -55,7 +55,7 @@ from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.generate.checkpoint_reference import LATEST, read_reference
 from genesis.model.attend.table import AUTO
-from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
+from genesis.model.device_proofs import LOSS_PROOF
 from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -76,7 +76,7 @@ from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.base.run_directory import read_run_dir
-from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
+from genesis_callbacks.checkpoint import MANIFEST_NAME, DeviceProof, check_not_in_use, list_committed
 
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
@@ -380,7 +380,8 @@ class GenesisCLI(LightningCLI):
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
-        others = (LOSS_PROOF, *linear_attention_proofs(self.model.decoder_config))
+        of_mixers = (DeviceProof(*proof) for proof in self.model.decoder_config.list_proofs())
+        others = (LOSS_PROOF, *of_mixers)
         self.checkpoint.device_proofs = (*proofs, *others, *list_float8_proofs(self.model.float8))
         self.checkpoint.drift_policy = build_policy(place)
 

@@ -59,7 +59,7 @@ def complete(
     stops = _StopFinder(tokenizer, options.stop)
     stop_ids = tokenizer.stop_ids | options.stop_ids
     head = build_head(decoder)
-    for group in plan_groups(prompts, can_share=decoder.config.linear_attention is None):
+    for group in plan_groups(prompts, can_share=not decoder.config.keeps_states):
         requests = [
             Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]) for index in group.prompts
         ]
@@ -71,10 +71,7 @@ def complete(
 
 def default_cache_tokens(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Returns the number of tokens whose keys and values take at most 2 GiB."""
-    bytes_per_token = (
-        2 * config.num_attention_layers * config.parts.attention.num_kv_heads * config.head_dim * dtype.itemsize
-    )
-    return max(1, _CACHE_BYTES // max(1, bytes_per_token))
+    return max(1, _CACHE_BYTES // max(1, config.count_cache_bytes_per_token(dtype.itemsize)))
 
 
 class Group(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
-from torch.nn.functional import pad
 
 from genesis.base.device import send
 from genesis.base.errors import UserError
@@ -28,7 +27,8 @@ from genesis.evaluate.plan import (
     plan_branches,
     plan_context,
 )
-from genesis.model.decoder import Decoder, KVCache
+from genesis.model.decoder import Decoder
+from genesis.model.kv_cache import KVCache
 from genesis.model.loss import chunk_tokens
 
 BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
@@ -83,9 +83,9 @@ class Scorer:
         numbers = {request: number for number, request in enumerate(dict.fromkeys(requests))}
         self._sums = torch.zeros(len(numbers), dtype=torch.float64)
         self._is_greedy = torch.ones(len(numbers), dtype=torch.bool)
-        if self.decoder.config.linear_attention is None:
+        if not self.decoder.config.keeps_states:
             plain, *heads = find_heads(gather_contexts(list(numbers)))
-        else:  # the state of a linear layer cannot go back to an earlier token, where another continuation begins
+        else:  # a state cannot go back to an earlier token, where another continuation begins
             plain, heads = Head((), keep_apart(list(numbers))), []
         self._score_contexts([plain], None, on_progress)
         for batch in batch_by_size(heads, lambda head: (len(head.tokens), 0), self.batch_tokens):
@@ -125,12 +125,10 @@ class Scorer:
 
     def _branch(self, rows: Sequence[Row], parents: KVCache | None, spare: int = 0) -> KVCache:
         """Returns a cache for `rows`, each with the tokens kept from its parent and room for its own plus `spare`."""
-        weight = self.decoder.output_weight
         num_slots = max(row.start for row in rows) + max(len(row.tokens) for row in rows) + spare
         if parents is None:
-            return KVCache(self.decoder.config, len(rows), num_slots, weight.device, weight.dtype)
-        keys, values = (_copy_rows(slots, rows, num_slots) for slots in (parents.keys, parents.values))
-        return KVCache.of(keys, values, [row.start for row in rows])
+            return self.decoder.new_cache(len(rows), num_slots)
+        return parents.branch([row.parent for row in rows], [row.start for row in rows], num_slots)
 
     def _feed(self, rows: Sequence[Row], cache: KVCache | None) -> None:
         """Feeds rows after their tokens in the cache, and adds up the log-probabilities of their targets."""
@@ -158,15 +156,6 @@ class Scorer:
         logprobs, is_most_likely = torch.stack((logprobs, is_most_likely.float())).cpu()  # the forward's only wait
         self._sums.index_add_(0, requests, logprobs.double())
         self._is_greedy[requests[is_most_likely == 0]] = False
-
-
-def _copy_rows(
-    slots: Float[Tensor, "layers B L K E"], rows: Sequence[Row], num_slots: int
-) -> Float[Tensor, "layers R {num_slots} K E"]:
-    # On a CPU this copy is many times as fast as an index into a part of the slots.
-    copied = torch.stack([slots[:, row.parent, :num_slots] for row in rows], dim=1)
-    num_missing = num_slots - copied.shape[2]
-    return pad(copied, (0, 0, 0, 0, 0, num_missing)) if num_missing > 0 else copied
 
 
 def score_targets(

@@ -32,7 +32,7 @@ from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed, attention_of
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors
@@ -311,7 +311,7 @@ def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: P
 
 def _find_long_length(config: DecoderConfig) -> int:
     """Returns the length of a sequence that exceeds the window and the unscaled context by as many tokens again."""
-    attention = config.parts.attention
+    attention = attention_of(config)
     bounds = [0 if attention.sliding_window is None else attention.sliding_window]
     bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len)
     return min(max(bounds) + SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0

@@ -22,7 +22,7 @@ from genesis.base.device import send
 from genesis.base.errors import UserError
 from genesis.generate.sample import RowSampler
 from genesis.generate.sampling_options import SamplingOptions
-from genesis.model.decoder import Decoder, KVCache, project
+from genesis.model.decoder import Decoder, project
 
 DEFAULT_NEW_TOKENS = 256
 _NO_TOKEN = -1
@@ -91,7 +91,7 @@ class Batch:
         num_slots: Number of tokens of the longest text, prompt included; None for the model's context.
         has_cache: Whether to keep keys and values; otherwise every new token computes its whole text again.
         prefix: Tokens with which every prompt begins, and after which every prompt has more; they are computed once.
-            Needs the cache, and a decoder without linear attention.
+            Needs the cache, and a decoder that keeps no states.
         read_tokens: Number of tokens of prompts that a forward reads, with padding; a longer prompt is read by itself.
             None to read all new prompts together.
         head: The head that computes logits, as `Decoder.forward` takes it.
@@ -115,9 +115,7 @@ class Batch:
         self._num_slots = decoder.config.max_seq_len if num_slots is None else num_slots
         weight = decoder.output_weight
         self._device = weight.device
-        self._cache = (
-            KVCache(decoder.config, num_rows, self._num_slots, weight.device, weight.dtype) if has_cache else None
-        )
+        self._cache = decoder.new_cache(num_rows, self._num_slots) if has_cache else None
         self._last_tokens: Int64[Tensor, " num_rows"] = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
         self._sampler: RowSampler | None = None  # valid for the current rows; None once a text has joined or left
         self._rows: list[_Row] = []

@@ -25,7 +25,7 @@ from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.attend.flash_limits import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_linear_layers
+from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
@@ -116,8 +116,8 @@ def load_decoder(
             )
         config, state, found = _read_export(reference.path, tokenizer)
         learned = _find_exported_template(reference.path, found)
-        prepare_linear_layers(config, torch.device(device))
         decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
+        prepare_kernels(config.list_proofs(), torch.device(device))
         _note_choice(chat_template, learned)
         decoder = decoder.to(device=device, dtype=dtype).eval()
         return Loaded(decoder, found, reference.path, learned=learned, chosen=chat_template)
@@ -131,7 +131,7 @@ def load_decoder(
     key = f"{base_hash} {device} {dtype}"
     with bases.loading(key) as shared:
         decoder, in_base = _read_checkpoint(checkpoint, manifest, adapter, shared)
-        prepare_linear_layers(decoder.config, torch.device(device))
+        prepare_kernels(decoder.config.list_proofs(), torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
         bases.add(key, decoder, in_base)
     shared_bytes = sum(shared[name].nbytes for name in in_base & shared.keys())

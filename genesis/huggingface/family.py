@@ -92,14 +92,14 @@ class Family:
         Raises:
             TypeError: The decoder's feed-forward part is not the family's.
         """
-        parts = config.parts
-        attention = asdict(parts.attention)
+        parts, own = config.parts, attention_of(config)
+        attention = asdict(own)
         options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
-        options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
+        options |= {**self.attention, "rope_theta": own.rope_theta}
         options |= {name: value for name, value in self.switches.values() if attention[name] == value}
-        if parts.attention.qk_norm is not None:
+        if own.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
-        linear, feed_forward = config.linear_attention, parts.feed_forward
+        feed_forward = parts.feed_forward
         if type(feed_forward) is not self.feed_forward:
             raise TypeError(f"{self.model_type} has no {type(feed_forward).__name__}")
         compared: dict[str, tuple[Any, Any]] = {
@@ -111,11 +111,7 @@ class Family:
                 if name not in self.free
             },
         }
-        if linear is not None and self.linear_keys:
-            compared["linear_attention.norm_eps"] = (linear.norm_eps, parts.norm.eps)
         found = [f"{name} is {ours!r}, not {theirs!r}" for name, (ours, theirs) in compared.items() if ours != theirs]
-        if linear is not None and not self.linear_keys:
-            found.append("it has linear attention")
         if self.mixture is not None and isinstance(feed_forward, MixtureConfig):
             found += self.mixture.find_differences(feed_forward, config.num_layers)
         return found
@@ -221,6 +217,13 @@ class Family:
         if config.has_tied_embeddings:
             found.pop(OUTPUT_WEIGHT, None)
         return found
+
+
+def attention_of(config: DecoderConfig) -> AttentionConfig:
+    """Returns the attention of a decoder that a family can have."""
+    attention = config.parts.attention
+    assert attention is not None, "`find_family` refuses decoders with other mixers"
+    return attention
 
 
 class Placed(NamedTuple):

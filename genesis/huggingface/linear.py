@@ -13,17 +13,27 @@ _WHOLE: Final = "full_attention"
 _DEFAULT_EVERY: Final = 4
 
 
-def read_linear(path: Path, content: Mapping[str, Any], family: Family) -> dict[str, Any] | None:
-    """Returns the fields of `GatedDeltaConfig`; None if all layers of the model have attention.
+def read_linear(path: Path, content: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the field of a decoder's shape about linear layers; none if all layers of the model have attention.
 
     Raises:
         UserError: The layers with attention are not evenly spaced.
     """
     every = _read_attention_every(path, content)
     if every == 1:
-        return None
+        return {}
     fields = {field: content[key] for key, field in family.linear_keys.items()}
-    return {**fields, "attention_every": every, "norm_eps": content["rms_norm_eps"]}
+    return {_LINEAR: {**fields, "attention_every": every, "norm_eps": content["rms_norm_eps"]}}
+
+
+def find_linear_differences(config: DecoderConfig, family: Family) -> list[str]:
+    """Returns what a family does not have of a decoder's linear layers, as `Family.find_differences` does."""
+    linear, eps = config.linear_attention, config.parts.norm.eps
+    if linear is not None and not family.linear_keys:
+        return ["it has linear attention"]
+    if linear is not None and linear.norm_eps != eps:
+        return [f"linear_attention.norm_eps is {linear.norm_eps!r}, not {eps!r}"]
+    return []
 
 
 def _read_attention_every(path: Path, content: Mapping[str, Any]) -> int:

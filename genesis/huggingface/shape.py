@@ -7,9 +7,9 @@ from typing import Any, Final
 from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
-from genesis.huggingface.family import Family
+from genesis.huggingface.family import Family, attention_of
 from genesis.huggingface.glm4_moe import GLM4_MOE
-from genesis.huggingface.linear import read_linear, read_rotary_dim, write_linear
+from genesis.huggingface.linear import find_linear_differences, read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
 from genesis.huggingface.mixtral import MIXTRAL
@@ -105,13 +105,15 @@ def find_family(config: DecoderConfig) -> Family:
     Raises:
         UserError: No family has these parts.
     """
+    if config.mixers is not None:
+        names = dict.fromkeys(type(mixer).__name__ for mixer in config.mixers)
+        raise UserError(f"no family of Hugging Face's has layers of {', '.join(names)}; export as --format safetensors")
     part = type(config.parts.feed_forward)
     candidates = [family for family in FAMILIES if family.is_written and family.feed_forward is part]
     if not candidates:
         raise UserError(f"no family of Hugging Face's has a {part.__name__}; export as --format safetensors")
-    closest, differences = min(
-        ((one, one.find_differences(config)) for one in candidates), key=lambda pair: len(pair[1])
-    )
+    found = ((one, one.find_differences(config) + find_linear_differences(config, one)) for one in candidates)
+    closest, differences = min(found, key=lambda pair: len(pair[1]))
     if differences:
         raise UserError(
             f"no family of Hugging Face's has this decoder; the closest is {closest.model_type}, but "
@@ -123,7 +125,7 @@ def find_family(config: DecoderConfig) -> Family:
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for transformers, plain JSON."""
     content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    attention = config.parts.attention
+    attention = attention_of(config)
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
@@ -133,7 +135,8 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     if family.linear_keys:
         content |= write_linear(config, family)
     if "rotary_dim" in family.free:
-        share = (attention.rotary_dim or config.head_dim) / config.head_dim
+        head_dim = attention.head_width(config.dim)
+        share = (attention.rotary_dim or head_dim) / head_dim
         content["rope_parameters"] = {**content["rope_parameters"], "partial_rotary_factor": share}
         content["partial_rotary_factor"] = share  # for programs that read the older key, or else take the default
     feed_forward = config.parts.feed_forward
@@ -147,6 +150,8 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_field(config: DecoderConfig, field: str) -> Any:
+    if field == "head_dim":  # a family writes it where ours follows from the model's width
+        return attention_of(config).head_width(config.dim)
     part, name = SHORT_FIELDS.get(field, (None, field))
     return getattr(config if part is None else getattr(config.parts, part), name)
 
@@ -170,7 +175,7 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
     head_dim = content.get("head_dim") or _divide(shape["dim"], num_heads)
     rotary_dim = read_rotary_dim(path, content, head_dim) if is_partial and isinstance(head_dim, int) else None
-    linear = None
+    linear: dict[str, Any] = {}
     if family.linear_keys:
         linear = read_linear(path, content, family)
         content = {**content, "layer_types": None}
@@ -196,8 +201,7 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         shape["norm_eps"] = eps
     else:
         shape["norm"] = {"eps": eps, "placement": family.norm_placement, "has_offset": family.has_norm_offset}
-    if linear is not None:
-        shape["linear_attention"] = linear
+    shape |= linear
     if family.mixture is not None:
         shape["feed_forward"] = name_mixture(family.mixture.read(path, content))
     return build_decoder_config(shape, where=str(path))

@@ -6,11 +6,12 @@ L  slots of a key-value cache
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from genesis.base.errors import UserError
@@ -25,11 +26,13 @@ from genesis.model.attend.metadata import (
     document_positions,
     row_offsets,
 )
-from genesis.model.attend.table import KERNELS, TORCH_KERNEL, attend
+from genesis.model.attend.table import KERNELS, attend
 from genesis.model.initial import InitialValues
+from genesis.model.kv_cache import CacheTensor
+from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
 from genesis.model.norm import RMSNorm
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts, record_linear
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts, record_linear
+from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class RopeScaling:
         return torch.lerp(frequencies / self.factor, frequencies, kept_share)
 
 
+@final
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(SequenceMixerConfig):
     """Grouped-query attention with rotary positions.
 
     Args:
@@ -98,6 +102,8 @@ class AttentionConfig:
     Raises:
         UserError: The shape is invalid.
     """
+
+    name: ClassVar[str] = "attention"
 
     num_heads: int
     num_kv_heads: int
@@ -174,64 +180,54 @@ class AttentionConfig:
         """Builds the part of block number `layer`, counted from 0."""
         return Attention(self, dim, layer)
 
+    def build_metadata(self, tokens: ForwardTokens, layers: Sequence[int]) -> Sequence[AttentionMetadata]:
+        """Returns one object for the layers with the window, and one for the others."""
+        if self.window_layers is None:
+            return [build_attention_metadata(self, tokens)] * len(layers)
+        if tokens.document_ids is not None and tokens.offsets is None and KERNELS[tokens.kernel].needs_offsets:
+            # Waits for the device, once for both kinds of layers.
+            tokens = tokens._replace(offsets=document_offsets(tokens.document_ids))
+        windowed = build_attention_metadata(self, tokens)
+        whole = build_attention_metadata(replace(self, sliding_window=None, window_layers=None), tokens)
+        whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
+        return [windowed if self.has_window(layer) else whole for layer in layers]
 
-def build_layers_metadata(
-    config: AttentionConfig,
-    num_layers: int,
-    x: Float[Tensor, "B S D"],
-    document_ids: Int32[Tensor, "B S"] | None,
-    offsets: Int32[Tensor, " num_documents+1"] | None = None,
-    cached: CachedTokens | None = None,
-    kernel: str = TORCH_KERNEL,
-) -> list[AttentionMetadata]:
-    """Returns the attention metadata of each layer of a forward; equal layers share theirs.
+    def cache_tensors(self, dim: int) -> tuple[CacheTensor, ...]:
+        """Returns the keys, after rotation, and the values."""
+        return (CacheTensor((self.num_kv_heads, self.head_width(dim))),) * 2
 
-    The arguments are those of `build_attention_metadata`, and the number of layers.
+    def attention_heads(self, dim: int) -> AttentionHeads:
+        """Returns the heads."""
+        return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim))
+
+    def count_shared_bytes(self, setting: Setting, dim: int) -> int:
+        """Returns the bytes of the rotary tables, and of what the kernel prepares."""
+        rows = setting.batch_size if setting.has_documents else 1
+        tables = 2 * rows * setting.seq_len * self.head_width(dim) * FLOAT32_BYTES
+        kernel = KERNELS[setting.attention]
+        return tables + kernel.count_shared_bytes(setting, is_windowed=self.sliding_window is not None)
+
+
+def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> AttentionMetadata:
+    """Returns the metadata of layers that have the window, if there is one.
+
+    Without a cache and without offsets, kernels that read offsets make the host wait for the device.
     """
-    if config.window_layers is None:
-        return [build_attention_metadata(config, x, document_ids, offsets, cached, kernel)] * num_layers
-    if document_ids is not None and offsets is None and KERNELS[kernel].needs_offsets:
-        offsets = document_offsets(document_ids)  # waits for the device, once for both kinds of layers
-    windowed = build_attention_metadata(config, x, document_ids, offsets, cached, kernel)
-    whole_config = replace(config, sliding_window=None, window_layers=None)
-    whole = build_attention_metadata(whole_config, x, document_ids, offsets, cached, kernel)
-    whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
-    return [windowed if config.has_window(layer) else whole for layer in range(num_layers)]
-
-
-def build_attention_metadata(
-    config: AttentionConfig,
-    x: Float[Tensor, "B S D"],
-    document_ids: Int32[Tensor, "B S"] | None,
-    offsets: Int32[Tensor, " num_documents+1"] | None = None,
-    cached: CachedTokens | None = None,
-    kernel: str = TORCH_KERNEL,
-) -> AttentionMetadata:
-    """Returns the attention metadata of the layers of a forward that have the window, if there is one.
-
-    Args:
-        config: The options of the attention.
-        x: The input of the first block, whose device, dtype and sizes are used.
-        document_ids: Which document of its row each token belongs to; None for one document per row.
-        offsets: Where documents begin in the flattened batch, and its end. None computes them from `document_ids` if
-            the kernel reads them, for which the host waits for the device.
-        cached: The lengths of the rows in a cache; None without a cache.
-        kernel: The kernel by its name in `genesis.model.attend.table`; a cache has ways of its own.
-    """
-    if cached is not None:
+    x, document_ids, offsets, kernel = tokens.x, tokens.document_ids, tokens.offsets, KERNELS[tokens.kernel]
+    if tokens.cached is not None:
         assert document_ids is None, "a cache holds one document per row"
-        return _build_cached_metadata(config, x, cached)
+        return _build_cached_metadata(config, x, tokens.cached)
     seq_len, head_dim, window = x.shape[1], config.head_width(x.shape[2]), config.sliding_window
     assert offsets is None or document_ids is not None
-    if document_ids is not None and offsets is None and KERNELS[kernel].needs_offsets:
+    if document_ids is not None and offsets is None and kernel.needs_offsets:
         offsets = document_offsets(document_ids)
     rows = Rows(x, head_dim, document_ids, offsets, None if window is None or window >= seq_len else window)
     positions = torch.arange(seq_len, device=x.device).unsqueeze(0)
     # With a kernel that reads no offsets, tables have one form whatever the documents: compiled blocks need one graph.
-    if document_ids is not None and not (KERNELS[kernel].needs_offsets and rows.num_documents == x.shape[0]):
+    if document_ids is not None and not (kernel.needs_offsets and rows.num_documents == x.shape[0]):
         positions = document_positions(document_ids)
     cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
-    return KERNELS[kernel].prepare(AttentionMetadata(cos, sin), rows)
+    return kernel.prepare(AttentionMetadata(cos, sin), rows)
 
 
 def _build_cached_metadata(
@@ -306,7 +302,7 @@ def record_rotation(tape: Tape, x: Value) -> Value:
     return tape.apply((x,), x.num_elements, x.element_bytes, forward_bytes=forward_bytes, backward_bytes=2 * wide)
 
 
-class Attention(Part):
+class Attention(SequenceMixer):
     """Grouped-query attention with rotary positions."""
 
     draws_random_numbers = False
@@ -376,7 +372,7 @@ class Attention(Part):
         return record_linear(tape, attended, self.output)
 
     def forward(
-        self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None
+        self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, ...] | None = None
     ) -> Float[Tensor, "B S D"]:
         """Returns what each token gathers from those it may see."""
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -392,19 +388,26 @@ class Attention(Part):
         if self.has_rope:
             query, key = (rotate(part, metadata.cos, metadata.sin) for part in (query, key))
         if cache is not None:
-            key, value = _remember(key, value, metadata, cache)
+            key, value = remember((key, value), metadata, cache)
         attended = attend(query, key, value, metadata).flatten(2)
         out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
         return out
 
 
-def _remember(
-    key: Tensor, value: Tensor, metadata: AttentionMetadata, cache: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def remember(
+    fresh: Sequence[Float[Tensor, "B S ..."]], metadata: AttentionMetadata, cache: Sequence[Float[Tensor, "B L ..."]]
+) -> list[Tensor]:
+    """Stores what a layer keeps of each token of a forward, and returns it for these and all earlier tokens.
+
+    Args:
+        fresh: A tensor for each tensor of the cache.
+        metadata: The metadata of the forward, which has the slots of its tokens.
+        cache: The tensors of the layer.
+    """
     assert metadata.slots is not None
-    for kept, fresh in zip(cache, (key, value), strict=True):
-        kept.flatten(0, 1).index_copy_(0, metadata.slots, fresh.flatten(0, 1).to(kept.dtype))
+    for kept, new in zip(cache, fresh, strict=True):
+        kept.flatten(0, 1).index_copy_(0, metadata.slots, new.flatten(0, 1).to(kept.dtype))
     if metadata.used is not None:
-        return cache[0].to(key.dtype), cache[1].to(value.dtype)
+        return [kept.to(new.dtype) for kept, new in zip(cache, fresh, strict=True)]
     # Slots beyond a row's own length hold padding or an earlier text; the mask hides them.
-    return cache[0][:, : metadata.num_keys].to(key.dtype), cache[1][:, : metadata.num_keys].to(value.dtype)
+    return [kept[:, : metadata.num_keys].to(new.dtype) for kept, new in zip(cache, fresh, strict=True)]

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from genesis.model.router import ENTROPY, LOAD, Router, find_routers
+from genesis.model.mixture import ENTROPY, LOAD, Router, find_routers
 from genesis_callbacks.base.local_shards import local_shards
 
 _COLLAPSED_SHARE: Final = 0.1

@@ -3,18 +3,16 @@
 Legend of dimension letters:
 
     B  sequences of a micro-batch     S  tokens of a sequence     D  model width (`dim`)
-    K  key and value heads            E  width of a head          V  vocabulary
-    L  slots of a key-value cache     P  positions whose logits are asked for
+    V  vocabulary                     P  positions whose logits are asked for
 
-A norm for each part, attention, feed-forward: each part has a file of its own and answers for its parameters
-(`genesis.model.part`). There is no parallelism, optimizer or checkpoint code here: blocks are self-contained modules,
-so that sharding, activation checkpointing and compilation are applied to them from outside.
+A layer has a sequence mixer, a feed-forward part, and a norm for each: every part has a file of its own and answers for
+its parameters (`genesis.model.part`). There is no parallelism, optimizer or checkpoint code here: blocks are
+self-contained modules, so that sharding, activation checkpointing and compilation are applied to them from outside.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -22,14 +20,14 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.base.device import send
 from genesis.base.errors import UserError
-from genesis.model.attend.metadata import AttentionMetadata, CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
-from genesis.model.attention import AttentionConfig, build_layers_metadata
-from genesis.model.delta import DeltaMetadata, GatedDeltaConfig, build_delta_metadata
+from genesis.model.attention import AttentionConfig
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
+from genesis.model.kv_cache import CacheTensor, KVCache
+from genesis.model.mixer import AttentionHeads, ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # its name is then known to checkpoints
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
@@ -48,9 +46,9 @@ SHORT_FIELDS: Final = {
 
 
 class Parts(NamedTuple):
-    """The configurations of a decoder's parts."""
+    """The configurations of a decoder's parts. Attention is None if `DecoderConfig.mixers` lists other mixers."""
 
-    attention: AttentionConfig
+    attention: AttentionConfig | None
     feed_forward: FeedForwardConfig
     norm: NormConfig
 
@@ -74,10 +72,13 @@ class DecoderConfig:
         norm_eps: Added to the mean square in RMSNorm.
         dropout: Share of each part's output that is dropped before it joins the residual stream, in training.
         has_tied_embeddings: Whether the embedding is also the output weight.
-        attention: The attention part; None for the part that the short fields describe.
+        attention: The attention of all layers; None for the attention that the short fields describe.
         feed_forward: The feed-forward part; None for a dense part with `ffn_dim`.
         norm: The norms; None for RMSNorm with `norm_eps`.
-        linear_attention: The part that most layers have in the place of attention; None if all layers have attention.
+        linear_attention: The mixer that most layers have in the place of attention; None if all layers have attention.
+        mixers: The sequence mixers of the layers in their order; the list begins again where it ends before the last
+            layer. None for layers with attention, and `linear_attention` if it is given. A list that these two can
+            describe becomes these two.
 
     Raises:
         UserError: The shape is invalid.
@@ -98,19 +99,39 @@ class DecoderConfig:
     feed_forward: FeedForwardConfig | None = None
     norm: NormConfig | None = None
     linear_attention: GatedDeltaConfig | None = None
+    mixers: tuple[SequenceMixerConfig, ...] | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
+        self._settle_mixers()
         for name, (part, _) in SHORT_FIELDS.items():
-            value, default = getattr(self, name), vars(DecoderConfig)[name]
-            if getattr(self, part) is None and value is None:
+            value, default, owner = getattr(self, name), vars(DecoderConfig)[name], find_owner(self, name)
+            if getattr(self, owner) is None and value is None:
                 raise UserError(f"{name} is missing: give it, or the configuration {part}")
-            if getattr(self, part) is not None and value != default:
-                raise UserError(f"{name} is {value}, but {part} is also given: remove {name}")
-        self.parts.attention.check(self.dim, self.num_layers)
+            if getattr(self, owner) is not None and value != default:
+                raise UserError(f"{name} is {value}, but {owner} is also given: remove {name}")
+        for mixer in self.mixers or (self.parts.attention, self.linear_attention):
+            if mixer is not None:
+                mixer.check(self.dim, self.num_layers)
         self.parts.feed_forward.check(self.num_layers)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+
+    def _settle_mixers(self) -> None:
+        """Replaces a list of mixers by the fields that earlier releases can also read, if they can describe it."""
+        if self.mixers is None:
+            return
+        given = next((name for name in ("attention", "linear_attention") if getattr(self, name) is not None), None)
+        if given is not None:
+            raise UserError(f"mixers and {given} are both given: remove {given}, or put it into the list")
+        if not 0 < len(self.mixers) <= self.num_layers:
+            raise UserError(f"mixers has {len(self.mixers)} entries: it must have at least 1 and at most num_layers")
+        short = _find_short_form(tuple(self.mixers))
+        # Equal decoders get equal fields, whichever way they were described: a resume compares them.
+        object.__setattr__(self, "mixers", tuple(self.mixers) if short is None else None)
+        if short is not None:
+            object.__setattr__(self, "attention", short[0])
+            object.__setattr__(self, "linear_attention", short[1])
 
     @property
     def parts(self) -> Parts:
@@ -118,189 +139,126 @@ class DecoderConfig:
         given: dict[str, dict[str, Any]] = {}
         for name, (part, field) in SHORT_FIELDS.items():
             given.setdefault(part, {})[field] = getattr(self, name)
+        attention = self.attention
+        if attention is None and self.mixers is None:
+            attention = AttentionConfig(**given["attention"])
         return Parts(
-            self.attention or AttentionConfig(**given["attention"]),
+            attention,
             self.feed_forward or DenseConfig(**given["feed_forward"]),
             self.norm or NormConfig(**given["norm"]),
         )
 
-    @property
-    def head_dim(self) -> int:
-        """The width of one head."""
-        return self.parts.attention.head_width(self.dim)
-
-    def is_linear(self, layer: int) -> bool:
-        """Returns whether block number `layer`, counted from 0, has the linear part in the place of attention."""
-        return self.linear_attention is not None and self.linear_attention.is_linear(layer)
-
-    @property
-    def num_attention_layers(self) -> int:
-        """The number of blocks with attention."""
-        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
-
-
-class KVCache:
-    """Keys and values of the tokens that were already given to the model, one slot per token and sequence.
-
-    Layers with linear attention have a state in their place, and the last inputs of their convolution.
-
-    Sequences of a batch may have different lengths: pad them on the right and call `expect` with the lengths without
-    padding, then `advance` with the same lengths after the forward. Slots of padding are overwritten before any token
-    can attend to them, and states skip padding. The lengths are also known on the host, so that no forward waits for
-    the device.
-    """
-
-    def __init__(
-        self, config: DecoderConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        shape = (config.num_attention_layers, batch_size, max_len, config.parts.attention.num_kv_heads, config.head_dim)
-        self.keys: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
-        self.values: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
-        self.states: Tensor | None = None
-        self.tails: Tensor | None = None
-        linear = config.linear_attention
-        if linear is not None:
-            rows = (config.num_layers - config.num_attention_layers, batch_size)
-            state = (*rows, linear.num_value_heads, linear.key_dim, linear.value_dim)
-            self.states = torch.zeros(state, device=device)  # float32, because every token adds to it
-            tail = (*rows, linear.conv_width - 1, linear.num_channels)
-            self.tails = torch.zeros(tail, device=device, dtype=dtype)
-        self._num_new: Tensor | None = None
-        self._num_shared = 0
-        self._set_lengths(torch.zeros(batch_size, dtype=torch.int64))
-
-    @classmethod
-    def of(
-        cls, keys: Float[Tensor, "layers B L K E"], values: Float[Tensor, "layers B L K E"], lengths: Sequence[int]
-    ) -> "KVCache":
-        """Returns a cache of these keys and values with these numbers of tokens of each sequence."""
-        cache = cls.__new__(cls)
-        cache.keys, cache.values, cache.states, cache.tails = keys, values, None, None
-        cache._num_new, cache._num_shared = None, 0
-        cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
-        return cache
-
-    def _set_lengths(self, lengths: Int64[Tensor, " B"]) -> None:
-        self.host_lengths = lengths
-        self.lengths: Int64[Tensor, " B"] = send(lengths, self.keys.device)
-        self._is_on_host = self.keys.device.type == "cpu"  # where host and device share a tensor
-
-    @property
-    def cached(self) -> CachedTokens:
-        """The numbers of tokens in the cache, for attention."""
-        shortest, longest = self.host_lengths.aminmax()
-        return CachedTokens(self.lengths, int(shortest), int(longest), self.keys.shape[2], self._num_new)
-
-    def of_layers(self, config: DecoderConfig) -> list[tuple[Tensor, Tensor]]:
-        """Returns what each layer reads and writes: keys and values, or its state and the convolution's inputs."""
-        given: list[tuple[Tensor, Tensor]] = []
-        num_linear = 0
-        for layer in range(config.num_layers):
-            # By index, because a view from an iteration over a tensor must not be written to.
-            if self.states is not None and self.tails is not None and config.is_linear(layer):
-                given.append((self.states[num_linear], self.tails[num_linear]))
-                num_linear += 1
+    def list_mixers(self) -> list[tuple[SequenceMixerConfig, list[int]]]:
+        """Returns each mixer with the numbers of its layers, counted from 0."""
+        attention, linear = self.parts.attention, self.linear_attention
+        found: list[tuple[SequenceMixerConfig, list[int]]] = []
+        for layer in range(self.num_layers):
+            if self.mixers is not None:
+                mixer = self.mixers[layer % len(self.mixers)]
             else:
-                given.append((self.keys[layer - num_linear], self.values[layer - num_linear]))
-        return given
+                assert attention is not None, "without a list there is attention"
+                mixer = linear if linear is not None and linear.is_in(layer) else attention
+            layers = next((layers for known, layers in found if known == mixer), None)
+            if layers is None:
+                found.append((mixer, [layer]))
+            else:
+                layers.append(layer)
+        return found
 
-    def expect(self, num_tokens: Int64[Tensor, " B"]) -> None:
-        """Sets how many tokens of each sequence in the next forward are not padding; without a call, all of them.
+    @property
+    def attention_heads(self) -> AttentionHeads | None:
+        """The widest heads for which the kernel of attention is chosen; None if no layer has such heads."""
+        found = (mixer.attention_heads(self.dim) for mixer, _ in self.list_mixers())
+        return max((heads for heads in found if heads), key=lambda heads: heads.head_dim, default=None)
 
-        Args:
-            num_tokens: The numbers, on the host.
-        """
-        if self.states is not None:
-            self._num_new = send(num_tokens, self.keys.device)
+    @property
+    def cache_tensors(self) -> list[tuple[CacheTensor, ...]]:
+        """The tensors that each layer keeps of earlier tokens."""
+        found: list[tuple[CacheTensor, ...]] = [()] * self.num_layers
+        for mixer, layers in self.list_mixers():
+            for layer in layers:
+                found[layer] = mixer.cache_tensors(self.dim)
+        return found
 
-    def advance(self, num_tokens: Int64[Tensor, " B"] | int) -> None:
-        """Adds the tokens of the last forward to each sequence's length.
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layer has a state in a cache, which cannot go back to an earlier token."""
+        return any(tensor.is_state for mixer, _ in self.list_mixers() for tensor in mixer.cache_tensors(self.dim))
 
-        Args:
-            num_tokens: The number of new tokens of each sequence, on the host.
-        """
-        self._num_new = None
-        self.host_lengths += num_tokens
-        if not self._is_on_host:
-            if isinstance(num_tokens, Tensor):
-                num_tokens = send(num_tokens, self.keys.device)
-            self.lengths += num_tokens
+    def list_proofs(self) -> tuple[KernelProof, ...]:
+        """Returns the proofs of the kernels of all mixers, each once."""
+        proofs = (proof for mixer, _ in self.list_mixers() for proof in mixer.list_proofs())
+        return tuple({proof.name: proof for proof in proofs}.values())
 
-    def view(self, start: int, stop: int) -> "KVCache":
-        """Returns the cache of the sequences from `start` to `stop`, which shares memory with this one."""
-        part = copy.copy(self)
-        part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
-        if self.states is not None and self.tails is not None:
-            part.states, part.tails = self.states[:, start:stop], self.tails[:, start:stop]
-        part.lengths, part.host_lengths = self.lengths[start:stop], self.host_lengths[start:stop]
-        return part
-
-    def share(self) -> None:
-        """Copies the tokens of the first sequence to all others; from now on every new sequence starts after them."""
-        assert self.states is None, "a state cannot go back to where a sequence starts"
-        self._num_shared = int(self.host_lengths[0])
-        for held in (self.keys, self.values):
-            held[:, 1:, : self._num_shared] = held[:, :1, : self._num_shared]
-        self.lengths.fill_(self._num_shared)
-        self.host_lengths.fill_(self._num_shared)
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Copies the keys and values of sequence `source` over those of sequence `target`."""
-        # Only the slots in use: the rest of a row may be long, and is overwritten before it is read.
-        length = int(self.host_lengths[source])
-        self.keys[:, target, :length] = self.keys[:, source, :length]
-        self.values[:, target, :length] = self.values[:, source, :length]
-        for held in (self.states, self.tails):
-            if held is not None:
-                held[:, target] = held[:, source]
-        self._set_length(target, length)
-
-    def free_row(self, row: int, *, is_number: bool = True) -> None:
-        """Makes room for a new sequence, which starts at the first slot, or after the tokens that all share.
+    def count_cache_bytes(self, num_rows: int, num_slots: int, element_bytes: int) -> int:
+        """Returns the bytes of a cache.
 
         Args:
-            row: The row of the sequence that ends.
-            is_number: Whether all of its keys and values are finite. A mask gives old values a weight of zero, and
-                zero times NaN would be NaN.
+            num_rows: The number of sequences.
+            num_slots: The number of tokens of a sequence that fit; 0 for the states alone.
+            element_bytes: The bytes of an element of the model.
         """
-        if not is_number:
-            for slots in (self.keys, self.values):
-                slots[:, row, self._num_shared :] = 0.0
-        for held in (self.states, self.tails):
-            if held is not None:
-                held[:, row] = 0.0
-        self._set_length(row, self._num_shared)
+        tensors = (tensor for of_layer in self.cache_tensors for tensor in of_layer)
+        return sum(tensor.count_bytes(num_rows, num_slots, element_bytes) for tensor in tensors)
 
-    def _set_length(self, row: int, length: int) -> None:
-        self.lengths[row].fill_(length)
-        self.host_lengths[row] = length
+    def count_cache_bytes_per_token(self, element_bytes: int) -> int:
+        """Returns the bytes of a cache for one more token of a sequence; states do not grow."""
+        states, one = (self.count_cache_bytes(1, num_slots, element_bytes) for num_slots in (0, 1))
+        return one - states
+
+
+def find_owner(config: DecoderConfig, field: str) -> str:
+    """Returns the field whose value replaces a short field, or the name itself if it is no short field."""
+    owner = SHORT_FIELDS.get(field, (field,))[0]
+    return "mixers" if owner == "attention" and config.mixers is not None else owner
+
+
+def _find_short_form(
+    mixers: tuple[SequenceMixerConfig, ...],
+) -> tuple[AttentionConfig, GatedDeltaConfig | None] | None:
+    """Returns `attention` and `linear_attention` of a list of mixers; None if these cannot describe it."""
+    lengths = range(1, len(mixers) + 1)
+    period = next(length for length in lengths if all(one == mixers[i % length] for i, one in enumerate(mixers)))
+    *others, last = mixers[:period]
+    if not isinstance(last, AttentionConfig):
+        return None
+    if not others:
+        return last, None
+    first = others[0]
+    if not isinstance(first, GatedDeltaConfig) or any(other != first for other in others):
+        return None
+    return last, replace(first, attention_every=period)
 
 
 class Block(nn.Module):
-    """One layer: attention or linear attention, then feed-forward, each added to the residual stream.
+    """One layer: a sequence mixer, then feed-forward, each added to the residual stream.
 
     The norms are applied to the inputs of the parts, or to their outputs.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, mixer: SequenceMixerConfig, layer: int) -> None:
         super().__init__()
         parts = config.parts
         self.has_norms_before = parts.norm.placement == "before"
         self.attention_norm = parts.norm.build(config.dim)
-        self.is_linear = config.is_linear(layer)
-        if config.linear_attention is not None and self.is_linear:
-            self.linear_attention = config.linear_attention.build(config.dim)
-        else:
-            self.attention = parts.attention.build(config.dim, layer)
+        # Under the mixer's own name, which checkpoints have; initial values follow from it, too.
+        self._mixer_name = mixer.name
+        self.add_module(mixer.name, mixer.build(config.dim, layer))
         self.feed_forward_norm = parts.norm.build(config.dim)
         self.feed_forward = parts.feed_forward.build(config.dim, layer)
         self.dropout = nn.Dropout(config.dropout)
 
+    @property
+    def sequence_mixer(self) -> SequenceMixer:
+        """The sequence mixer, whatever its name."""
+        mixer: SequenceMixer = getattr(self, self._mixer_name)
+        return mixer
+
     def forward(
         self,
         x: Float[Tensor, "B S D"],
-        metadata: AttentionMetadata | DeltaMetadata,
-        cache: tuple[Tensor, Tensor] | None = None,
+        metadata: Any,
+        cache: tuple[Tensor, ...] | None = None,
         logits_to_keep: Int64[Tensor, " P"] | None = None,
         counted: Bool[Tensor, "B S"] | None = None,
     ) -> tuple[Float[Tensor, "B S D"] | Float[Tensor, "P D"], Statistics | None]:
@@ -310,10 +268,9 @@ class Block(nn.Module):
         of the `counted` tokens.
         """
         is_before = self.has_norms_before
-        attention = self.linear_attention if self.is_linear else self.attention
-        update = attention(self.attention_norm(x) if is_before else x, metadata, cache)
+        update = self.sequence_mixer(self.attention_norm(x) if is_before else x, metadata, cache)
         x = x + self.dropout(update if is_before else self.attention_norm(update))
-        # After the attention, whose keys and values need every position; feed-forward and head need only these.
+        # After the mixer, whose keys, values or states need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
             counted = None if counted is None else counted.flatten()[logits_to_keep]
@@ -323,8 +280,7 @@ class Block(nn.Module):
     def record(self, tape: Tape, x: Value) -> Value:
         """Records what this layer holds in memory, and returns the stream after it; see `genesis.model.tape`."""
         is_before = self.has_norms_before
-        attention = self.linear_attention if self.is_linear else self.attention
-        for norm, part in ((self.attention_norm, attention), (self.feed_forward_norm, self.feed_forward)):
+        for norm, part in ((self.attention_norm, self.sequence_mixer), (self.feed_forward_norm, self.feed_forward)):
             update = part.record(tape, norm.record(tape, x) if is_before else x)
             update = update if is_before else norm.record(tape, update)
             if self.dropout.p > 0.0:
@@ -338,14 +294,14 @@ class BlockInputs(NamedTuple):
     """The inputs of blocks beside the residual stream.
 
     Args:
-        metadata: What each block's attention needs to know of the tokens.
+        metadata: What each block's mixer needs to know of the tokens.
         held: What each block reads of a cache, and writes to it; None without a cache.
         logits_to_keep: See `Decoder.forward`.
         counted: See `Decoder.forward`.
     """
 
-    metadata: Sequence[AttentionMetadata | DeltaMetadata]
-    held: Sequence[tuple[Tensor, Tensor] | None]
+    metadata: Sequence[Any]
+    held: Sequence[tuple[Tensor, ...] | None]
     logits_to_keep: Int64[Tensor, " P"] | None
     counted: Bool[Tensor, "B S"] | None
 
@@ -368,9 +324,10 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self._attention = config.parts.attention
+        self._mixers = config.list_mixers()
+        mixers = {layer: mixer for mixer, layers in self._mixers for layer in layers}
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, mixers[layer], layer) for layer in range(config.num_layers))
         self.groups: Sequence[range] = [range(config.num_layers)]
         self.attention_kernel = TORCH_KERNEL
         self.norm = config.parts.norm.build(config.dim)
@@ -386,6 +343,11 @@ class Decoder(nn.Module):
     def parts(self) -> dict[str, Part]:
         """Every part by its canonical name; the embedding and the output weight are the decoder's own."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Part)}
+
+    def new_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns an empty cache for sequences of at most `num_slots` tokens, beside the output weight."""
+        weight = self.output_weight
+        return KVCache(self.config.cache_tensors, num_rows, num_slots, weight.device, weight.dtype)
 
     def list_float32(self) -> set[str]:
         """Returns the names of the parameters that are float32 in a decoder of any dtype, such as those of routers."""
@@ -447,14 +409,12 @@ class Decoder(nn.Module):
             counted = torch.ones_like(input_ids, dtype=torch.bool)
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached
-        metadata: Sequence[AttentionMetadata | DeltaMetadata]
-        metadata = build_layers_metadata(
-            self._attention, len(self.blocks), x, document_ids, document_offsets, cached, self.attention_kernel
-        )
-        if self.config.linear_attention is not None:
-            linear = build_delta_metadata(x, document_ids, document_offsets, cached)
-            metadata = [linear if self.config.is_linear(layer) else one for layer, one in enumerate(metadata)]
-        held = [None] * len(self.blocks) if cache is None else cache.of_layers(self.config)
+        tokens = ForwardTokens(x, document_ids, document_offsets, cached, self.attention_kernel)
+        metadata: list[Any] = [None] * len(self.blocks)
+        for mixer, layers in self._mixers:
+            for layer, of_layer in zip(layers, mixer.build_metadata(tokens, layers), strict=True):
+                metadata[layer] = of_layer
+        held = [None] * len(self.blocks) if cache is None else cache.of_layers()
         inputs = BlockInputs(metadata, held, logits_to_keep, counted)
         statistics: dict[str, Statistics] = {}
         for blocks in self.groups:

@@ -6,8 +6,9 @@ W  taps of the convolution        C  channels of queries, keys and values: 2 K E
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
@@ -15,18 +16,22 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
 from genesis.base.errors import UserError
-from genesis.model.attend.metadata import CachedTokens, document_offsets, document_positions
+from genesis.model.attend.metadata import document_offsets, document_positions
 from genesis.model.delta_kernel import run_kernel, suits_kernel
+from genesis.model.delta_proof import list_delta_proofs
 from genesis.model.delta_rule import DeltaInputs, chunked, step
 from genesis.model.delta_tape import record_rule
 from genesis.model.initial import InitialValues
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts, record_linear
+from genesis.model.kv_cache import CacheTensor
+from genesis.model.mixer import ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts, record_linear
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 
+@final
 @dataclass(frozen=True)
-class GatedDeltaConfig:
-    """Gated delta rule layers, in the place of attention in some layers.
+class GatedDeltaConfig(SequenceMixerConfig):
+    """Linear attention by the gated delta rule.
 
     Args:
         num_key_heads: Number of heads of queries and keys.
@@ -34,12 +39,15 @@ class GatedDeltaConfig:
         key_dim: Width of a query and of a key.
         value_dim: Width of a value.
         conv_width: Number of tokens in the causal convolution before the rule, the token itself included.
-        attention_every: Every layer whose number, counted from 1, is a multiple of this keeps its attention.
+        attention_every: As `model.decoder.linear_attention`, every layer whose number, counted from 1, is a multiple of
+            this keeps its attention. Among `mixers`, the list decides.
         norm_eps: Added to the mean square in the norm of each head's output.
 
     Raises:
         UserError: The shape is invalid.
     """
+
+    name: ClassVar[str] = "linear_attention"
 
     num_key_heads: int
     num_value_heads: int
@@ -65,13 +73,27 @@ class GatedDeltaConfig:
         """The channels of queries, keys and values together."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def is_linear(self, layer: int) -> bool:
-        """Returns whether block number `layer`, counted from 0, has this part."""
+    def is_in(self, layer: int) -> bool:
+        """Returns whether block number `layer`, counted from 0, has this part, and not attention."""
         return (layer + 1) % self.attention_every != 0
 
-    def build(self, dim: int) -> "GatedDelta":
-        """Builds the part for a model of width `dim`."""
+    def build(self, dim: int, layer: int) -> "GatedDelta":
+        """Builds the part, the same in every block."""
         return GatedDelta(self, dim)
+
+    def build_metadata(self, tokens: ForwardTokens, layers: Sequence[int]) -> Sequence["DeltaMetadata"]:
+        """Returns one object for all layers."""
+        return [build_delta_metadata(tokens)] * len(layers)
+
+    def cache_tensors(self, dim: int) -> tuple[CacheTensor, ...]:
+        """Returns the state, in float32 because every token adds to it, and the last inputs of the convolution."""
+        state = (self.num_value_heads, self.key_dim, self.value_dim)
+        tail = (self.conv_width - 1, self.num_channels)
+        return CacheTensor(state, is_state=True, dtype=torch.float32), CacheTensor(tail, is_state=True)
+
+    def list_proofs(self) -> tuple[KernelProof, ...]:
+        """Returns the proof of the rule's kernels, if their package is installed."""
+        return list_delta_proofs()
 
 
 class DeltaMetadata(NamedTuple):
@@ -85,17 +107,9 @@ class DeltaMetadata(NamedTuple):
     """The index of each document's beginning in the flattened batch, and its end, where a kernel reads them."""
 
 
-def build_delta_metadata(
-    x: Float[Tensor, "B S D"], document_ids: Tensor | None, offsets: Tensor | None, cached: CachedTokens | None
-) -> DeltaMetadata:
-    """Returns the metadata of a forward.
-
-    Args:
-        x: The input of the first block.
-        document_ids: Which document of its row each token belongs to; None for one document per row.
-        offsets: Where documents begin in the flattened batch, and its end; None to compute them if a kernel reads them.
-        cached: The rows of a cache; None without a cache.
-    """
+def build_delta_metadata(tokens: ForwardTokens) -> DeltaMetadata:
+    """Returns the metadata of a forward."""
+    x, document_ids, offsets, cached = tokens.x, tokens.document_ids, tokens.offsets, tokens.cached
     if cached is not None and cached.num_new is not None:
         return DeltaMetadata(is_padding=torch.arange(x.shape[1], device=x.device) >= cached.num_new.unsqueeze(1))
     if document_ids is None:
@@ -109,7 +123,7 @@ def build_delta_metadata(
     return DeltaMetadata(document_positions(document_ids), offsets=offsets)
 
 
-class GatedDelta(Part):
+class GatedDelta(SequenceMixer):
     """Linear attention by the gated delta rule, after a short convolution, with a gated output.
 
     References:
@@ -205,7 +219,7 @@ class GatedDelta(Part):
         return tape.apply((mixed,), x.num_elements, x.element_bytes, saved=(mixed,))
 
     def forward(
-        self, x: Float[Tensor, "B S D"], metadata: DeltaMetadata, cache: tuple[Tensor, Tensor] | None = None
+        self, x: Float[Tensor, "B S D"], metadata: DeltaMetadata, cache: tuple[Tensor, ...] | None = None
     ) -> Float[Tensor, "B S D"]:
         """Returns what each token reads from the state of its document.
 
@@ -240,7 +254,7 @@ class GatedDelta(Part):
         return normed * self.norm_weight.float() * silu(gate.float())
 
     def _convolve(
-        self, x: Float[Tensor, "B S C"], metadata: DeltaMetadata, cache: tuple[Tensor, Tensor] | None
+        self, x: Float[Tensor, "B S C"], metadata: DeltaMetadata, cache: tuple[Tensor, ...] | None
     ) -> Float[Tensor, "B S C"]:
         """Returns the causal convolution of each channel within documents, after SiLU."""
         width, seq_len = self.config.conv_width, x.shape[1]

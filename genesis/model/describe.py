@@ -7,8 +7,8 @@ import torch
 from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts
+from genesis.model.mixture import Router
 from genesis.model.part import Part
-from genesis.model.router import Router
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 _MIXTURE_PARTS = ("router", "experts")
@@ -85,24 +85,19 @@ def describe(config: DecoderConfig) -> Description:
     with torch.device("meta"):
         decoder = Decoder(config)
     parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
-    if config.linear_attention is not None:
-        parameters["linear_attention"] = 0
     for name, parameter in decoder.named_parameters():
         part = _part_of(name)
         parameters[part] = parameters.get(part, 0) + parameter.numel()
+    if not parameters["attention"]:
+        del parameters["attention"]  # all layers have other mixers
     num_parameters = sum(parameters.values())
     parts = decoder.parts.values()
-    attention = config.parts.attention
     return Description(
         config=config,
         parameters=parameters,
         flops_per_token=6 * decoder.output_weight.numel() + sum(part.flops_per_token for part in parts),
         attention_flops_per_token=sum(part.context_flops_per_token(config.max_seq_len) for part in parts),
-        kv_cache_bytes_per_token=2
-        * config.num_attention_layers
-        * attention.num_kv_heads
-        * config.head_dim
-        * BFLOAT16_BYTES,
+        kv_cache_bytes_per_token=config.count_cache_bytes_per_token(BFLOAT16_BYTES),
         weights_bytes=FLOAT32_BYTES * num_parameters,
         gradients_bytes=FLOAT32_BYTES * num_parameters,
         optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,

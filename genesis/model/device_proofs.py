@@ -1,7 +1,8 @@
-"""Tests of an accelerator's kernels of attention, linear layers and the loss before Genesis uses them."""
+"""Tests of an accelerator's kernels of attention and the loss, and of those of mixers, before Genesis uses them."""
 
 import logging
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -9,25 +10,19 @@ from torch import Tensor
 
 from genesis.base.device import find_missing_compiler
 from genesis.model.attend.cache import distrust_lengths
-from genesis.model.attend.metadata import CachedTokens, document_offsets
+from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
-from genesis.model.decoder import DecoderConfig
-from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
-from genesis.model.delta_rule import DeltaInputs, chunked
 from genesis.model.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
-from genesis.model.proof_memory import prove_once
+from genesis.model.mixer import ForwardTokens, KernelProof
+from genesis.model.proof_memory import GRADIENT_TOLERANCE, compare
 from genesis_callbacks.checkpoint import DeviceProof
 
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
-_DOCUMENT_LENGTHS = (1, 20, 7, 36)
 _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
-# bfloat16 has 8 bits of mantissa, and the two kernels add in different orders.
-_TOLERANCE, _GRADIENT_TOLERANCE = 2e-2, 4e-2
 _VOCAB_SIZE = 1000
 _MAX_PROVED_TOKENS = 16_384
 """The mask of a longer sequence would take gigabytes."""
-_LINEAR_NAME: Final = "linear_attention"
 _log = logging.getLogger(__name__)
 
 
@@ -71,13 +66,14 @@ def prove_kernel(name: str, shape: ProvedShape, device: torch.device) -> None:
     document_ids = torch.bucketize(torch.arange(num_tokens), ends, right=True).to(device, torch.int32)[None]
     for window in (None, num_tokens // 5 + 1):
         windowed = AttentionConfig(**{**vars(config), "sliding_window": window})
-        metadata = build_attention_metadata(windowed, x, document_ids, kernel=name)
-        masked = build_attention_metadata(windowed, x, document_ids, kernel=MASK.name)
+        tokens = ForwardTokens(x, document_ids, kernel=name)
+        metadata = build_attention_metadata(windowed, tokens)
+        masked = build_attention_metadata(windowed, tokens._replace(kernel=MASK.name))
         found, wanted = (attend(query, key, value, each) for each in (metadata, masked))
-        _compare(f"by {name}", found, wanted)
+        compare(f"by {name}", found, wanted)
         gradients = (torch.autograd.grad(out, (query, key, value), upstream) for out in (found, wanted))
         for one, other in zip(*gradients, strict=True):
-            _compare(f"by {name} in its backward", one, other, _GRADIENT_TOLERANCE)
+            compare(f"by {name} in its backward", one, other, GRADIENT_TOLERANCE)
 
 
 def _draw(num_heads: tuple[int, ...], num_tokens: int, head_dim: int) -> list[Tensor]:
@@ -100,45 +96,14 @@ def prove_cached_attention(device: torch.device) -> None:
         for num_new in (1, 5):
             query, key, value = _draw_cached(len(lengths), num_new, device)
             with torch.no_grad():
-                metadata = build_attention_metadata(config, query.flatten(2), None, cached=cached)
+                metadata = build_attention_metadata(config, ForwardTokens(query.flatten(2), cached=cached))
                 if metadata.used is None:
                     return
                 positions = cached.lengths.view(-1, 1, 1, 1) + torch.arange(num_new, device=device).unsqueeze(1)
                 slots = torch.arange(_NUM_TOKENS, device=device)
                 mask = (slots <= positions) & (slots > positions - (window or _NUM_TOKENS))
                 masked = attend(query, key, value, metadata._replace(used=None, mask=mask))
-                _compare("by lengths", attend(query, key, value, metadata), masked)
-
-
-def prove_linear_attention(device: torch.device) -> None:
-    """Compares the kernels of linear layers with the computation in chunks: for documents, a text, and one new token.
-
-    Raises:
-        RuntimeError: The results differ, or a kernel fails.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(2, _NUM_TOKENS, *shape, generator=generator)
-
-    heads, width = _NUM_KV_HEADS, _HEAD_DIM
-    value = draw(_NUM_HEADS, width)
-    inputs = DeltaInputs(draw(heads, width), draw(heads, width), value, -draw(_NUM_HEADS).abs(), draw(_NUM_HEADS))
-    inputs = inputs._replace(beta=inputs.beta.sigmoid())
-    inputs = DeltaInputs(*(part.to(device, torch.bfloat16) for part in inputs))
-    one = DeltaInputs(*(part[:, :1] for part in inputs))
-    lengths = torch.tensor(_DOCUMENT_LENGTHS * 2)
-    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1).to(device, torch.int32)
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    state = torch.zeros(2, _NUM_HEADS, width, width, device=device)
-    with torch.no_grad():
-        found, wanted = run_kernel(inputs, document_offsets(document_ids))[0], chunked(inputs, is_start)[0]
-        _compare("in linear layers", found, wanted)
-        after, state = run_kernel(inputs, None, state)[1], chunked(inputs)[1]
-        assert after is not None
-        _compare("in linear layers", after, state)
-        _compare("of a new token in linear layers", run_kernel(one, None, state)[0], chunked(one, None, state)[0])
+                compare("by lengths", attend(query, key, value, metadata), masked)
 
 
 def _draw_cached(batch_size: int, num_queries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,15 +113,6 @@ def _draw_cached(batch_size: int, num_queries: int, device: torch.device) -> tup
         torch.randn(batch_size, *shape, _HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
     )
     return query, key, value
-
-
-def _compare(
-    name: str, found: Tensor, wanted: Tensor, tolerance: float = _TOLERANCE, *, subject: str = "attention"
-) -> None:
-    found, wanted = found.detach().float(), wanted.detach().float()
-    difference = float((found - wanted).abs().max())
-    if not difference <= tolerance * max(1.0, float(wanted.abs().max())):  # NaN also counts as a difference
-        raise RuntimeError(f"{subject} {name} differs from the slower way by {difference:.3g}")
 
 
 def attention_proof(name: str, shape: ProvedShape = _SMALL, label: str = "attention") -> DeviceProof:
@@ -204,46 +160,40 @@ def prove_loss(device: torch.device) -> None:
     target = labels.masked_fill(is_ignored, 0)
     wanted = (log_normaliser - logits.gather(1, target)).float().masked_fill(is_ignored, 0)
     is_label = torch.arange(_VOCAB_SIZE, device=device) == target
-    _compare("in one kernel", losses, wanted, subject="the loss")
+    compare("in one kernel", losses, wanted, subject="the loss")
     expected = (probs - is_label.float()).masked_fill(is_ignored, 0)
-    _compare("in one kernel", gradient, expected, subject="the gradient of the loss")
+    compare("in one kernel", gradient, expected, subject="the gradient of the loss")
 
 
 LOSS_PROOF: Final = DeviceProof("loss", "compiled", "operators", prove_loss, distrust_fused)
 
 
-def linear_attention_proofs(config: DecoderConfig) -> tuple[DeviceProof, ...]:
-    """Returns the proof of the kernels of linear layers, if a model has such layers and their package is installed.
-
-    The proof runs once on a machine (`proof_memory`), because Triton tries many forms of each kernel meanwhile.
-    """
-    return () if config.linear_attention is None else _list_linear_proofs()
-
-
-def prepare_linear_layers(config: DecoderConfig, device: torch.device) -> None:
-    """Selects the kernels of a model's linear layers on a CUDA device, for a model that no fit trains.
+def prepare_kernels(proofs: Sequence[KernelProof], device: torch.device) -> None:
+    """Selects the kernels of a model's mixers on a CUDA device, for a model that no fit trains.
 
     Kernels that fail their proof are not used in this process; a warning names them.
+
+    Args:
+        proofs: The proofs of the model's mixers (`DecoderConfig.list_proofs`).
+        device: The device.
     """
-    if device.type == "cuda" and config.linear_attention is not None:
-        _prove_linear_layers(device)
+    if device.type != "cuda":
+        return
+    for proof in proofs:
+        if (proof.name, device) not in _proved:
+            _proved.add((proof.name, device))
+            _prove_or_warn(proof, device)
 
 
-def _list_linear_proofs() -> tuple[DeviceProof, ...]:
-    found = find_version()
-    if found is None:
-        return ()
-    quick = f"{PACKAGE} {found}"
-    prove = partial(prove_once, _LINEAR_NAME, quick, prove_linear_attention)
-    return (DeviceProof(_LINEAR_NAME, quick, "chunks", prove, distrust_kernel),)
+_proved: Final[set[tuple[str, torch.device]]] = set()
+"""What was tried in this process: a proof that fails would fail again."""
 
 
-@cache  # once per process, also where the proof fails
-def _prove_linear_layers(device: torch.device) -> None:
-    for proof in _list_linear_proofs():
-        try:
-            proof.prove(device)
-        except Exception as error:  # missing or wrong kernels are no error, because the computation in chunks remains
-            proof.take_slow(device)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            _log.warning("%s: %s instead of %s in linear layers: %s", device, proof.slow, proof.fast, reason)
+def _prove_or_warn(proof: KernelProof, device: torch.device) -> None:
+    try:
+        proof.prove(device)
+    except Exception as error:  # missing or wrong kernels are no error, because the slower way remains
+        proof.take_slow(device)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        operation = proof.name.replace("_", " ")
+        _log.warning("%s: %s instead of %s in %s: %s", device, proof.slow, proof.fast, operation, reason)

@@ -12,11 +12,13 @@ import yaml
 from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
-from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
+from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts, find_owner
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
+from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
+from genesis.recipe.imports import import_allowed
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
 
@@ -52,7 +54,8 @@ def read_recipe_adapter(path: Path) -> AdapterConfig | None:
 def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 
-    A file cannot cause an import of code: it may only name classes of parts that are already known.
+    A file alone cannot cause an import of code: it may name classes of parts that are known, or that the user allows
+    (`genesis.recipe.imports`).
 
     Args:
         content: The content of a YAML or JSON file.
@@ -69,7 +72,9 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
         if content.get(name) is not None:
             parts[name] = build_dataclass(part, content[name], f"{where}: {name}")
     if content.get("feed_forward") is not None:
-        parts["feed_forward"] = _build_feed_forward(content["feed_forward"], f"{where}: feed_forward")
+        parts["feed_forward"] = _build_chosen(FeedForwardConfig, content["feed_forward"], f"{where}: feed_forward")
+    if content.get("mixers") is not None:
+        parts["mixers"] = _build_mixers(content["mixers"], f"{where}: mixers")
     config: DecoderConfig = build_dataclass(DecoderConfig, {**content, **parts}, where)
     return config
 
@@ -116,14 +121,20 @@ def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
-        part = SHORT_FIELDS.get(field.name, (field.name,))[0]
+        part = find_owner(config, field.name)
         if isinstance(value, FeedForwardConfig):
-            content[field.name] = {"class_path": _path_of(type(value)), "init_args": asdict(value)}  # type: ignore[call-overload]  # it is a dataclass
+            content[field.name] = _dump_chosen(value)
+        elif field.name == "mixers" and value is not None:
+            content[field.name] = [_dump_chosen(mixer) for mixer in value]
         elif is_dataclass(value):
             content[field.name] = _to_plain(asdict(value))  # type: ignore[arg-type]  # it is no class
         elif value is not None and (part == field.name or getattr(config, part) is None):
             content[field.name] = value
     return content
+
+
+def _dump_chosen(value: Any) -> dict[str, Any]:
+    return {"class_path": _path_of(type(value)), "init_args": _to_plain(asdict(value))}
 
 
 def _to_plain(content: dict[str, Any]) -> dict[str, Any]:
@@ -162,15 +173,23 @@ def _shorten(config: DecoderConfig) -> DecoderConfig:
     return config
 
 
-def _build_feed_forward(content: Any, where: str) -> FeedForwardConfig:
-    known = {_path_of(config): config for config in _subclasses(FeedForwardConfig)}
+def _build_mixers(content: Any, where: str) -> tuple[SequenceMixerConfig, ...]:
+    if not isinstance(content, list | tuple):
+        raise UserError(f"{where} is {content!r}: it must be a list of class_path, init_args")
+    return tuple(_build_chosen(SequenceMixerConfig, one, f"{where}[{number}]") for number, one in enumerate(content))
+
+
+def _build_chosen(base: type[Any], content: Any, where: str) -> Any:
+    """Returns the configuration of a part that `content` names by its class, which is derived from `base`."""
     if not isinstance(content, Mapping) or not content.keys() <= {"class_path", "init_args"}:
         raise UserError(f"{where} is {content!r}: it must be a mapping of class_path, init_args")
     path = content.get("class_path")
+    if isinstance(path, str):
+        import_allowed(path)
+    known = {_path_of(config): config for config in _subclasses(base)}
     if not isinstance(path, str) or path not in known:
         raise UserError(f"{where}: class_path is {path!r}; it must be {' or '.join(sorted(known))}")
-    built: FeedForwardConfig = build_dataclass(known[path], content.get("init_args", {}), where)
-    return built
+    return build_dataclass(known[path], content.get("init_args", {}), where)
 
 
 def _subclasses(config: type[Any]) -> Iterator[type[Any]]:

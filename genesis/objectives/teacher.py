@@ -8,7 +8,7 @@ from torch import Tensor
 
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
-from genesis.model.device_proofs import prepare_linear_layers
+from genesis.model.device_proofs import prepare_kernels
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes
 
 TeacherDtype = Literal["float32", "bfloat16", "float16"]
@@ -40,7 +40,7 @@ class Teacher:
         """Returns the classes of each position of a micro-batch, on its device, which the first call moves to."""
         device = micro_batch.input_ids.device
         if device != self._device:
-            prepare_linear_layers(self._decoder.config, device)
+            prepare_kernels(self._decoder.config.list_proofs(), device)
             self._decoder.to(device)
             self._device = device
         # Training runs under autocast, which would round the teacher's products.

@@ -28,10 +28,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from genesis.base.device import CPU, find_kind
 from genesis.base.errors import UserError
-from genesis.model.attend.metadata import AttentionMetadata
 from genesis.model.compilation import compile_each_shape
 from genesis.model.decoder import Decoder
-from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
 from genesis.model.recomputation import ActivationCheckpointing, check_groups
 from genesis.optim.offload_share import spread_units
@@ -109,14 +107,15 @@ def apply_wrappers(
 def _run_compiled(
     compiled: Callable[..., Any],
     x: Tensor,
-    metadata: AttentionMetadata | DeltaMetadata,
+    metadata: Any,
     *arguments: Any,
     **options: Any,
 ) -> Any:
     # The number of documents is a size, too. With the mark, one form serves all numbers. If a kernel needs a fixed size
     # after all, torch ignores the mark.
-    if isinstance(metadata, AttentionMetadata) and metadata.offsets is not None:
-        maybe_mark_dynamic(metadata.offsets, 0)
+    offsets = getattr(metadata, "offsets", None)  # the one field that `SequenceMixerConfig.build_metadata` names
+    if offsets is not None:
+        maybe_mark_dynamic(offsets, 0)
     return compiled(x, metadata, *arguments, **options)
 
 

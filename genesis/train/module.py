@@ -78,8 +78,9 @@ def seed_of_step(seed: int, step: int, data_rank: int) -> int:
 
 def find_place(trainer: pl.Trainer, decoder: DecoderConfig) -> Place:
     """Returns the place of a decoder's attention on a Trainer's device, under its precision."""
-    device = trainer.strategy.root_device
-    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), decoder.head_dim)
+    device, heads = trainer.strategy.root_device, decoder.attention_heads
+    head_dim = 0 if heads is None else heads.head_dim
+    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), head_dim)
 
 
 class GenesisModule(pl.LightningModule):

@@ -32,7 +32,7 @@ from torch import Tensor
 from genesis.base.errors import UserError
 from genesis.model.balance import LayerBalance, measure_balance
 from genesis.model.decoder import Decoder
-from genesis.model.router import ENTROPY, list_figures
+from genesis.model.mixture import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.csv_log import CSVLog

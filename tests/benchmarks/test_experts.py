@@ -8,8 +8,8 @@ from benchmarks.experts import choose_contenders, main
 from benchmarks.workers.experts_loop import build_own
 from genesis.base.errors import UserError
 from genesis.model.describe import describe
+from genesis.model.mixture import find_routers
 from genesis.model.recipe import build_decoder_config
-from genesis.model.router import find_routers
 
 
 @pytest.mark.bench

@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from genesis.model import delta_kernel, device_proofs
+from genesis.model import delta_kernel, delta_proof
 from genesis_callbacks.checkpoint import device_proof, read_manifest
 from tests.cli.conftest import Genesis
 from tests.model.test_device_proofs import Kernels
@@ -17,7 +17,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     """An installed package, on a CPU whose proofs run as those of an accelerator do."""
     kernels = Kernels()
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
-    for module in (delta_kernel, device_proofs):
+    for module in (delta_kernel, delta_proof):
         monkeypatch.setattr(module, "find_version", lambda: "1.2.3")
     monkeypatch.setattr(delta_kernel, "import_module", lambda name: kernels)
     monkeypatch.setattr(delta_kernel, "_distrusted_devices", set())

@@ -13,6 +13,7 @@ from genesis.model.attend.table import KERNELS, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.mixer import ForwardTokens
 from genesis.strategies.wrap import apply_wrappers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]
@@ -45,7 +46,7 @@ def run(name: str, config: AttentionConfig, kind: str, ids: Tensor | None, dtype
         torch.randn(2, NUM_TOKENS, heads, config.head_dim, generator=generator).to(kind, dtype).requires_grad_()
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
     )
-    metadata = build_attention_metadata(config, query.detach().flatten(2), ids, kernel=name)
+    metadata = build_attention_metadata(config, ForwardTokens(query.detach().flatten(2), ids, kernel=name))
     out = attend(query, key, value, metadata)
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), upstream)]
 
@@ -145,7 +146,8 @@ def train(name: str, kind: str, **wrappers: Any) -> list[Tensor]:
 def test_a_decoder_trains_as_under_a_mask_in_eager_compiled_and_recomputed_blocks(
     kind: str, name: str, is_compiled: bool, checkpointing: str
 ) -> None:
-    require(name, kind, torch.bfloat16, SHAPE.head_dim)
+    assert SHAPE.attention_heads is not None
+    require(name, kind, torch.bfloat16, SHAPE.attention_heads.head_dim)
     found = train(name, kind, activation_checkpointing=checkpointing, has_compiled_blocks=is_compiled)
     wanted = train("mask", kind)
     assert len(found) == len(wanted) > 2

@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from genesis import device, loss
+from genesis.base import device
 from genesis.data.loader import SequenceFormat
 from genesis.evaluate.heldout import HeldOut, TextSource, measure_held_out
 from genesis.evaluate.plan import Request as ScoreRequest
@@ -22,6 +22,7 @@ from genesis.generate import load
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.model import loss
 from genesis.model import norm as norms
 from genesis.model.attend import fa4
 from genesis.model.attention import AttentionConfig

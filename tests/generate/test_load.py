@@ -17,6 +17,7 @@ from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate import load
 from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.generate.load import load_decoder
+from genesis.model import delta_proof
 from genesis.model.delta import GatedDeltaConfig
 from genesis_callbacks.checkpoint import DeviceProof
 from tests.tiny_runs import build_decoder, save
@@ -182,15 +183,16 @@ def test_kernels_of_attention_are_proved_once_and_on_cards_that_have_them(
 def test_the_kernels_of_linear_layers_are_asked_for_with_the_model_that_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[bool, str]] = []
+    asked: list[tuple[list[str], str]] = []
     monkeypatch.setattr(
         load,
-        "prepare_linear_layers",
-        lambda config, device: asked.append((config.linear_attention is not None, device.type)),
+        "prepare_kernels",
+        lambda proofs, device: asked.append(([proof.name for proof in proofs], device.type)),
     )
+    monkeypatch.setattr(delta_proof, "find_version", lambda: "1.2.3")
     run = save(tmp_path, 1, build_decoder(1), {})
     load_decoder(run)
     linear = GatedDeltaConfig(1, 2, 8, 8, attention_every=2)
     decoder = build_decoder(1, linear_attention=linear)
     load_decoder(save(tmp_path / "linear", 1, decoder, {}, linear_attention=asdict(linear)))
-    assert asked == [(False, "cpu"), (True, "cpu")]
+    assert asked == [([], "cpu"), (["linear_attention"], "cpu")]

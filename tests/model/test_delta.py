@@ -9,7 +9,7 @@ from torch import Tensor
 from genesis.base.errors import UserError
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.delta_rule import CHUNK_TOKENS, DeltaInputs, chunked, step, sum_to_each
 from genesis.model.describe import describe
@@ -133,7 +133,7 @@ def test_rows_of_different_lengths_share_a_cache_and_padding_changes_no_state() 
     decoder = build()
     ids = torch.randint(97, (3, 90), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([70, 1, 33])
-    cache = KVCache(decoder.config, 3, 90, "cpu", torch.float32)
+    cache = decoder.new_cache(3, 90)
     cache.expect(lengths)
     decoder(ids[:, :70], cache=cache)
     cache.advance(lengths)

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
-from genesis.model import delta_kernel, device_proofs, proof_memory
+from genesis.model import delta_kernel, delta_proof, device_proofs, proof_memory
 from genesis.model.attend import flash, flex
 from genesis.model.attend.flex import BLOCK_TOKENS
 from genesis.model.attend.table import FLASH
 from genesis.model.attention import AttentionConfig, build_attention_metadata
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig, build_delta_metadata
 from genesis.model.delta_rule import DeltaInputs, chunked
-from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, linear_attention_proofs, prepare_linear_layers
+from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, prepare_kernels
+from genesis.model.mixer import ForwardTokens
 from tests.tiny_runs import decides_decays
 
 CPU = torch.device("cpu")
@@ -100,9 +101,9 @@ def test_where_the_proof_fails_masks_are_used(monkeypatch: pytest.MonkeyPatch) -
     config = AttentionConfig(num_heads=2, num_kv_heads=2)
     ids = torch.arange(2, dtype=torch.int32).repeat_interleave(64)[None]
     x = torch.zeros(1, 128, 32)
-    assert build_attention_metadata(config, x, ids).offsets is not None
+    assert build_attention_metadata(config, ForwardTokens(x, ids)).offsets is not None
     TORCH_ATTENTION_PROOF.take_slow(CPU)
-    metadata = build_attention_metadata(config, x, ids)
+    metadata = build_attention_metadata(config, ForwardTokens(x, ids))
     assert metadata.offsets is None
     assert metadata.mask is not None
 
@@ -153,34 +154,34 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
     kernels = Kernels()
     monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(delta_kernel, "find_version", lambda: "1.2.3")
-    monkeypatch.setattr(device_proofs, "find_version", lambda: "1.2.3")
+    monkeypatch.setattr(delta_proof, "find_version", lambda: "1.2.3")
     monkeypatch.setattr(delta_kernel, "import_module", lambda name: kernels)
     return kernels
 
 
 def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed: Kernels) -> None:
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     assert proof.fast == "flash-linear-attention 1.2.3"
     proof.prove(CPU)
     assert {*installed.names} == {"chunk", "recurrent"}
 
 
 def test_a_model_without_linear_layers_needs_no_proof_of_their_kernels(installed: Kernels) -> None:
-    assert linear_attention_proofs(replace(LINEAR, linear_attention=None)) == ()
+    assert replace(LINEAR, linear_attention=None).list_proofs() == ()
 
 
 def test_a_proof_that_held_is_not_run_again_on_the_same_machine(installed: Kernels) -> None:
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     proof.prove(CPU)
     num_calls = len(installed.names)
     assert num_calls
-    (again,) = linear_attention_proofs(LINEAR)
+    (again,) = LINEAR.list_proofs()
     again.prove(CPU)
     assert len(installed.names) == num_calls
 
 
 def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) -> None:
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     installed.factor = 1.5
     for _ in range(2):
         with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
@@ -195,12 +196,12 @@ def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) 
 def test_another_device_or_version_is_proved_again(
     installed: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
 ) -> None:
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     proof.prove(CPU)
     num_calls = len(installed.names)
     monkeypatch.setattr(delta_kernel, "pin_triton_choices", lambda: None)
     if changed == "kernels":
-        monkeypatch.setattr(device_proofs, "find_version", lambda: "1.2.4")
+        monkeypatch.setattr(delta_proof, "find_version", lambda: "1.2.4")
     elif changed == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9.9")
     elif changed == "choice":
@@ -211,7 +212,7 @@ def test_another_device_or_version_is_proved_again(
     else:
         other = {"name_device": lambda kind, index: "H100", "read_capability": lambda device: (9, 0)}
         monkeypatch.setattr(proof_memory, changed, other.get(changed, "9.9.9"))
-    (other_proof,) = linear_attention_proofs(LINEAR)
+    (other_proof,) = LINEAR.list_proofs()
     other_proof.prove(CPU)
     assert len(installed.names) == 2 * num_calls
 
@@ -219,7 +220,7 @@ def test_another_device_or_version_is_proved_again(
 def test_a_damaged_memory_of_a_proof_is_one_line_and_the_proof_runs(
     installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     proof.prove(CPU)
     num_calls = len(installed.names)
     (path,) = (tmp_path / "cache/proofs").iterdir()
@@ -235,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_no_error(
     installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     proof.prove(CPU)
     assert len(caplog.messages) == 2  # it can be neither read nor written
     assert "the next start proves flash-linear-attention 1.2.3 again" in caplog.messages[1]
@@ -249,19 +250,18 @@ def test_a_command_without_a_fit_proves_linear_layers_once_and_names_kernels_tha
         raise RuntimeError("wrong\nin two lines")
 
     proved: list[object] = []
-    monkeypatch.setattr(device_proofs, "prove_once", fail)
+    monkeypatch.setattr(delta_proof, "prove_once", fail)
     monkeypatch.setattr(delta_kernel, "_distrusted_devices", set())
     cuda = torch.device("cuda")
-    device_proofs._prove_linear_layers.cache_clear()
-    prepare_linear_layers(replace(LINEAR, linear_attention=None), cuda)
-    prepare_linear_layers(LINEAR, CPU)
+    monkeypatch.setattr(device_proofs, "_proved", set())
+    prepare_kernels(replace(LINEAR, linear_attention=None).list_proofs(), cuda)
+    prepare_kernels(LINEAR.list_proofs(), CPU)
     assert proved == []
     for _ in range(2):
-        prepare_linear_layers(LINEAR, cuda)
-    device_proofs._prove_linear_layers.cache_clear()
+        prepare_kernels(LINEAR.list_proofs(), cuda)
     assert len(proved) == 1
     assert delta_kernel._distrusted_devices == {"cuda"}
-    assert caplog.messages == ["cuda: chunks instead of flash-linear-attention 1.2.3 in linear layers: wrong"]
+    assert caplog.messages == ["cuda: chunks instead of flash-linear-attention 1.2.3 in linear attention: wrong"]
 
 
 LINEAR = DecoderConfig(
@@ -298,7 +298,7 @@ def test_no_measurement_chooses_the_kernels_of_a_run_whose_kernels_repeat(
     monkeypatch.setattr(delta_kernel, "import_module", modules.__getitem__)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     delta_kernel.pin_triton_choices.cache_clear()
-    (proof,) = linear_attention_proofs(LINEAR)
+    (proof,) = LINEAR.list_proofs()
     proof.prove(CPU)
     assert OfThisTest().choose() == chosen
     assert installed.names
@@ -323,7 +323,7 @@ DOCUMENT_IDS = (torch.arange(40) // 17).to(torch.int32).repeat(2, 1)
 @torch.no_grad()
 def compute_logits(decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the logits of rows, of documents in rows, and of rows by a cache with a token at a time."""
-    cache = KVCache(decoder.config, 2, 40, "cpu", dtype)
+    cache = decoder.new_cache(2, 40)
     parts = []
     for start, end in ((0, 30), *((place, place + 1) for place in range(30, 40))):
         parts.append(decoder(IDS[:, start:end], cache=cache))
@@ -372,7 +372,7 @@ def test_a_model_in_float32_computes_without_kernels_which_refuse_it(suited: Ker
 def test_documents_without_offsets_are_left_to_the_computation_in_chunks(suited: Kernels) -> None:
     layer = build_linear(torch.bfloat16).blocks[0].linear_attention
     x = torch.ones(2, 40, 16, dtype=torch.bfloat16)
-    metadata = build_delta_metadata(x, DOCUMENT_IDS, None, None)
+    metadata = build_delta_metadata(ForwardTokens(x, DOCUMENT_IDS))
     layer(x, metadata)
     assert suited.names == ["chunk"]
     layer(x, metadata._replace(offsets=None))
@@ -382,5 +382,5 @@ def test_documents_without_offsets_are_left_to_the_computation_in_chunks(suited:
 def test_without_the_package_there_is_no_proof_and_no_kernel() -> None:
     if delta_kernel.find_version() is not None:
         pytest.skip("flash-linear-attention is installed")
-    assert linear_attention_proofs(LINEAR) == ()
+    assert LINEAR.list_proofs() == ()
     assert not delta_kernel.suits_kernel(torch.device("cuda"), torch.bfloat16)

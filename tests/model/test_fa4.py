@@ -24,6 +24,7 @@ from genesis.model.attend.table import KERNELS, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.mixer import ForwardTokens
 from genesis.strategies.wrap import apply_wrappers
 from tests.golden.files import GOLDEN
 from tests.model.test_flex import EXACT, PACKINGS, SHAPE, make_ids
@@ -114,7 +115,7 @@ def run(name: str, config: AttentionConfig, ids: Tensor | None, num_rows: int, l
         torch.randn(num_rows, length, heads, 16, generator=generator).requires_grad_()
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
     )
-    metadata = build_attention_metadata(config, query.detach().flatten(2), ids, kernel=name)
+    metadata = build_attention_metadata(config, ForwardTokens(query.detach().flatten(2), ids, kernel=name))
     assert metadata.kernel == name
     out = attend(query, key, value, metadata)
     # As that of a transposed view, which the package would not take.

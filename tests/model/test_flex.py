@@ -15,10 +15,11 @@ from torch.nn.attention import flex_attention as torchs
 from genesis.model.attend import flex
 from genesis.model.attend.metadata import Rows
 from genesis.model.attend.table import attend
-from genesis.model.attention import AttentionConfig, build_attention_metadata, build_layers_metadata
+from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.compilation import compile_each_shape
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.mixer import ForwardTokens
 from genesis.strategies.wrap import apply_wrappers
 
 PACKINGS: dict[str, list[list[int]]] = {
@@ -111,7 +112,7 @@ def run(name: str, config: AttentionConfig, ids: Tensor | None, shape: tuple[int
         torch.randn(*shape, heads, width, generator=generator, dtype=torch.float64).requires_grad_()
         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
     )
-    metadata = build_attention_metadata(config, query.detach().flatten(2), ids, kernel=name)
+    metadata = build_attention_metadata(config, ForwardTokens(query.detach().flatten(2), ids, kernel=name))
     assert metadata.kernel == name or (name == "flash" and metadata.kernel == "mask")
     out = attend(query, key, value, metadata)
     return [out, *torch.autograd.grad(out, (query, key, value), upstream)]
@@ -213,9 +214,9 @@ def test_compiled_blocks_have_the_kernel_in_their_one_graph(
 
 def test_layers_with_and_without_windows_have_two_lists_of_blocks() -> None:
     config = SHAPE.parts.attention
-    first, second = build_layers_metadata(
-        config, 2, torch.zeros(2, 200, 32), make_ids([[3, 197], [200]]), kernel="flex"
-    )
+    assert config is not None
+    tokens = ForwardTokens(torch.zeros(2, 200, 32), make_ids([[3, 197], [200]]), kernel="flex")
+    first, second = config.build_metadata(tokens, range(2))
     assert first.blocks is not None
     assert second.blocks is not None
     assert not torch.equal(first.blocks.first_seen, second.blocks.first_seen)
@@ -232,7 +233,7 @@ def test_eager_blocks_get_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "compile", watch)
     flex.compile_kernel.cache_clear()
     heads = [torch.zeros(1, 20, 2, 16)] * 3
-    metadata = build_attention_metadata(AttentionConfig(2, 2), torch.zeros(1, 20, 32), None, kernel="flex")
+    metadata = build_attention_metadata(AttentionConfig(2, 2), ForwardTokens(torch.zeros(1, 20, 32), kernel="flex"))
     attend(heads[0], heads[1], heads[2], metadata)
     flex.compile_kernel.cache_clear()
     # `fullgraph`: a graph that breaks would run eagerly, and hold the scores of all pairs of tokens.
@@ -261,7 +262,7 @@ def test_nothing_is_compiled_again_for_other_documents_and_once_for_each_other_s
         [[260], [130, 130], [260]],
     ):
         ids = make_ids(packing)
-        metadata = build_attention_metadata(config, torch.zeros(*ids.shape, 32), ids, kernel="flex")
+        metadata = build_attention_metadata(config, ForwardTokens(torch.zeros(*ids.shape, 32), ids, kernel="flex"))
         heads = [torch.zeros(*ids.shape, number, 16) for number in (2, 1, 1)]
         run_compiled(*heads, metadata.blocks)
         counts.append(len(graphs))

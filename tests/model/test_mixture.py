@@ -14,15 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from genesis.base.errors import UserError
 from genesis.model.adapter import find_linears
 from genesis.model.balance import LayerBalance, split_loads, update_balance_biases
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe
 from genesis.model.dispatch import _sum_rows, sort_by_expert
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense
 from genesis.model.initial import InitialValues
-from genesis.model.mixture import Mixture, MixtureConfig
+from genesis.model.mixture import ENTROPY, LOAD, Mixture, MixtureConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
-from genesis.model.router import ENTROPY, LOAD
 from genesis.optim import Muon, build_optimizer
 
 DIM, ROWS, LENGTH = 16, 3, 11
@@ -327,7 +326,7 @@ def test_a_cache_generates_what_the_whole_text_gives(option: str) -> None:
         for parameter in decoder.parameters():
             parameter.mul_(4.0)
         ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(2))
-        cache = KVCache(config, 2, 16, "cpu", torch.float32)
+        cache = decoder.new_cache(2, 16)
         found = []
         for part in ids.split([4, 1, 1, 1, 1, 1], dim=1):
             found.append(decoder(part, cache=cache))

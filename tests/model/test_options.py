@@ -1,5 +1,6 @@
 """The options of attention and norms: right for packed documents, in cached decoding, and in what is counted."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,20 @@ from torch.utils.checkpoint import checkpoint
 from genesis.base.errors import UserError
 from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
+from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
 from tests.linear_faults import CACHE_FAULTS, DOCUMENT_FAULTS
+from tests.model.latent_attention import LatentAttentionConfig
 from tests.tiny_runs import decides_decays
 
 SHAPE: dict[str, Any] = {"vocab_size": 97, "dim": 48, "num_layers": 3, "ffn_dim": 64, "max_seq_len": 128}
 HEADS = AttentionConfig(6, 2, 1e4)
 LINEAR = GatedDeltaConfig(2, 4, 8, 12, attention_every=3)
+LATENT = LatentAttentionConfig(num_heads=4, latent_dim=16, key_dim=8, rotary_dim=4, value_dim=10)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"attention": replace(HEADS, sliding_window=9)},
@@ -41,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gated output": {"attention": replace(HEADS, has_output_gate=True)},
     "linear attention": {"attention": HEADS, "linear_attention": LINEAR},
     "linear attention alone": {"attention": HEADS, "linear_attention": replace(LINEAR, attention_every=9)},
+    "a mixer of an own file": {"mixers": (LATENT,)},
+    "three mixers in turn": {"mixers": (LINEAR, LATENT, HEADS)},
 }
 TOLERANCE = 2e-4
 """Of logits, whose standard deviation is about 2."""
@@ -82,7 +88,7 @@ def find_document_error(config: DecoderConfig) -> float:
 def find_cache_error(config: DecoderConfig, first: int) -> float:
     """Returns the largest difference between the logits of texts that a cache continues and those of whole texts."""
     decoder, ids = build(config), random_ids(2, 60)
-    cache, found = KVCache(config, 2, 60, "cpu", torch.float32), []
+    cache, found = decoder.new_cache(2, 60), []
     for start, end in [(0, first), (first, first + 15), *((place, place + 1) for place in range(first + 15, 60))]:
         found.append(decoder(ids[:, start:end], cache=cache))
         cache.advance(torch.full((2,), end - start))
@@ -163,7 +169,8 @@ def test_every_parameter_has_its_group_and_its_initial_value(config: DecoderConf
 
 def test_a_recipe_holds_the_options_and_gives_them_back(config: DecoderConfig) -> None:
     content = dump_decoder_config(config)
-    assert build_decoder_config(content, where="here").parts == config.parts
+    read = build_decoder_config(content, where="here")
+    assert (read.parts, read.list_mixers()) == (config.parts, config.list_mixers())
     assert "attention" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS))
     assert "norm" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS, norm=NormConfig()))
 
@@ -232,6 +239,41 @@ def test_an_option_that_cannot_be_is_refused_by_name(changes: dict[str, Any], me
     content = {**SHAPE, "attention": {"num_heads": 6, "num_kv_heads": 2, **changes.get("attention", {})}}
     with pytest.raises(UserError, match=message):
         build_decoder_config({**content, **({"norm": changes["norm"]} if "norm" in changes else {})}, where="here")
+
+
+@pytest.mark.parametrize(
+    ("listed", "described"),
+    [
+        ([HEADS], {"attention": HEADS}),
+        ([HEADS, HEADS], {"attention": HEADS}),
+        ([LINEAR, LINEAR, HEADS], {"attention": HEADS, "linear_attention": LINEAR}),
+    ],
+)
+def test_a_list_of_mixers_is_the_decoder_that_attention_and_linear_attention_describe(
+    listed: list[SequenceMixerConfig], described: dict[str, Any]
+) -> None:
+    assert DecoderConfig(**SHAPE, mixers=tuple(listed)) == DecoderConfig(**SHAPE, **described)
+
+
+NAMED_LATENT = {"class_path": "tests.model.latent_attention.LatentAttentionConfig", "init_args": vars(LATENT)}
+NAMED = {"class_path": "genesis.model.attention.AttentionConfig", "init_args": {"num_heads": 6, "num_kv_heads": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixers": NAMED}, "mixers is .*: it must be a list of class_path, init_args"),
+        ({"mixers": []}, "mixers has 0 entries"),
+        ({"mixers": [NAMED] * 4}, "mixers has 4 entries: it must have at least 1 and at most num_layers"),
+        ({"mixers": [NAMED, {"class_path": "antigravity.Mixer"}]}, r"mixers\[1\]: class_path is 'antigravity\.Mixer'"),
+        ({"mixers": [NAMED], "attention": NAMED["init_args"]}, "mixers and attention are both given: remove attention"),
+        ({"mixers": [NAMED_LATENT], "num_heads": 6}, "num_heads is 6, but mixers is also given: remove num_heads"),
+    ],
+)
+def test_a_list_of_mixers_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^here: {message}"):
+        build_decoder_config({**SHAPE, **changes}, where="here")
+    assert "antigravity" not in sys.modules
 
 
 def test_a_scaling_that_turns_round_is_refused() -> None:

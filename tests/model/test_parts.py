@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,26 @@ def test_no_code_is_imported_because_a_checkpoint_names_it() -> None:
     with pytest.raises(UserError, match=r"class_path is 'antigravity\.Part'; it must be genesis\.model"):
         build_decoder_config({**SHORT, "ffn_dim": None, "feed_forward": part}, "manifest.json")
     assert "antigravity" not in sys.modules
+
+
+def test_code_that_a_checkpoint_names_is_imported_if_the_user_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "from tests.model import mixture_part\nclass Mine(mixture_part.MixtureConfig): ...\n"
+    (tmp_path / "planted_part.py").write_text(own)
+    (tmp_path / "planted_fault.py").write_text("raise OSError('no disk')\n")
+    fields = {**SHORT, "ffn_dim": None}
+    part = {"class_path": "planted_part.Mine", "init_args": {"num_experts": 3, "ffn_dim": 8}}
+    with pytest.raises(UserError, match=r"class_path is 'planted_part\.Mine'; it must be genesis"):
+        build_decoder_config({**fields, "feed_forward": part}, "manifest.json")
+    monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "planted_part,planted_fault")
+    config = build_decoder_config({**fields, "feed_forward": part}, "manifest.json")
+    assert type(config.feed_forward).__module__ == "planted_part"
+    with pytest.raises(
+        UserError, match=r"^planted_fault\.Part is allowed, but planted_fault cannot .*OSError: no disk"
+    ):
+        build_decoder_config({**fields, "feed_forward": {"class_path": "planted_fault.Part"}}, "manifest.json")
 
 
 def test_todays_groups_keep_their_names_and_the_order_of_their_parameters() -> None:

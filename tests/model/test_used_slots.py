@@ -19,6 +19,7 @@ from genesis.model.attend.table import FLASH, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF
+from genesis.model.mixer import ForwardTokens
 from tests.generate.slow import NO_STOP
 
 pytestmark = pytest.mark.skipif(
@@ -144,9 +145,9 @@ def test_the_proof_holds_and_sees_a_kernel_that_is_wrong(
 def test_where_the_proof_fails_masks_are_used(kernel: list[dict[str, Any]]) -> None:
     x, config = torch.zeros(2, 1, 48), AttentionConfig(6, 2)
     cached = CachedTokens(torch.tensor([3, 9]), 3, 9, 64)
-    assert build_attention_metadata(config, x, None, cached=cached).used is not None
+    assert build_attention_metadata(config, ForwardTokens(x, cached=cached)).used is not None
     CACHED_ATTENTION_PROOF.take_slow(CPU)
-    metadata = build_attention_metadata(config, x, None, cached=cached)
+    metadata = build_attention_metadata(config, ForwardTokens(x, cached=cached))
     assert metadata.used is None
     assert metadata.mask is not None
 

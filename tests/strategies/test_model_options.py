@@ -13,6 +13,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.norm import NormConfig
 from genesis_callbacks.testing import run_ranks
+from tests.model.latent_attention import LatentAttentionConfig
 from tests.train.support import (
     COMPILE_SECONDS,
     TINY,
@@ -52,6 +53,9 @@ CONFIGS = {
         norm=NormConfig(1e-5, has_offset=True),
         linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2),
     ),
+    "a mixer of an own file": replace(
+        TINY, num_heads=None, num_kv_heads=None, mixers=(LatentAttentionConfig(4, 16, 8, 4, 10), ATTENTION)
+    ),
 }
 
 
@@ -70,6 +74,8 @@ def first_gradients(config: DecoderConfig, strategy: str) -> dict[str, Tensor]:
         pytest.param("norms before", "compiled_shards", marks=pytest.mark.slow),
         pytest.param("norms before", "replicated", marks=pytest.mark.slow),
         pytest.param("linear attention", "checkpointing", marks=pytest.mark.slow),
+        pytest.param("a mixer of an own file", "checkpointing", marks=[pytest.mark.slow, pytest.mark.each]),
+        pytest.param("a mixer of an own file", "compiled_shards", marks=pytest.mark.slow),
         pytest.param("linear attention", "compiled_shards", marks=pytest.mark.slow),
     ],
 )

@@ -19,8 +19,7 @@ from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX
 from genesis.model.balance import RouterCollapseWarning
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.mixture import Mixture, MixtureConfig
-from genesis.model.router import find_routers
+from genesis.model.mixture import Mixture, MixtureConfig, find_routers
 from genesis.strategies import Sharded, expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.train.csv_log import CSVLog

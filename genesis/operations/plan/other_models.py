@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from genesis.model.attend.table import MASK, TORCH_KERNEL
-from genesis.model.decoder import DecoderConfig
 from genesis.model.precision import FULL
 from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
 from genesis.operations.plan.bill import CACHE, WHOLE
@@ -72,7 +71,7 @@ def count_answers(workload: Workload, layout: Layout, model: Model, sections: Se
         return found
     num_rows, decoder = workload.num_answer_rows, workload.decoder
     element_bytes = next(one.element_bytes for one in model.parameters if one.name == "embedding.weight")
-    found[CACHE] = _count_cache(decoder, num_rows, workload.seq_len, element_bytes)
+    found[CACHE] = decoder.count_cache_bytes(num_rows, workload.seq_len, element_bytes)
     found[LOSS] = 2 * num_rows * decoder.vocab_size * FLOAT32_BYTES
     if setting.is_autocast and not layout.is_sharded and layout.activation_checkpointing == "none":
         output = model.decoder.output_weight
@@ -81,15 +80,3 @@ def count_answers(workload: Workload, layout: Layout, model: Model, sections: Se
     if layout.is_sharded:
         found[WHOLE] = sum(one.num_elements * one.element_bytes for one in model.parameters)
     return found
-
-
-def _count_cache(decoder: DecoderConfig, num_rows: int, num_slots: int, element_bytes: int) -> int:
-    """Returns the bytes of `genesis.model.decoder.KVCache`."""
-    attention, linear = decoder.parts.attention, decoder.linear_attention
-    slots = decoder.num_attention_layers * num_rows * num_slots * attention.num_kv_heads * decoder.head_dim
-    total = 2 * slots * element_bytes
-    if linear is not None:
-        rows = (decoder.num_layers - decoder.num_attention_layers) * num_rows
-        total += rows * linear.num_value_heads * linear.key_dim * linear.value_dim * FLOAT32_BYTES
-        total += rows * (linear.conv_width - 1) * linear.num_channels * element_bytes
-    return total

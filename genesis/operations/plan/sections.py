@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-from genesis.model.attend.table import KERNELS
 from genesis.model.decoder import Block, Decoder
 from genesis.model.loss import CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU, MIN_CHUNK_TOKENS
 from genesis.model.tape import FLOAT32_BYTES, GRADIENTS, LOSS, Course, Setting, Tape, Value
@@ -211,8 +210,5 @@ def _count_chunk_tokens(setting: Setting, vocab_size: int) -> int:
 
 
 def _count_tables(decoder: Decoder, setting: Setting) -> int:
-    attention = decoder.config.parts.attention
-    rows = setting.batch_size if setting.has_documents else 1
-    tables = 2 * rows * setting.seq_len * attention.head_width(decoder.config.dim) * FLOAT32_BYTES
-    is_windowed = attention.sliding_window is not None
-    return tables + KERNELS[setting.attention].count_shared_bytes(setting, is_windowed=is_windowed)
+    config = decoder.config
+    return sum(mixer.count_shared_bytes(setting, config.dim) for mixer, _ in config.list_mixers())

@@ -1,6 +1,6 @@
 """Planted faults of model, loss and batch: each is caught by the name of its check. All in one fit of one step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.model import decoder as decoder_module
+from genesis.model.attention import AttentionConfig
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.mixer import ForwardTokens
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.model_checks import CHECKS, Scene
 from genesis.operations.doctor.observe import Watch
@@ -36,12 +37,12 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def leak_documents(scene: Scene) -> AbstractContextManager[None]:
     """A mask that forgets documents."""
-    build = decoder_module.build_layers_metadata
+    build = AttentionConfig.build_metadata
 
-    def forget(attention: Any, layers: int, x: Tensor, documents: Any, offsets: Any, cached: Any, *rest: Any) -> Any:
-        return build(attention, layers, x, None, None, cached, *rest)
+    def forget(attention: AttentionConfig, tokens: ForwardTokens, layers: Sequence[int]) -> Any:
+        return build(attention, tokens._replace(document_ids=None, offsets=None), layers)
 
-    return patched(decoder_module, "build_layers_metadata", forget)
+    return patched(AttentionConfig, "build_metadata", forget)
 
 
 @contextmanager

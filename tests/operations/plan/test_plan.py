@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.base.errors import UserError
 from genesis.data.packing import PackingFigures
-from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
@@ -218,8 +218,8 @@ def test_answers_are_counted_with_their_cache_and_a_whole_model_where_ranks_shar
     (alone,) = [play_step(recipe.workload, Layout()).peaks["answers"]]
     rows = recipe.workload.num_answer_rows
     assert rows == 64
-    cache = KVCache(config, rows, recipe.workload.seq_len, "cpu", torch.float32)
-    assert alone["keys and values of answers"] == cache.keys.nbytes + cache.values.nbytes
+    cache = Decoder(config).new_cache(rows, recipe.workload.seq_len)
+    assert alone["keys and values of answers"] == cache.num_bytes
     shared = play_step(replace(recipe.workload, micro_batch_size=1), Layout("full", 2, 2)).peaks["answers"]
     num_parameters = sum(one.num_elements for one in build_model(recipe.workload).parameters)
     assert shared["whole model that answers"] == 4 * num_parameters

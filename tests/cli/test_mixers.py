@@ -1,0 +1,56 @@
+"""A sequence mixer that a user brings as one file: from a recipe to a run, its continuation, a plan and a text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from genesis.generate.load import load_decoder
+from genesis_callbacks.checkpoint import read_manifest
+from tests.cli.conftest import Genesis
+from tests.cli.tiny import build_recipe, write_recipe
+
+LATENT = {"num_heads": 4, "latent_dim": 16, "key_dim": 8, "rotary_dim": 4, "value_dim": 10}
+ALLOW = ("--allow_imports", "tests.model.latent_attention")
+
+
+def write_latent(directory: Path, corpus: Path, package: str = "tests.model.latent_attention") -> Path:
+    """Writes a recipe whose layers have latent attention, and attention in turn."""
+    recipe = build_recipe(corpus, directory / "run")
+    decoder: dict[str, Any] = recipe["model"]["decoder"]
+    attention = {name: decoder.pop(name) for name in ("num_heads", "num_kv_heads")}
+    decoder["num_layers"] = 2
+    decoder["mixers"] = [
+        {"class_path": f"{package}.LatentAttentionConfig", "init_args": LATENT},
+        {"class_path": "genesis.model.attention.AttentionConfig", "init_args": attention},
+    ]
+    return write_recipe(directory / "recipe.yaml", recipe)
+
+
+def read_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_decoder(run_dir).decoder.state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_with_a_mixer_of_an_own_file_goes_on_bit_for_bit_and_is_planned_and_generates(
+    genesis: Genesis, tiny_corpus: Path, tmp_path: Path
+) -> None:
+    recipe = write_latent(tmp_path, tiny_corpus)
+    fit = ("fit", "--config", str(recipe), *ALLOW)
+    middle = tmp_path / "straight/checkpoints/step-00000002"
+    for run, *options in (("straight",), ("parted", "--ckpt_path", str(middle))):
+        done = genesis(*fit, "--run_dir", str(tmp_path / run), *options)
+        assert done.status == 0, done.err
+    straight, parted = (read_weights(tmp_path / run) for run in ("straight", "parted"))
+    assert {"blocks.0.mixer.compress.weight", "blocks.1.attention.key.weight"} <= straight.keys()
+    assert all(torch.equal(parted[name], weight) for name, weight in straight.items())
+    held = read_manifest(tmp_path / "parted/checkpoints/step-00000004").recipe["model"]["decoder"]["mixers"]
+    assert [one["class_path"].rpartition(".")[2] for one in held] == ["LatentAttentionConfig", "AttentionConfig"]
+    planned = genesis("plan", "--config", str(recipe), "--json", *ALLOW)
+    assert planned.status == 0, planned.err
+    assert "LatentAttention does not record its activations" in planned.out
+    options = (str(tmp_path / "parted"), "--prompt", "a", "--max_new_tokens", "5", "--temperature", "0", *ALLOW)
+    texts = [genesis("generate", *options, *others) for others in ((), ("--no_cache",))]
+    assert texts[0].status == 0, texts[0].err
+    assert texts[0].out == texts[1].out
