@@ -32,6 +32,7 @@ from genesis.base.device import (
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.mixer import ForwardTokens
 
 _REPEATS: Final = 7
 _DOCUMENTS_PER_ROW: Final = 4
@@ -118,7 +119,7 @@ def _measure(
     *qkv, upstream = inputs
     query, key, value = qkv
     config = AttentionConfig(query.shape[2], key.shape[2], head_dim=query.shape[3])
-    metadata = build_attention_metadata(config, query.detach().flatten(2), document_ids, kernel=kernel)
+    metadata = build_attention_metadata(config, ForwardTokens(query.detach().flatten(2), document_ids, kernel=kernel))
 
     def both() -> list[Tensor]:
         out = attend(query, key, value, metadata)
