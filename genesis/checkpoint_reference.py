@@ -235,3 +235,12 @@ def _find_step(run: Path, step: int) -> Path:
     steps = [f"{manifest.step:,}" for _, manifest in list_committed(run)]
     has = f"its steps are {', '.join(steps[-_MAX_LISTED:])}" if steps else "it has no checkpoint at all"
     raise UserError(f"{run} has no checkpoint of step {step:,}; {has}")
+
+
+def find_continued(reference: Reference) -> Path | None:
+    """Returns the checkpoint that `ckpt_path` names; None for `latest` of a run without checkpoints."""
+    if reference.kind == "run" and reference.selector in (None, LATEST):
+        committed = list_committed(reference.path) if reference.path.exists() else []
+        if committed or reference.selector == LATEST:
+            return committed[-1][0] if committed else None
+    return reference.find_checkpoint(level="quick")

@@ -12,7 +12,9 @@ that all of it is refused at once.
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Final
 
 from genesis.errors import UserError
@@ -99,6 +101,22 @@ def is_allowed(path: str) -> bool:
     """Returns whether the user allows an import path, or a name above it."""
     parts, allowed = path.split("."), read_allowed()
     return any(".".join(parts[:end]) in allowed for end in range(1, len(parts) + 1))
+
+
+def import_allowed(path: str) -> None:
+    """Imports the module of a class that a file names, if the user allows the class; otherwise does nothing.
+
+    Raises:
+        UserError: The module does not exist, or fails.
+    """
+    module = path.rpartition(".")[0]
+    if module in sys.modules or not is_allowed(path):
+        return
+    try:
+        import_module(module)
+    except Exception as error:  # any code of the user's may fail
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} is allowed, but {module} cannot be imported: {reason}") from error
 
 
 def list_others(paths: Iterable[str]) -> list[str]:

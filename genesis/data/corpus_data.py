@@ -18,6 +18,7 @@ from genesis.data.pairs import PairedSource, PairSet
 from genesis.data.plans import SourcePlan, open_plan, require_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
+    DataKind,
     SumOverRanks,
     TrainingOptions,
     check_kind,
@@ -117,6 +118,16 @@ class CorpusData:
         return PairSet(train, validation, corpus.manifest.tokens_hash)
 
     @property
+    def kind(self) -> DataKind:
+        """Returns whether the corpus has text or pairs of answers."""
+        return "pairs" if read_manifest(self.path).is_paired else "text"
+
+    @property
+    def has_values(self) -> bool:
+        """Returns whether each document has a value."""
+        return read_manifest(self.path).has_values
+
+    @property
     def _planned(self) -> Sequence[SourcePlan | PairedSource] | None:
         """Returns the sequences of each source of the training set; None if they follow from the number of tokens."""
         return self.plans if self.pairs is None else self.pairs.train
@@ -149,6 +160,7 @@ class CorpusData:
             manifest.padding_id,
             self.corpus.token_num_bytes(),
             little_endian(manifest.token_dtype),
+            has_values=manifest.has_values,
         )
 
     # ---- training

@@ -54,6 +54,8 @@ class StreamData:
     wait_remedy: Final = (
         "raise data.stream.num_workers if cores are free, or prepare a corpus with `genesis data prepare`"
     )
+    kind: Final = "text"
+    has_values: Final = False
     chat_template: Final = None
     """A stream has no conversations."""
 

@@ -10,7 +10,7 @@ data, and moves when a window has been trained, not when a window is read ahead.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat
@@ -21,6 +21,8 @@ from genesis.data.skipped import Ranges, clip, describe
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 
+DataKind = Literal["text", "pairs", "prompts"]
+"""What a position of the data is: a sequence of text, a pair of answers, or a prompt that the model answers."""
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -57,6 +59,10 @@ class TrainingData(Protocol):
     """Training data. All ranks make the same calls; only `sum_usage` communicates."""
 
     @property
+    def kind(self) -> DataKind:
+        """Returns what the data consist of."""
+
+    @property
     def options(self) -> TrainingOptions:
         """Returns the options of sequences and batches."""
 
@@ -83,6 +89,10 @@ class TrainingData(Protocol):
     @property
     def pairs(self) -> PairSet | None:
         """Returns the pairs of answers that the data consist of; None for sequences of tokens."""
+
+    @property
+    def has_values(self) -> bool:
+        """Returns whether each document has a value (`genesis.data.loader.VALUES`)."""
 
     @property
     def sequence_format(self) -> SequenceFormat:

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
 from genesis.errors import UserError
@@ -29,7 +28,7 @@ def count_steps(data: TrainingData, max_epochs: int | None) -> tuple[str, int] |
             "train; leave one out"
         )
     if options.num_tokens is not None:
-        if data.pairs is not None or isinstance(data, PromptData):
+        if data.kind != "text":
             raise UserError(
                 f"data.num_tokens is {options.num_tokens}, and pairs of answers and prompts are not counted in tokens; "
                 "give data.num_epochs or trainer.max_steps"

@@ -282,6 +282,7 @@ IMPORTERS = {
     "genesis/model/float8.py": "an optional package",
     "genesis/strategies/float8_gather.py": "an optional package",
     "genesis/strategies/replicated.py": "one module of torch",
+    "genesis/recipe_imports.py": "modules of classes that the user allows",
     "genesis/supervise/forked_writer.py": "one module of ours",
     "genesis/supervise/launcher.py": "modules that its supervisor names, by a socket of the same user",
     "genesis/tokenizer/train.py": "one module of SentencePiece",

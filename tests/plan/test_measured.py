@@ -11,6 +11,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
+from genesis.objectives import DPO
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.timeline import play_step
 from tests.model import mixture_part
@@ -140,7 +141,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         base_bytes=2,
         precision="bf16-mixed",
     ),
-    "preferences": case(ONE, objective="DPO", adapter=LORA, micro_batch_size=2, global_batch_size=6),
+    "preferences": case(ONE, objective=DPO, adapter=LORA, micro_batch_size=2, global_batch_size=6),
     "replicated, one micro-batch": case(Layout("replicated", 2), global_batch_size=8),
     "full, bf16-mixed": case(FULL, precision="bf16-mixed"),
     "full, one micro-batch": case(FULL, global_batch_size=8),

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from genesis.cli.objective import build_context
 
-from genesis.cli.distillation import start_distillation
 from genesis.data.window import IGNORE_INDEX
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
@@ -70,7 +70,8 @@ def climb(
     )
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=1, keep_last=2, mode=mode)  # type: ignore[arg-type]
-    checkpoint.identity = {**data.training.identity, **start_distillation(objective, data.training, corpus, {})}
+    prepared = objective.prepare_fit(build_context(data.training, corpus, {}, Path(directory)))
+    checkpoint.identity = {**data.training.identity, **prepared.identity}
     trainer = build_trainer(
         build_strategy(strategy),
         int(os.environ["WORLD_SIZE"]),

@@ -44,6 +44,8 @@ class SourceOptions:
             it and count it.
         ignored_keys: Fields of records and keys of messages that have no effect, though they look like marks on what
             is learned, such as [toxic, redacted].
+        value_field: Field of each record of a conversation that is true, false or a whole number from 0 to 254, such as
+            whether its answer is good. Objectives that ask for it, as KTO does, get it with the conversation.
     """
 
     name: str
@@ -57,6 +59,7 @@ class SourceOptions:
     chat: ChatForm | None = None
     on_bad_row: OnBadRow = "error"
     ignored_keys: tuple[str, ...] = ()
+    value_field: str | None = None
 
     def __post_init__(self) -> None:
         check_source_name(self.name)
@@ -71,6 +74,12 @@ class SourceOptions:
         if self.ignored_keys and self.chat is None:
             raise UserError(f"source {self.name} has ignored_keys, and only conversations have marks; leave it out")
 
+        if self.value_field is not None and self.chat in (None, "pairs"):
+            raise UserError(
+                f"source {self.name} has value_field, and its records are no single conversations, which have a value "
+                "each; leave it out"
+            )
+
     @property
     def has_pairs(self) -> bool:
         """Returns whether each record is a pair of answers."""
@@ -78,7 +87,8 @@ class SourceOptions:
 
     def describe(self) -> dict[str, Any]:
         """Returns the options that decide the documents, in plain types, as plans of a corpus keep them."""
-        later = {"chat": None, "on_bad_row": "error", "ignored_keys": ()}  # plans of earlier versions have none of them
+        # Plans of earlier versions have none of them.
+        later = {"chat": None, "on_bad_row": "error", "ignored_keys": (), "value_field": None}
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in asdict(self).items()

@@ -1,13 +1,11 @@
-"""Preference optimisation in a recipe of `genesis fit`: finds the reference, by which a resume is checked."""
+"""Finds the reference of preferences in a recipe of `genesis fit`, by which a resume is checked."""
 
 from pathlib import Path
 from typing import Any, Final
 
-from jsonargparse import Namespace
-
-from genesis.checkpoint_reference import Reference, read_reference
-from genesis.cli.adapter import find_continued
+from genesis.checkpoint_reference import Reference, find_continued, read_reference
 from genesis.errors import UserError, check_is_named
+from genesis.objectives.objective import Recipe
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
 
@@ -19,23 +17,19 @@ _OPTION: Final = "model.objective.init_args.reference"
 _HASH_SHOWN: Final = 23
 
 
-def prepare_preference(config: Namespace, reference: Reference | None, run_dir: Path) -> dict[str, str]:
+def resolve_reference(config: Recipe, reference: Reference | None, run_dir: Path) -> dict[str, str]:
     """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
 
     A run of all weights that begins with no checkpoint gets the weights of its reference.
 
     Args:
-        config: The recipe, with the base of its adapters, before anything is built of it. Another objective stays as it
-            is.
+        config: The recipe, with the base of its adapters, before anything is built of it.
         reference: What `ckpt_path` is; None if it is not given.
         run_dir: The directory in which this run saves.
 
     Raises:
         UserError: There is no reference, or another one than that of the run that continues.
     """
-    class_path = config.get("model.objective.class_path")
-    if class_path is None or class_path.rpartition(".")[2] != "DPO":
-        return {}
     continued = None if reference is None else find_continued(reference)
     manifest = None
     if continued is not None:
