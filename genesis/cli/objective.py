@@ -1,4 +1,4 @@
-"""What `genesis fit` gives to an objective before the model is built, and keeps of it."""
+"""The context in which an objective prepares a fit, with the teachers that a run finds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -225,10 +225,7 @@ class TokenSource:
         return "labels_hash" in self._shards.columns
 
     def read_labels(self, start: int, out: UInt8[ndarray, " count"] | Bool[ndarray, " count"]) -> None:
-        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens.
-
-        Bytes are those of `genesis.data.shards.mark_labels`.
-        """
+        """Fills `out` with which tokens from `start` on have labels, or their bytes of `mark_labels`."""
         for opened, offset, place, count in self._open_span(start, len(out)):
             labels = opened.labels
             out[place : place + count] = 1 if labels is None else labels[offset : offset + count]

@@ -117,7 +117,6 @@ class PrepareOptions:
             raise UserError(f"num_workers {self.num_workers} must be at least 0 (0: one per core)")
         check_sources(self.sources)
         self._check_pairs()
-        self._check_values()
 
     def _check_pairs(self) -> None:
         if not self.is_paired:
@@ -135,24 +134,10 @@ class PrepareOptions:
                 "others: leave it out"
             )
 
-    def _check_values(self) -> None:
-        """Refuses sources whose records have no value beside others that have one."""
-        other = next((source for source in self.sources if source.value_field is None), None)
-        if self.has_values and other is not None:
-            raise UserError(
-                f"source {other.name} has no value_field, and others of this corpus have: give it one, or prepare two "
-                "corpora"
-            )
-
     @property
     def is_paired(self) -> bool:
         """Returns whether the corpus has pairs of answers."""
         return any(source.has_pairs for source in self.sources)
-
-    @property
-    def has_values(self) -> bool:
-        """Returns whether each document has a value."""
-        return any(source.value_field is not None for source in self.sources)
 
     @property
     def corpus(self) -> Path:
@@ -195,9 +180,9 @@ def prepare_corpus(
     if any(source.chat is not None for source in options.sources):
         plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
         limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
-        chat = open_chat_setup(
-            limited, tokenizer, options.tokenizer, is_paired=options.is_paired, has_values=options.has_values
-        )
+        has_values = options.sources[0].value_field is not None  # as all have, then
+        which = {"is_paired": options.is_paired, "has_values": has_values}
+        chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
     files = list_sources(options.sources, note)
     try:
         with _locked(options.corpus):

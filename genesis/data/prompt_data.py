@@ -92,7 +92,6 @@ class PromptData:
     """
 
     kind: Final = "prompts"
-    has_values: Final = False
     tokens_per_second: Final = None
     queue_depths: Final = ()
     wait_remedy: Final = "leave the loader a core"

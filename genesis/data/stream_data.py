@@ -55,7 +55,6 @@ class StreamData:
         "raise data.stream.num_workers if cores are free, or prepare a corpus with `genesis data prepare`"
     )
     kind: Final = "text"
-    has_values: Final = False
     chat_template: Final = None
     """A stream has no conversations."""
 

@@ -91,10 +91,6 @@ class TrainingData(Protocol):
         """Returns the pairs of answers that the data consist of; None for sequences of tokens."""
 
     @property
-    def has_values(self) -> bool:
-        """Returns whether each document has a value (`genesis.data.loader.VALUES`)."""
-
-    @property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
 

@@ -445,7 +445,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
             "data.corpus has pairs of answers, half of which are not to be learned: give model.objective, such as "
             "genesis.objectives.DPO, or a corpus of conversations"
         )
-    if objective.needs_values and not data.has_values:
+    if objective.needs_values and not data.sequence_format.has_values:
         raise UserError(
             f"{name} needs the value of each conversation, and the data have none: prepare data.corpus of "
             "sources with value_field, the name of a field of each record"

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from genesis.cli.objective import build_context
 
+from genesis.cli.objective import build_context
 from genesis.data.window import IGNORE_INDEX
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder

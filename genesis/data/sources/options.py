@@ -123,6 +123,17 @@ def refuse_pairs(sources: Sequence[SourceOptions], purpose: str) -> None:
             raise UserError(f"source {source.name} has pairs of answers (chat: pairs), {purpose}")
 
 
+def refuse_values(sources: Sequence[SourceOptions], purpose: str) -> None:
+    """Refuses sources with values where nothing would keep them.
+
+    Raises:
+        UserError: A source has a value_field.
+    """
+    for source in sources:
+        if source.value_field is not None:
+            raise UserError(f"source {source.name} has value_field {source.value_field}, {purpose}: leave it out")
+
+
 def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
     """Refuses sources that skip bad rows where rows are not counted.
 
@@ -138,10 +149,10 @@ def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:
-    """Checks that there are sources, each with its own name.
+    """Checks that there are sources, each with its own name, and that all or none have values.
 
     Raises:
-        UserError: There is no source, or two have the same name.
+        UserError: There is no source, two have the same name, or only some have a value_field.
     """
     if not sources:
         raise UserError("no sources are given; list at least one under `sources`")
@@ -149,3 +160,9 @@ def check_sources(sources: Sequence[SourceOptions]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two sources are named {name}; give each its own name")
+    without = [source.name for source in sources if source.value_field is None]
+    if without and len(without) < len(sources):
+        raise UserError(
+            f"source {without[0]} has no value_field, and others of this corpus have: give it one, or prepare two "
+            "corpora"
+        )
