@@ -41,7 +41,6 @@ from genesis.cli.fit_checks import (
 )
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
-from genesis.cli.objective import build_context
 from genesis.cli.option_names import replace_in_recipes
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.quiet import quiet_lightning
@@ -52,12 +51,13 @@ from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.errors import QuietExit, UserError, check_is_named, naming
+from genesis.generate.teacher import find_teacher, load_teacher
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
 from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.find import find_objective
-from genesis.objectives.objective import Prepared
+from genesis.objectives.objective import FitContext, Prepared
 from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 from genesis.run_length import complete_arguments
@@ -383,13 +383,16 @@ class GenesisCLI(LightningCLI):
 
     def _prepare_objective(self, run_dir: Path) -> Mapping[str, str]:
         """Lets the objective prepare the fit, completes the recipe, and returns its part of the identity."""
-        context = build_context(
+        tokenizer = self._find_tokenizer()
+        context = FitContext(
             self.datamodule.training,
-            self._find_tokenizer(),
-            {} if self._continued is None else self._continued.identity,
-            RunDirectory(run_dir).reference,
+            tokenizer=None if tokenizer is None else Path(tokenizer),
             has_adapters=self.model.adapter_config is not None,
             is_training=self.subcommand == "fit",
+            recorded={} if self._continued is None else self._continued.identity,
+            directory=RunDirectory(run_dir).reference,
+            find_teacher=find_teacher,
+            load_teacher=load_teacher,
         )
         prepared: Prepared = self.model.objective.prepare_fit(context)
         if prepared.options:

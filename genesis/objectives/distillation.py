@@ -116,14 +116,25 @@ class Distillation(Objective):
                 "data.stream"
             )
         found = None if self.teacher is None else fit.find_teacher(self.teacher, fit.recorded.get(TEACHER))
+        tokenizer_hash = fit.data.identity["tokenizer_hash"]
+        tokenizer = fit.tokenizer if tokenizer_hash else None
         if found is not None:
+            found.check_tokenizer(tokenizer_hash, fit.data.vocabulary_owner, tokenizer)
             self.teacher = str(found.path)
         if self.cache is not None:
             cache = self._open_cache(Path(self.cache).resolve(), fit.data, found)
             identity = {TEACHER: cache.identity.teacher, TEACHER_CACHE: cache.hash}
         else:
             assert found is not None, "the objective has a teacher or a cache"
-            self.loaded_teacher = found.load(top_k=self.top_k, temperature=self.temperature, dtype=self.teacher_dtype)
+            self.loaded_teacher, _ = fit.load_teacher(
+                found,
+                tokenizer=tokenizer,
+                vocab_size=fit.data.vocab_size,
+                seq_len=fit.data.options.seq_len,
+                top_k=self.top_k,
+                temperature=self.temperature,
+                dtype=self.teacher_dtype,
+            )
             identity = {TEACHER: found.hash, TEACHER_CACHE: NO_CACHE}
         return Prepared(identity, {"teacher": self.teacher, "cache": self.cache})
 

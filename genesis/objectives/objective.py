@@ -23,7 +23,7 @@ from genesis.checkpoint_reference import Reference
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
-from genesis.objectives.teacher import FoundTeacher, RunningTeacher
+from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
 
 TOKENS: Final = "tokens"
 """The unit of valid labels, which every objective counts."""
@@ -98,8 +98,8 @@ class FitContext:
         is_training: Whether it trains; False for a validation alone.
         recorded: The identity in the checkpoint that the run continues from; empty for a new run.
         directory: Where the run keeps what an objective computes before training.
-        find_teacher: Finds a model that `value` names, with the tokenizer of the data; of a run that was trained
-            further, the checkpoint with the hash `recorded`.
+        find_teacher: `genesis.generate.teacher.find_teacher`.
+        load_teacher: `genesis.generate.teacher.load_teacher`.
     """
 
     data: TrainingData
@@ -109,6 +109,7 @@ class FitContext:
     recorded: Mapping[str, Any]
     directory: Path
     find_teacher: Callable[[str, str | None], FoundTeacher]
+    load_teacher: Callable[..., tuple[Teacher, str]]
 
 
 class Prepared(NamedTuple):

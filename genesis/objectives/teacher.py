@@ -36,7 +36,7 @@ class RunningTeacher(NamedTuple):
 
 
 class FoundTeacher(Protocol):
-    """A teacher that is found and not loaded yet; its tokenizer is that of the data."""
+    """A teacher that is found and not loaded yet (`genesis.generate.teacher.TeacherReference`)."""
 
     @property
     def path(self) -> Path:
@@ -46,8 +46,8 @@ class FoundTeacher(Protocol):
     def hash(self) -> str:
         """The hash of the checkpoint's manifest, or of all files of an export."""
 
-    def load(self, *, top_k: int, temperature: float, dtype: TeacherDtype | None) -> "Teacher":
-        """Returns the teacher, in host memory until its first use."""
+    def check_tokenizer(self, tokenizer_hash: str, owner: str, tokenizer: Path | None) -> None:
+        """Refuses another tokenizer than the teacher's."""
 
 
 class Teacher:

@@ -123,6 +123,7 @@ class CorpusDataModule(pl.LightningDataModule):
             num_tokens,
         )
         self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
+        self._prompts = self.training if isinstance(self.training, PromptData) else None
         self.allows_reward_code = False
         self._rollouts: Rollouts | None = None
         self.copy_clock = CopyClock()
@@ -160,7 +161,7 @@ class CorpusDataModule(pl.LightningDataModule):
             self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
-        held_out = self.training.prompts.held_out if isinstance(self.training, PromptData) else ()
+        held_out = () if self._prompts is None else self._prompts.prompts.held_out
         has_validation_set = bool(held_out) or any(source.num_tokens for source in self.training.validation)
         if stage == "validate":
             self._check_can_validate(has_validation_set)
@@ -258,8 +259,8 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
-        if isinstance(self.training, PromptData):
-            return self.training.held_out(self._ranks(), limit)
+        if self._prompts is not None:
+            return self._prompts.held_out(self._ranks(), limit)
         pairs, sequence_format = self.training.pairs, self.training.sequence_format
         if pairs is None:
             return ValidationWindows(self.training.validation, sequence_format, size, self._ranks(), limit)
@@ -284,16 +285,15 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _set_up_objective(self) -> None:
         """Refuses an objective or a strategy that does not fit the data, and loads the reward function of prompts."""
-        prompts = self.training if isinstance(self.training, PromptData) else None
         if self.trainer is None:
             return
         objective = getattr(self.trainer.lightning_module, "objective", None)
         if objective is not None:  # the module of another may have none
             check_data(objective, self.training)
-        if prompts is not None:
+        if self._prompts is not None:
             check_strategy(self.trainer.strategy)
-            reward = load_reward(prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
-            self._rollouts = Rollouts(prompts, reward, self.trainer)
+            reward = load_reward(self._prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
+            self._rollouts = Rollouts(self._prompts, reward, self.trainer)
 
     def _set_max_steps(self) -> None:
         """Sets the Trainer's number of steps from the length in epochs or tokens, before the schedule reads it.

@@ -55,7 +55,7 @@ from genesis.train.offload_log import OffloadLog
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import score_pairs
 from genesis.train.repeat_proof import check_repeats, is_proof_needed, repeat_pass
-from genesis.train.step import Clip, Outcome, Scales, Step, seed_of_step, start_gradients, train_window
+from genesis.train.step import Outcome, Scales, Step, seed_of_step, start_gradients, train_window
 from genesis.train.training_log import TrainingLog, WindowFigures
 
 
@@ -270,7 +270,7 @@ class GenesisModule(pl.LightningModule):
     ) -> None:
         """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
         assert self._step is not None
-        self._step.send(Clip(optimizer, gradient_clip_val))
+        self._step.send((optimizer, gradient_clip_val))
 
     def _end_window(self) -> WindowFigures:
         """Returns the figures of the last window, and changes the balance biases by its loads."""

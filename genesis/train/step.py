@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -53,14 +52,7 @@ class Outcome:
     sums_of_ranks: Pending[float] | None = None
 
 
-class Clip(NamedTuple):
-    """What Lightning gives to the clip: the optimizer, and the largest norm; None or 0 for none."""
-
-    optimizer: Optimizer
-    largest_norm: float | None
-
-
-Step = Generator[dict[str, Tensor] | WindowFigures | None, Clip | None, None]
+Step = Generator[dict[str, Tensor] | WindowFigures | None, tuple[Optimizer, float | None] | None, None]
 
 
 def train_window(
@@ -75,6 +67,8 @@ def train_window(
     prove: Callable[[MicroBatch, Scales], None] | None,
 ) -> Step:
     """Trains one window. It yields the loss of the last backward, then None before the update, then the figures.
+
+    After the loss it is sent the optimizer, and the norm to which gradients are clipped; None or 0 for no clip.
 
     Args:
         window: This rank's micro-batches; all ranks run it together.
@@ -105,8 +99,9 @@ def train_window(
     # Forward and backward of each micro-batch. Lightning runs the last backward, in which gradients are reduced.
     start_gradients(module, seed_of_step(seed, trainer.global_step, layout.data_rank))
     loss, sums, part_sums = strategy.train_micro_batches(decoder, window.micro_batches, objective, scales)
-    clip = yield {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
-    assert clip is not None
+    given = yield {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
+    assert given is not None
+    optimizer, max_norm = given
     figures = join_sums(sums, part_sums)
     del loss, sums, part_sums  # the update may need the memory of the graph
 
@@ -130,12 +125,12 @@ def train_window(
         health.look(module)
     if reason is not None:
         remove_gradients(module.parameters())
-    elif clip.largest_norm and grad_norm > clip.largest_norm:
+    elif max_norm and grad_norm > max_norm:
         # Under ZeRO-1 the gradients of parameters that other ranks update stay as they are: nobody reads them.
         # ZeroRedundancyOptimizer has it. Its module, which compiles ten optimizers by TorchScript, is not imported.
-        local = getattr(clip.optimizer, "optim", clip.optimizer)
+        local = getattr(optimizer, "optim", optimizer)
         assert isinstance(local, GroupedOptimizer)
-        local.scale_gradients(clip.largest_norm / grad_norm)
+        local.scale_gradients(max_norm / grad_norm)
 
     # Update: here the optimizer steps, with gradients of None for a window that is skipped.
     yield None
