@@ -4,10 +4,11 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from genesis.checkpoint_reference import Reference, find_continued
+from genesis.checkpoint_reference import LATEST, Reference
 from genesis.errors import UserError
 from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
 from genesis.train.module import GenesisModule
+from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.run_directory import RunDirectory
 
 
@@ -48,6 +49,15 @@ def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Pat
         base_hash=scope.base_hash,
     )
     return base
+
+
+def find_continued(reference: Reference) -> Path | None:
+    """Returns the checkpoint that `ckpt_path` names; None for `latest` of a run without checkpoints."""
+    if reference.kind == "run" and reference.selector in (None, LATEST):
+        committed = list_committed(reference.path) if reference.path.exists() else []
+        if committed or reference.selector == LATEST:
+            return committed[-1][0] if committed else None
+    return reference.find_checkpoint(level="quick")
 
 
 def check_has_adapters(checkpoint: Path, base: AdapterBase) -> None:

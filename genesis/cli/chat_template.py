@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.chat.learned import describe_other_template
-from genesis.checkpoint_reference import find_continued, read_reference
+from genesis.checkpoint_reference import read_reference
+from genesis.cli.adapter import find_continued
 from genesis.data.training_data import TrainingData
 from genesis.errors import UserError
 from genesis.generate.load import find_learned_template

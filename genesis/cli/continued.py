@@ -5,7 +5,8 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.checkpoint_reference import Reference, find_continued
+from genesis.checkpoint_reference import Reference
+from genesis.cli.adapter import find_continued
 from genesis.cli.trainer import count_ranks
 from genesis.data.packing import CUT_EVENLY
 from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes

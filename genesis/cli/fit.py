@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -22,8 +23,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
+from genesis.checkpoint_reference import LATEST, find_recorded, read_reference
+from genesis.cli.adapter import check_has_adapters, find_continued, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.continued import keep_choices, read_continued, start_sizes
@@ -57,7 +58,7 @@ from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
 from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.find import find_objective
-from genesis.objectives.objective import FitContext, Prepared
+from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.recipe_yaml import dump_yaml
 from genesis.run_directory import RunDirectory
 from genesis.run_length import complete_arguments
@@ -275,7 +276,9 @@ class GenesisCLI(LightningCLI):
         self._continued = read_continued(reference, Path(own), config["checkpoint.restore"])
         keep_choices(config, self._continued)
         objective = find_objective(config.get("model.objective.class_path"))
-        self._reference, self._identity = reference, objective.resolve(config, reference, Path(own))
+        self._reference = reference
+        continued = (lambda: None) if reference is None else partial(find_continued, reference)
+        self._identity = objective.resolve(config, RecipeContext(continued, Path(own), find_recorded))
         self._learned = prepare_chat_template(config)
         if reference is not None:
             self._find_data(config, reference.run.path)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from genesis.checkpoint_reference import Reference
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
@@ -85,6 +84,22 @@ class Recipe(Protocol):
     def __getitem__(self, key: str) -> Any: ...
 
     def __setitem__(self, key: str, value: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class RecipeContext:
+    """What an objective may use to complete a recipe.
+
+    Args:
+        find_continued: Returns the checkpoint that `ckpt_path` names; None for a new run.
+        run_dir: The directory in which the run saves.
+        find_recorded: Finds the checkpoint that a value names; of a run that was trained further, the one with the
+            hash that a checkpoint recorded.
+    """
+
+    find_continued: Callable[[], Path | None]
+    run_dir: Path
+    find_recorded: Callable[[str, str | None], Path]
 
 
 @dataclass(frozen=True)
@@ -166,13 +181,12 @@ class Objective(ABC):
         return None
 
     @classmethod
-    def resolve(cls, recipe: Recipe, start: Reference | None, run_dir: Path) -> Mapping[str, str]:
+    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
         """Completes a recipe in place, and returns entries of the checkpoints' identity. Nothing is built yet.
 
         Args:
             recipe: The recipe, with the base of its adapters.
-            start: What `ckpt_path` is; None if it is not given.
-            run_dir: The directory in which this run saves.
+            start: What the run continues with.
 
         Raises:
             UserError: Something that the objective needs is not there, or not what the run continues with.

@@ -36,7 +36,6 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genesis.checkpoint_reference import Reference
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError, check_is_named
@@ -51,6 +50,7 @@ from genesis.objectives.objective import (
     ObjectiveSums,
     Prepared,
     Recipe,
+    RecipeContext,
     ScorePairs,
     SumHead,
 )
@@ -122,9 +122,9 @@ class DPO(Objective):
         self.directory: Path | None = None
 
     @classmethod
-    def resolve(cls, recipe: Recipe, start: Reference | None, run_dir: Path) -> Mapping[str, str]:
+    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
         """Finds the reference, from which a run of all weights starts unless it has a checkpoint."""
-        return resolve_reference(recipe, start, run_dir)
+        return resolve_reference(recipe, start)
 
     def prepare_fit(self, fit: FitContext) -> Prepared:
         """Keeps the directory of the reference's log-probabilities."""

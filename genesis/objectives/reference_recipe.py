@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.checkpoint_reference import Reference, find_continued, read_reference
 from genesis.errors import UserError, check_is_named
-from genesis.objectives.objective import Recipe
+from genesis.objectives.objective import Recipe, RecipeContext
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
+from genesis_callbacks.checkpoint import Manifest, read_committed_hash, read_manifest
 
 REFERENCE: Final = "reference"
 """The entry of a checkpoint's identity: the hash of the reference's manifest, or `BASE`."""
@@ -17,29 +16,29 @@ _OPTION: Final = "model.objective.init_args.reference"
 _HASH_SHOWN: Final = 23
 
 
-def resolve_reference(config: Recipe, reference: Reference | None, run_dir: Path) -> dict[str, str]:
+def resolve_reference(config: Recipe, start: RecipeContext) -> dict[str, str]:
     """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
 
     A run of all weights that begins with no checkpoint gets the weights of its reference.
 
     Args:
         config: The recipe, with the base of its adapters, before anything is built of it.
-        reference: What `ckpt_path` is; None if it is not given.
-        run_dir: The directory in which this run saves.
+        start: What the run continues with.
 
     Raises:
         UserError: There is no reference, or another one than that of the run that continues.
     """
-    continued = None if reference is None else find_continued(reference)
+    continued = start.find_continued()
     manifest = None
     if continued is not None:
-        is_own = continued.resolve().parent == RunDirectory(run_dir.resolve()).checkpoints
+        is_own = continued.resolve().parent == RunDirectory(start.run_dir.resolve()).checkpoints
         # A run that takes the weights alone is a new one, with a reference of its own.
         manifest = read_manifest(continued) if is_own or config.get("checkpoint.restore") != "weights" else None
     recorded = None if manifest is None else manifest.identity.get(REFERENCE)
     given = config.get(_OPTION)
     if given is not None:
-        found = _find_given(given, recorded)
+        check_is_named(given, _OPTION)
+        found = start.find_recorded(given, recorded)
     elif recorded is not None and recorded != BASE:
         assert manifest is not None
         found = _find_recorded(manifest, recorded)
@@ -74,20 +73,6 @@ def _check_same(found: str, recorded: str | None) -> None:
         f"the reference is {now}, and the run that continues was trained with {before}: give that by --{_OPTION}, or "
         "start a new run from its weights (--checkpoint.restore weights, in another run_dir)"
     )
-
-
-def _find_given(given: str, recorded: str | None) -> Path:
-    """Returns the checkpoint that a recipe names; of a run that trains on, the one that was the reference before."""
-    check_is_named(given, _OPTION)
-    reference = read_reference(given)
-    found = reference.find_checkpoint(level="quick")
-    if recorded is None or read_committed_hash(found) == recorded:
-        return found
-    if reference.kind == "run":
-        for path, _ in list_committed(reference.path):
-            if read_committed_hash(path) == recorded:
-                return path
-    return found
 
 
 def _find_recorded(manifest: Manifest, recorded: str) -> Path:
