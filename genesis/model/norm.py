@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value

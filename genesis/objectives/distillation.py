@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from genesis.base.errors import UserError, check_is_named
 from genesis.data.corpus_data import CorpusData
 from genesis.data.fixed_sequences import identify_sequences
 from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation_loss import sum_distillation

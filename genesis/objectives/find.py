@@ -4,10 +4,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import Objective
-from genesis.recipe_imports import check_imports, import_allowed
+from genesis.recipe.imports import check_imports, import_allowed
 
 
 def find_objective(given: Any) -> type[Objective]:

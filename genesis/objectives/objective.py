@@ -158,7 +158,7 @@ class Objective(ABC):
         initial_loss: The loss for each unit of the first term while model and reference are equal; None without a
             reference.
         head_memory: What its head keeps, for a plan: `fused` makes the gradient of a cross-entropy in the forward,
-            `tokens` keeps losses of tokens (`genesis.loss.token_losses`), `distributions` whole distributions.
+            `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
     """

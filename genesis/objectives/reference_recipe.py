@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named
+from genesis.base.run_directory import RunDirectory
 from genesis.objectives.objective import Recipe, RecipeContext
-from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import Manifest, read_committed_hash, read_manifest
 
 REFERENCE: Final = "reference"

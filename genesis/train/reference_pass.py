@@ -14,10 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
 from genesis.model.adapter import adapters_off, is_adapter_tensor
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as reference_loss
 
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.objectives import DPO, CrossEntropy
 from genesis.objectives.find import find_objective
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums
-from genesis.recipe_imports import VARIABLE
+from genesis.recipe.imports import VARIABLE
 from genesis.train.module import GenesisModule
 from genesis_callbacks import TokenCounters
 from genesis_callbacks.testing import run_ranks

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.loader import DOCUMENTS, VALUES
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
-from genesis.loss import token_losses
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
+from genesis.model.loss import token_losses
 from genesis.objectives.objective import (
     FitContext,
     Head,

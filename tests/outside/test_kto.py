@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import DOCUMENTS, VALUES, Ranks
@@ -16,10 +17,9 @@ from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
 from genesis.model.adapter import AdapterConfig, adapters_off, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.train.data_module import CorpusDataModule, check_data
 from tests.chat.support import CHATML, write_tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from datatrove.pipeline.base import PipelineStep
 
+from genesis.base.errors import UserError
 from genesis.data.clean.decontaminate import Decontamination, EvaluationIndex
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
 from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter, TokenCounter
@@ -35,7 +36,6 @@ from genesis.data.sources import (
     refuse_skipping,
     refuse_values,
 )
-from genesis.errors import UserError
 
 CLEAN_DIRECTORY = ".clean"
 _MIN_SPAN_BYTES = 1 << 16

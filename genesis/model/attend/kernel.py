@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.device import read_capability
+from genesis.base.device import read_capability
 from genesis.model.attend.metadata import AttentionMetadata, Rows
 from genesis.model.tape import Setting, Tape, Value
 

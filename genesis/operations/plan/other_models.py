@@ -1,0 +1,96 @@
+"""The memory of what runs beside the trained model: a teacher's forward, and the answers to prompts."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from genesis.model.attend.table import MASK, TORCH_KERNEL
+from genesis.model.decoder import DecoderConfig
+from genesis.model.precision import FULL
+from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
+from genesis.objectives import Distillation
+from genesis.operations.plan.bill import CACHE, WHOLE
+from genesis.operations.plan.layout import Layout, Workload
+from genesis.operations.plan.sections import Sections, build_sections, build_setting
+from genesis.operations.plan.state import Model, build_model
+
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """What a teacher takes on a rank.
+
+    Args:
+        weights: Its weights, which every rank holds whole.
+        forward: The highest point of its forward, which keeps nothing.
+        classes: The probabilities that it leaves to the student for a micro-batch.
+    """
+
+    weights: int
+    forward: Bytes
+    classes: int
+
+
+def count_teacher(workload: Workload) -> TeacherBytes | None:
+    """Returns what the teacher takes; None if none runs or its shape is not known."""
+    if workload.teacher is None:
+        return None
+    precision = FULL if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
+    alone = Workload(
+        decoder=workload.teacher,
+        objective=Distillation,  # whose head computes no gradients in its forward
+        seq_len=workload.seq_len,
+        micro_batch_size=workload.micro_batch_size,
+        precision=precision,
+        is_cpu=workload.is_cpu,
+        # No fit builds its decoder, and a wide dtype has no flash kernel on a GPU.
+        attention=MASK.name if precision == FULL and not workload.is_cpu else TORCH_KERNEL,
+        has_documents=workload.has_documents,
+    )
+    model = build_model(alone)
+    setting = build_setting(alone, Layout())
+    sections = build_sections(model.decoder, alone, setting)
+    courses = [section.forward_without for section in (sections.embedding, *sections.blocks)]
+    stream = sections.blocks[0].input_bytes
+    highest = max((course.peak for course in courses), key=lambda peak: sum(peak.values()))
+    head = sections.head.forward_without.peak
+    # The stream exists beside every section.
+    forward: Bytes = Counter({ACTIVATIONS: stream + sections.tables_bytes})
+    forward.update(max(highest, head, key=lambda peak: sum(peak.values())))
+    weights = sum(one.num_elements * workload.teacher_bytes for one in model.parameters)
+    classes = setting.num_tokens * (workload.teacher_top_k * (_ID_BYTES + FLOAT32_BYTES) + FLOAT32_BYTES)
+    return TeacherBytes(weights, forward, classes)
+
+
+def count_answers(workload: Workload, layout: Layout, model: Model, sections: Sections, setting: Setting) -> Bytes:
+    """Returns what writing answers takes beside the state: the cache, and the whole model if ranks share it.
+
+    Where autocast keeps its copies of weights for a window (`genesis.train.precision`), it keeps them for all answers,
+    the output weight's included.
+    """
+    found: Bytes = Counter()
+    if not workload.num_answer_rows:
+        return found
+    num_rows, decoder = workload.num_answer_rows, workload.decoder
+    element_bytes = next(one.element_bytes for one in model.parameters if one.name == "embedding.weight")
+    found[CACHE] = _count_cache(decoder, num_rows, workload.seq_len, element_bytes)
+    found[LOSS] = 2 * num_rows * decoder.vocab_size * FLOAT32_BYTES
+    if setting.is_autocast and not layout.is_sharded and layout.activation_checkpointing == "none":
+        output = model.decoder.output_weight
+        found[CASTS] = sum(block.cached_casts for block in sections.blocks)
+        found[CASTS] += output.numel() * setting.product_bytes if output.requires_grad else 0
+    if layout.is_sharded:
+        found[WHOLE] = sum(one.num_elements * one.element_bytes for one in model.parameters)
+    return found
+
+
+def _count_cache(decoder: DecoderConfig, num_rows: int, num_slots: int, element_bytes: int) -> int:
+    """Returns the bytes of `genesis.model.decoder.KVCache`."""
+    attention, linear = decoder.parts.attention, decoder.linear_attention
+    slots = decoder.num_attention_layers * num_rows * num_slots * attention.num_kv_heads * decoder.head_dim
+    total = 2 * slots * element_bytes
+    if linear is not None:
+        rows = (decoder.num_layers - decoder.num_attention_layers) * num_rows
+        total += rows * linear.num_value_heads * linear.key_dim * linear.value_dim * FLOAT32_BYTES
+        total += rows * (linear.conv_width - 1) * linear.num_channels * element_bytes
+    return total
