@@ -27,7 +27,7 @@ from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value
-from genesis_callbacks.checkpoint import local_shards
+from genesis_callbacks.base.local_shards import local_shards
 
 MAGNITUDE: Final = "lora_magnitude"
 ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)
