@@ -1,6 +1,7 @@
 """An objective with two units: what the step and the log do with it."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as reference_loss
 
+from genesis import objectives
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
@@ -127,3 +129,11 @@ def test_an_objective_of_another_package_is_imported_only_if_it_is_allowed(
 def test_what_is_no_objective_is_refused_with_its_value() -> None:
     with pytest.raises(UserError, match=r"model\.objective is 'torch\.nn\.Linear', which is no objective"):
         find_objective("torch.nn.Linear")
+
+
+def test_no_other_package_asks_for_an_objective_by_its_class_or_its_name() -> None:
+    names = "|".join(objectives.__all__)
+    known = re.compile(rf"isinstance\([^)]*\b({names})\b|[!=]= \"({names})\"|\bis (not )?({names})\b")
+    package = Path(objectives.__file__).parents[1]
+    others = (path for path in package.rglob("*.py") if package / "objectives" not in path.parents)
+    assert [str(path) for path in others if known.search(path.read_text(encoding="utf-8"))] == []
