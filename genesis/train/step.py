@@ -1,9 +1,9 @@
 """One training step: the arithmetic of an accumulation window, from count to log, in its order.
 
-    N  number of a unit (valid tokens, pairs) in the window, over all ranks     R  ranks     w  factor of the objective
-
     gradient = sum over ranks, micro-batches and units of d(term of the unit) / N(unit)
     update   = the optimizer's, of gradient * min(1, clip / norm), unless the window is skipped
+
+N is the number of a unit (valid tokens, pairs) in the window, over all ranks and micro-batches.
 
 `train_window` is a generator, because Lightning runs parts of a step by itself: each `yield` is a place where it does.
 `GenesisModule` resumes the function in the hook that Lightning calls next.
