@@ -4,6 +4,8 @@ Nothing is fetched: the packages that they depend on come from this environment,
 run the path files of the directory that it names, so what is installed here for development is not to be found there.
 """
 
+import csv
+import json
 import os
 import shutil
 import subprocess
@@ -13,11 +15,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from genesis.cli.main import help_text
-from genesis_callbacks.checkpoint import read_manifest
+from genesis.model.recipe import dump_decoder_config
+from genesis_callbacks.checkpoint import read_manifest, read_tensors
+from tests.cli.test_adapter import make_base
 from tests.cli.test_mixers import write_latent
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.outside.test_kto import SEQ_LEN, SHAPE, prepare_answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("wheels")]
 
@@ -96,6 +102,59 @@ def test_a_mixer_of_an_own_file_trains_on_two_ranks_and_generates_beside_the_whe
     refused = run(python.with_name("genesis"), *text, cwd=tmp_path)
     assert refused.returncode == 2
     assert "mixers[0]: class_path is 'latent_attention.LatentAttentionConfig'" in refused.stderr
+
+
+COMMANDS = """
+import json, os, sys
+from genesis.cli.main import main
+
+environment = dict(os.environ)
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["genesis", *arguments]
+    assert main(arguments) == 0, arguments
+    os.environ.clear()  # a fit leaves its rank there
+    os.environ.update(environment)
+"""
+"""Runs commands one after the other: each process of its own would import Lightning again."""
+
+
+def test_an_objective_in_one_file_of_another_package_is_planned_trains_and_resumes_bit_for_bit(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    python = make_environment(tmp_path / "environment", *wheels.values())
+    corpus = prepare_answers(tmp_path)
+    base = make_base(tmp_path / "base", corpus, shape=vars(SHAPE))
+    shutil.copy(REPOSITORY / "tests" / "outside" / "kto.py", tmp_path / "outside_kto.py")
+    recipe = build_recipe(corpus, tmp_path / "run")
+    recipe["model"] |= {
+        "decoder": dump_decoder_config(SHAPE),
+        "objective": {"class_path": "outside_kto.KTO", "init_args": {"beta": 0.5}},
+        "adapter": {"rank": 4, "dropout": 0.1, "base": str(base)},
+    }
+    recipe["data"] |= {"seq_len": SEQ_LEN, "packing": "pad"}
+    config = ("--config", str(write_recipe(tmp_path / "recipe.yaml", recipe)), "--allow-imports", "outside_kto")
+    commands = [
+        ["plan", *config, "--gpus", "1", "--memory", "1GB"],
+        ["fit", *config, "--run_dir", str(tmp_path / "straight")],
+        ["fit", *config, "--trainer.max_steps", "2"],
+        ["fit", *config, "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]"],
+    ]
+    out = check(run(python, "-c", COMMANDS, json.dumps(commands), cwd=tmp_path))
+    assert "the reference of KTO is a forward without adapters: no second model is in memory" in " ".join(out.split())
+    ends = [read_tensors(tmp_path / name / "checkpoints/step-00000004") for name in ("straight", "run")]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items() if not name.startswith("state."))
+    straight, resumed = (read_metrics(tmp_path / name) for name in ("straight", "run"))
+    assert resumed == straight
+    assert {row["train/loss"] for row in straight} != {""}
+    assert "validation/loss" in straight[0]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, str]]:
+    """Returns the rows of a run's log, without what measures time."""
+    with (run_dir / "metrics.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in rows[0] if name.startswith(("train/", "validation/")) and "second" not in name]
+    return [{name: row[name] for name in names} for row in rows]
 
 
 def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict[str, Path], tmp_path: Path) -> None:

@@ -314,7 +314,8 @@ def _check_is_unrated(record: Mapping[str, Any], name: str) -> None:
     if isinstance(record.get(name), bool):
         raise ConversationError(
             f"{name} is {str(record[name]).lower()}: the record rates its answer, as data of KTO does, and unwanted "
-            f"answers must not be learned; keep the records whose {name} is true, and remove the field"
+            f"answers must not be learned; keep the records whose {name} is true, and remove the field, or give it as "
+            "value_field to an objective that learns from it"
         )
 
 

@@ -40,7 +40,7 @@ class RenderedChat:
     """
 
     ids: NDArray[np.int32]
-    trained: NDArray[np.bool_]
+    trained: NDArray[np.bool_] | NDArray[np.uint8]
     left_out: tuple[str, ...] = ()
 
 

@@ -12,7 +12,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -24,12 +25,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.base.errors import QuietExit, UserError, check_is_named, naming
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
+from genesis.cli.adapter import check_has_adapters, find_continued, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
 from genesis.cli.class_change import guard_class_changes
 from genesis.cli.continued import keep_choices, read_continued, start_sizes
-from genesis.cli.distillation import start_distillation
 from genesis.cli.fit_checks import (
     SECTIONS,
     check_length,
@@ -46,21 +46,20 @@ from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.option_names import replace_in_recipes
 from genesis.cli.options import check_is_yaml, explain_empty_path
-from genesis.cli.preference import prepare_preference
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.tokenizer_identity import keep_tokenizer_hash
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
 from genesis.cli.type_errors import explain_types, explain_unknown, hint_key, known_keys
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
-from genesis.generate.checkpoint_reference import LATEST, read_reference
+from genesis.generate.checkpoint_reference import LATEST, find_recorded, read_reference
+from genesis.generate.teacher import find_teacher, load_teacher
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF
 from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import dump_decoder_config
-from genesis.objectives.distillation import Distillation
-from genesis.objectives.gspo import GSPO
-from genesis.objectives.preference import DPO
+from genesis.objectives.find import find_objective
+from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.recipe.run_length import complete_arguments
@@ -280,7 +279,10 @@ class GenesisCLI(LightningCLI):
         self._adapter_base = prepare_adapter(config, reference, Path(own))
         self._continued = read_continued(reference, Path(own), config["checkpoint.restore"])
         keep_choices(config, self._continued)
-        self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
+        objective = find_objective(config.get("model.objective.class_path"))
+        self._reference = reference
+        continued = (lambda: None) if reference is None else partial(find_continued, reference)
+        self._identity = objective.resolve(config, RecipeContext(continued, Path(own), find_recorded))
         self._learned = prepare_chat_template(config)
         if reference is not None:
             self._find_data(config, reference.run.path)
@@ -344,16 +346,14 @@ class GenesisCLI(LightningCLI):
         self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
         identity = keep_tokenizer_hash(self.datamodule.training.identity, self._reference, self._find_tokenizer())
-        self.checkpoint.identity = {**identity, **self._identity, **self._start_distillation()}
-        if isinstance(self.model.objective, DPO):
-            self.model.objective.directory = RunDirectory(run_dir).reference
+        self.checkpoint.identity = {**identity, **self._identity, **self._prepare_objective(run_dir)}
         # Validating an earlier checkpoint must not write into the log of the run that trains.
         loggers = list_loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry(), StartReport()]
         callbacks.append(RecordChatTemplate(run_dir, self._learned))
         if self.subcommand == "fit":
-            callbacks += build_telemetry(telemetry, run_dir, has_loss=not isinstance(self.model.objective, GSPO))
+            callbacks += build_telemetry(telemetry, run_dir, has_loss=self.model.objective.reports_loss)
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.
@@ -389,16 +389,23 @@ class GenesisCLI(LightningCLI):
         keys = ("data.stream.tokenizer", "data.prompts.tokenizer", "data.corpus")
         return next((path for key in keys if (path := self._get(self.config, key))), None)
 
-    def _start_distillation(self) -> dict[str, str]:
-        """Finds the teacher of a fit that distils, completes the recipe, and returns what identifies the teacher."""
-        objective = self.model.objective
-        if self.subcommand != "fit" or not isinstance(objective, Distillation):
-            return {}
-        recorded = {} if self._continued is None else self._continued.identity
-        identity = start_distillation(objective, self.datamodule.training, self._find_tokenizer(), recorded)
-        options = self.config_dump["model"]["objective"]["init_args"]
-        options["teacher"], options["cache"] = objective.teacher, objective.cache
-        return identity
+    def _prepare_objective(self, run_dir: Path) -> Mapping[str, str]:
+        """Lets the objective prepare the fit, completes the recipe, and returns its part of the identity."""
+        tokenizer = self._find_tokenizer()
+        context = FitContext(
+            self.datamodule.training,
+            tokenizer=None if tokenizer is None else Path(tokenizer),
+            has_adapters=self.model.adapter_config is not None,
+            is_training=self.subcommand == "fit",
+            recorded={} if self._continued is None else self._continued.identity,
+            directory=RunDirectory(run_dir).reference,
+            find_teacher=find_teacher,
+            load_teacher=load_teacher,
+        )
+        prepared: Prepared = self.model.objective.prepare_fit(context)
+        if prepared.options:
+            self.config_dump["model"]["objective"]["init_args"].update(prepared.options)
+        return prepared.identity
 
     def _run_subcommand(self, subcommand: str) -> None:
         # Telemetry may be switched off at any time, and validation needs none: its state may be left in a checkpoint.

@@ -20,7 +20,7 @@ from genesis.data.sizes import AUTO as AUTO_SIZE
 from genesis.data.sizes import resolve_recipe
 from genesis.data.skipped import read_ranges
 from genesis.generate.checkpoint_reference import LATEST, read_reference
-from genesis.objectives import DPO
+from genesis.objectives.find import find_objective
 from genesis.operations.supervise.plan import RecipeFacts, write_facts
 from genesis.recipe.imports import allowing, split_allowed
 
@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         return 2
     resolved = yaml.safe_load(printed.getvalue())
     try:
-        facts = read_recipe(resolved)
+        with allowing(allowed):
+            facts = read_recipe(resolved)
     except UserError as error:
         print(f"genesis: error: {error}")
         return 2
@@ -86,8 +87,8 @@ def _note_kernels(resolved: Mapping[str, Any]) -> str | None:
 def _find_unskippable(resolved: Mapping[str, Any]) -> str:
     if resolved["data"].get("prompts") is not None:
         return "prompts"
-    objective = resolved["model"].get("objective") or {}
-    return "pairs of answers" if str(objective.get("class_path")).rpartition(".")[2] == DPO.__name__ else ""
+    is_paired = find_objective(resolved["model"].get("objective")).learns_from == "pairs"
+    return "pairs of answers" if is_paired else ""
 
 
 def hash_recipe(resolved: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from genesis.chat.stops import check_ends
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
 from genesis.data.manifest import MANIFEST_NAME, ChatRecord
 from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, count_all, strip_place
-from genesis.data.shards import EncodedDocuments
+from genesis.data.shards import MAX_VALUE, EncodedDocuments, mark_labels
 from genesis.data.sources import BadRow, Document, SourceOptions
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.json_text import load_json
@@ -76,6 +76,7 @@ class ChatSetup:
     options: ChatOptions
     hash: str
     is_paired: bool = False
+    has_values: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Returns what decides the tokens of conversations; the template counts by its text, not by its path."""
@@ -95,6 +96,7 @@ class ChatSetup:
             labels=self.options.labels,
             sources={name: asdict(of_source) for name, of_source in counts.items()},
             is_paired=self.is_paired,
+            has_values=self.has_values,
         )
 
     def build(self, tokenizer: Tokenizer, source: SourceOptions) -> "ConversationEncoder":
@@ -105,7 +107,12 @@ class ChatSetup:
 
 
 def open_chat_setup(
-    options: ChatOptions, tokenizer: Tokenizer, tokenizer_path: Path, *, is_paired: bool = False
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    tokenizer_path: Path,
+    *,
+    is_paired: bool = False,
+    has_values: bool = False,
 ) -> ChatSetup:
     """Returns what workers need, with the template of the options or of the tokenizer.
 
@@ -117,7 +124,7 @@ def open_chat_setup(
         check_ends(renderer.template, tokenizer, options.variables)
     except UserError as error:
         raise UserError(f"{tokenizer_path}: {error}") from None
-    return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired)
+    return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired, has_values)
 
 
 def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path | None) -> ChatOptions:
@@ -214,7 +221,7 @@ class ConversationEncoder:
     def _note(self, chats: Sequence[tuple[Document, Rendered]], skipped: SkippedCounter) -> RowNotes:
         form, turn_field = str(self._source.chat), self._source.turn_field
         records = (document.record for document, _ in chats if document.record is not None)
-        ignored = self._source.ignored_keys
+        ignored = (*self._source.ignored_keys, self._source.value_field)
         fields = (
             [name for name in find_unused_fields(record, form, turn_field) if name not in ignored] for record in records
         )
@@ -247,6 +254,9 @@ class ConversationEncoder:
         is_same = len(rendered) > 1 and np.array_equal(rendered[0].ids, rendered[1].ids)
         if is_same or not all(chat.trained[1:].any() for chat in rendered):
             return (), ConversationCounts(num_unlearned=1)
+        if self._source.value_field is not None:
+            value = _read_value(document, self._source.value_field)
+            rendered = tuple(replace(chat, trained=mark_labels(chat.trained, value)) for chat in rendered)
         return rendered, ConversationCounts(num_written=1, num_cut=int(is_cut))
 
     def _render(self, text: str) -> RenderedChat:
@@ -279,8 +289,17 @@ def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int
         tokens=tokens,
         lengths=np.array([len(chat.ids) for chat in chats], np.int64),
         num_text_bytes=int(token_num_bytes[tokens].sum(dtype=np.int64)),
-        has_label=None if trained.all() else trained,
+        has_label=None if trained.dtype == np.bool_ and trained.all() else trained,
     )
+
+
+def _read_value(document: Document, name: str) -> int:
+    value = (document.record or {}).get(name)
+    if not isinstance(value, int | np.bool_ | np.integer) or not 0 <= value <= MAX_VALUE:
+        raise ConversationError(
+            f"{name}, the value_field, is {value!r}: it must be true, false or a whole number from 0 to {MAX_VALUE}"
+        )
+    return int(value)
 
 
 def _place(document: Document | BadRow) -> str:

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Bool, Int64, Integer, UInt8
 from numpy import ndarray
 
 from genesis.base.errors import UserError, blaming_directory
@@ -224,11 +224,11 @@ class TokenSource:
         """Returns whether tokens other than the first of a document may lack a label."""
         return "labels_hash" in self._shards.columns
 
-    def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
-        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens."""
+    def read_labels(self, start: int, out: UInt8[ndarray, " count"] | Bool[ndarray, " count"]) -> None:
+        """Fills `out` with which tokens from `start` on have labels, or their bytes of `mark_labels`."""
         for opened, offset, place, count in self._open_span(start, len(out)):
             labels = opened.labels
-            out[place : place + count] = True if labels is None else labels[offset : offset + count] != 0
+            out[place : place + count] = 1 if labels is None else labels[offset : offset + count]
 
     def count_labels(self, places: Int64[ndarray, " places"]) -> Int64[ndarray, " places"]:
         """Returns how many tokens between the first of `places` and each of them have labels by the label column.

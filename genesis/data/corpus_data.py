@@ -19,6 +19,7 @@ from genesis.data.pairs import PairedSource, PairSet
 from genesis.data.plans import SourcePlan, open_plan, require_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
+    DataKind,
     SumOverRanks,
     TrainingOptions,
     check_kind,
@@ -117,6 +118,11 @@ class CorpusData:
         return PairSet(train, validation, corpus.manifest.tokens_hash)
 
     @property
+    def kind(self) -> DataKind:
+        """Returns whether the corpus has text or pairs of answers."""
+        return "pairs" if read_manifest(self.path).is_paired else "text"
+
+    @property
     def _planned(self) -> Sequence[SourcePlan | PairedSource] | None:
         """Returns the sequences of each source of the training set; None if they follow from the number of tokens."""
         return self.plans if self.pairs is None else self.pairs.train
@@ -149,6 +155,7 @@ class CorpusData:
             manifest.padding_id,
             self.corpus.token_num_bytes(),
             little_endian(manifest.token_dtype),
+            has_values=manifest.has_values,
         )
 
     # ---- training
@@ -283,25 +290,14 @@ class CorpusData:
         return {source.name: source.weight for source in self.corpus.train}
 
     def _build_order(self) -> SequenceOrder:
-        counts, weights = self._count_sequences(), self._weights
+        weights = self._weights
+        counts = _count_sequences(self.corpus.train, self._planned, weights, self.options.seq_len)
         if self._planned is not None:
             sources = zip(self.corpus.train, self._planned, strict=True)
             weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
         limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
         order = build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
         return order.with_skips(self.options.skip_positions, 0, self.options.global_batch_size)
-
-    def _count_sequences(self) -> dict[str, int]:
-        sources, seq_len = self.corpus.train, self.options.seq_len
-        if self._planned is not None:
-            return {source.name: plan.num_sequences for source, plan in zip(sources, self._planned, strict=True)}
-        for source in sources:
-            if self._weights.get(source.name) and source.num_tokens <= seq_len:
-                raise UserError(
-                    f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
-                    f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
-                )
-        return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
@@ -319,3 +315,20 @@ class CorpusData:
             own = sequence_ids[source_ids == number]
             num_tokens = self._planned[number].num_tokens(own) if len(own) else 0
             self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens
+
+
+def _count_sequences(
+    sources: Sequence[TokenSource],
+    planned: Sequence[SourcePlan | PairedSource] | None,
+    weights: Mapping[str, int],
+    seq_len: int,
+) -> dict[str, int]:
+    if planned is not None:
+        return {source.name: plan.num_sequences for source, plan in zip(sources, planned, strict=True)}
+    for source in sources:
+        if weights.get(source.name) and source.num_tokens <= seq_len:
+            raise UserError(
+                f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
+                f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
+            )
+    return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer, UInt8
 from numpy import ndarray
 from torch import Tensor
 
@@ -30,6 +30,13 @@ from genesis.data.plans import SourcePlan
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 
 Item = TypeVar("Item")
+
+VALUES: Final = "values"
+"""The tensor of `MicroBatch.extra` with the value of the document of each valid label, where documents have values."""
+DOCUMENTS: Final = "documents"
+"""The unit of documents with a valid label in `AccumulationWindow.num_units`, counted where documents have values."""
+Labels = Bool[ndarray, "N S+1"] | UInt8[ndarray, "N S+1"]
+RowLabels = Bool[ndarray, " S+1"] | UInt8[ndarray, " S+1"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,14 @@ class SequenceFormat:
         padding_id: The token at positions that have none.
         token_num_bytes: Number of UTF-8 bytes behind each token.
         token_dtype: The type of tokens on disk.
+        has_values: Whether each document has a value, which windows then have in `VALUES`.
     """
 
     seq_len: int
     padding_id: int
     token_num_bytes: Integer[ndarray, " vocab"]
     token_dtype: np.dtype[Any]
+    has_values: bool = False
 
 
 class TokenStream(Protocol):
@@ -79,8 +88,11 @@ class TokenStream(Protocol):
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
         """Fills `out` with the tokens from `start` on; the stream must have that many."""
 
-    def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
-        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens."""
+    def read_labels(self, start: int, out: UInt8[ndarray, " count"] | Bool[ndarray, " count"]) -> None:
+        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens.
+
+        Bytes are those of `genesis.data.shards.mark_labels`.
+        """
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
@@ -128,7 +140,7 @@ def build_window(
     data_position: int,
     document_ends: Bool[ndarray, "N S"],
     lengths: Int64[ndarray, " N"] | None = None,
-    has_label: Bool[ndarray, "N S+1"] | None = None,
+    has_label: Labels | None = None,
 ) -> AccumulationWindow:
     """Returns the window of `rows`, each of which has the tokens of a sequence and the token after it.
 
@@ -140,8 +152,8 @@ def build_window(
         document_ends: Whether each token ends a document within the row; False for all tokens after the row's labels.
         lengths: Number of labels of each row; None if all rows have S. In a shorter row, the token after the last label
             ends a document, and the rest is padding, which counts as one more document.
-        has_label: Whether each token has a label; None if all have. With fine-tuning, answers have labels and
-            questions do not. Inputs and documents do not depend on it.
+        has_label: Whether each token has a label, or the bytes of `genesis.data.shards.mark_labels`; None if all have.
+            With fine-tuning, answers have labels and questions do not. Inputs and documents do not depend on it.
     """
     inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
     ends = ignored = document_ends
@@ -150,7 +162,7 @@ def build_window(
         ends = ends | (columns == lengths[:, None])
         ignored = ends | (columns >= lengths[:, None])
     if has_label is not None:
-        ignored = ignored | ~has_label[:, 1:]
+        ignored = ignored | (has_label[:, 1:] == 0)
     # Indexing only the ignored positions is faster than masks over all: most of a window's cost is here.
     places = np.flatnonzero(ignored)
     label_num_bytes = sequence_format.token_num_bytes.take(labels)
@@ -161,11 +173,19 @@ def build_window(
     ids, targets, documents = (torch.from_numpy(array) for array in (inputs, labels, document_ids))
     runs = [slice(first, first + micro_batch_size) for first in range(0, len(rows), micro_batch_size)]
     offsets = _split_documents(starts, micro_batch_size * sequence_format.seq_len, len(runs))
+    extra, num_units = dict[str, Tensor](), dict[str, int]()
+    if has_label is not None and has_label.dtype == np.uint8:
+        extra[VALUES] = torch.from_numpy(has_label[:, 1:].astype(np.int32) - 1)
+        num_units[DOCUMENTS] = int(np.logical_or.reduceat(labels.ravel() != IGNORE_INDEX, starts).sum())
     return AccumulationWindow(
         micro_batches=tuple(
-            MicroBatch(ids[run], targets[run], documents[run], torch.from_numpy(of_run))
+            MicroBatch(
+                *(ids[run], targets[run], documents[run], torch.from_numpy(of_run)),
+                extra={name: tensor[run] for name, tensor in extra.items()},
+            )
             for run, of_run in zip(runs, offsets, strict=True)
         ),
+        num_units=num_units,
         num_valid_tokens=labels.size - len(places),
         num_bytes=num_bytes,
         data_position=data_position,
@@ -183,7 +203,8 @@ def build_skipped_window(
     shape = (num_micro_batches, sequence_format.seq_len)
     rows = np.full((shape[0], shape[1] + 1), sequence_format.padding_id, sequence_format.token_dtype)
     lengths = np.zeros(num_micro_batches, np.int64)
-    window = build_window(rows, sequence_format, 1, data_position, np.zeros(shape, np.bool_), lengths)
+    has_label = np.zeros(rows.shape, np.uint8) if sequence_format.has_values else None
+    window = build_window(rows, sequence_format, 1, data_position, np.zeros(shape, np.bool_), lengths, has_label)
     return replace(window, is_skipped=True)
 
 
@@ -266,7 +287,7 @@ class TrainWindows:
         """Returns the window of these sequences without columns; N is a multiple of the micro-batch size."""
         num_rows, seq_len = len(sequence_ids), self.sequence_format.seq_len
         rows = np.empty((num_rows, seq_len + 1), self.sequence_format.token_dtype)
-        has_label = make_label_rows(self.sources, rows)
+        has_label = make_label_rows(self.sources, rows, self.sequence_format)
         ids = list(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True))
         lengths = None
         if self.plans is None:
@@ -282,7 +303,7 @@ class TrainWindows:
         return build_window(rows, self.sequence_format, self.micro_batch_size, data_position, ends, lengths, has_label)
 
     def _read_rows(
-        self, ids: list[tuple[int, int]], rows: Integer[ndarray, "N S+1"], has_label: Bool[ndarray, "N S+1"] | None
+        self, ids: list[tuple[int, int]], rows: Integer[ndarray, "N S+1"], has_label: Labels | None
     ) -> Bool[ndarray, "N S"]:
         """Reads rows that are cut evenly from the sources, and returns whether each token ends a document."""
         seq_len = self.sequence_format.seq_len
@@ -311,7 +332,7 @@ def fill_pieces(
     lengths: Integer[ndarray, " pieces"],
     row: Integer[ndarray, " S+1"],
     ends: Bool[ndarray, " S"],
-    has_label: Bool[ndarray, " S+1"] | None,
+    has_label: RowLabels | None,
     padding_id: int,
 ) -> int:
     """Fills one row with the pieces of a sequence, and returns its number of labels."""
@@ -334,9 +355,13 @@ def _add_columns(window: AccumulationWindow, columns: Mapping[str, Tensor]) -> A
     return replace(window, micro_batches=tuple(micro_batches))
 
 
-def make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:
-    """Returns the array for the labels of `rows`, all True; None if no source has a label column."""
-    return np.ones(rows.shape, np.bool_) if any(source.has_label_column for source in sources) else None
+def make_label_rows(
+    sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"], sequence_format: SequenceFormat
+) -> Labels | None:
+    """Returns the array for the labels of `rows`, all 1; None if no source has a label column."""
+    if not any(source.has_label_column for source in sources):
+        return None
+    return np.ones(rows.shape, np.uint8 if sequence_format.has_values else np.bool_)
 
 
 def _mark_ends(source: TokenStream, start: int, ends: Bool[ndarray, " count"]) -> None:
@@ -349,7 +374,7 @@ def read_row(
     start: int,
     row: Integer[ndarray, " count+1"],
     ends: Bool[ndarray, " count"],
-    has_label: Bool[ndarray, " count+1"] | None,
+    has_label: UInt8[ndarray, " count+1"] | Bool[ndarray, " count+1"] | None,
 ) -> None:
     """Reads a stream from `start` on: its tokens, its document ends except at the last token, and its labels."""
     source.read(start, row)

@@ -23,7 +23,7 @@ from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -172,6 +172,7 @@ class ChatRecord:
         labels: The tokens that are learned: assistant, last or all.
         sources: For each source of conversations, the fields of `genesis.data.conversations.ConversationCounts`.
         is_paired: Whether the documents 2i and 2i + 1 of each source are the chosen and the rejected answer of a pair.
+        has_values: Whether the labels of each document have a value (`genesis.data.shards.mark_labels`).
     """
 
     template: str
@@ -181,6 +182,7 @@ class ChatRecord:
     labels: str
     sources: Mapping[str, Mapping[str, int]]
     is_paired: bool = False
+    has_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,11 @@ class CorpusManifest:
     def is_paired(self) -> bool:
         """Returns whether the documents are pairs of answers."""
         return self.chat is not None and self.chat.is_paired
+
+    @property
+    def has_values(self) -> bool:
+        """Returns whether each document has a value in its labels."""
+        return self.chat is not None and self.chat.has_values
 
     @property
     def padding_id(self) -> int:
@@ -238,6 +245,8 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
         raw["chat"] = asdict(manifest.chat)
         if not manifest.is_paired:  # schema 4 does not know the field
             del raw["chat"]["is_paired"]
+        if not manifest.has_values:  # schema 5 does not know this one
+            del raw["chat"]["has_values"]
     raw["schema_version"] = _needed_schema(manifest)
     replace_file(corpus / MANIFEST_NAME, json.dumps(raw).encode())
 
@@ -299,7 +308,7 @@ def _needed_schema(manifest: CorpusManifest) -> int:
     """Returns the oldest schema that can express a manifest."""
     columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
     if manifest.chat is not None:
-        return 5 if manifest.is_paired else 4
+        return 6 if manifest.has_values else 5 if manifest.is_paired else 4
     return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else 3
 
 
@@ -309,4 +318,5 @@ _SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
     3: ShardTable,
     4: ShardTable,
     5: ShardTable,
+    6: ShardTable,
 }

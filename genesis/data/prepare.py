@@ -180,7 +180,9 @@ def prepare_corpus(
     if any(source.chat is not None for source in options.sources):
         plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
         limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
-        chat = open_chat_setup(limited, tokenizer, options.tokenizer, is_paired=options.is_paired)
+        has_values = options.sources[0].value_field is not None  # as all have, then
+        which = {"is_paired": options.is_paired, "has_values": has_values}
+        chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
     files = list_sources(options.sources, note)
     try:
         with _locked(options.corpus):

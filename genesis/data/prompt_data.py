@@ -91,6 +91,7 @@ class PromptData:
         tokenizer_hash: The tokenizer that the directory must hold; None accepts any.
     """
 
+    kind: Final = "prompts"
     tokens_per_second: Final = None
     queue_depths: Final = ()
     wait_remedy: Final = "leave the loader a core"

@@ -27,6 +27,7 @@ from genesis.data.sources import (
     read_rows,
     refuse_pairs,
     refuse_skipping,
+    refuse_values,
 )
 
 _SPAN_BYTES = 1 << 40
@@ -77,6 +78,7 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
+        refuse_values(self.sources, "which no answer in training has")
         refuse_pairs(self.sources, "which have answers already; name another form by `chat`")
         refuse_skipping(self.sources, "data.prompts")
         for name in ("reward", "tokenizer"):

@@ -3,8 +3,8 @@
 NAME.ds             the tokens of all documents, one after another: little-endian uint16 or uint32
 NAME.ds.index       uint64, the cumulative end of each document, in tokens
 NAME.ds.metadata    text: "TOKENIZER|bytes per token", the number of tokens, and the number in readable form
-NAME.ds.loss        one byte per token: 1 if the token is learned as a label, else 0; without this file, all tokens
-                    have labels except the first of each document
+NAME.ds.loss        one byte per token: 0 if the token is not learned as a label, else 1 plus the value of its document
+                    (0 without values); without this file, all tokens have labels except the first of each document
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -76,13 +76,28 @@ class EncodedDocuments:
         tokens: The tokens of all documents, with bos and eos.
         lengths: Number of tokens of each document.
         num_text_bytes: Number of UTF-8 bytes of their text.
-        has_label: Whether each token is learned, as the label of the token before it; None if all are.
+        has_label: Whether each token is learned, as the label of the token before it, or the bytes of `mark_labels`;
+            None if all are.
     """
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int64]
     num_text_bytes: int
-    has_label: NDArray[np.bool_] | None = None
+    has_label: NDArray[np.bool_] | NDArray[np.uint8] | None = None
+
+
+MAX_VALUE: Final = 254
+"""The largest value of a document."""
+
+
+def mark_labels(is_learned: NDArray[np.bool_] | NDArray[np.uint8], value: int) -> NDArray[np.uint8]:
+    """Returns the bytes of a document's tokens in the file of labels.
+
+    Example:
+        >>> mark_labels(np.array([False, True]), 1)
+        array([0, 2], dtype=uint8)
+    """
+    return np.where(is_learned, value + 1, 0).astype(np.uint8)
 
 
 class ShardWriter:
@@ -147,7 +162,7 @@ class ShardWriter:
             index_hash=blake3(index).hexdigest(),
             ends_by_index=self._ends_by_index,
             labels_hash="" if self._labels is None else blake3(self._labels).hexdigest(),
-            num_labels=0 if self._labels is None else self._labels.count(1),
+            num_labels=0 if self._labels is None else len(self._labels) - self._labels.count(0),
         )
 
     def _append_labels(self, documents: EncodedDocuments) -> None:

@@ -54,6 +54,7 @@ class StreamData:
     wait_remedy: Final = (
         "raise data.stream.num_workers if cores are free, or prepare a corpus with `genesis data prepare`"
     )
+    kind: Final = "text"
     chat_template: Final = None
     """A stream has no conversations."""
 

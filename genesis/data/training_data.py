@@ -10,7 +10,7 @@ data, and moves when a window has been trained, not when a window is read ahead.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from genesis.base.errors import UserError
 from genesis.data.corpus import TokenSource
@@ -21,6 +21,8 @@ from genesis.data.pairs import PairSet
 from genesis.data.skipped import Ranges, clip, describe
 from genesis.data.window import AccumulationWindow
 
+DataKind = Literal["text", "pairs", "prompts"]
+"""What a position of the data is: a sequence of text, a pair of answers, or a prompt that the model answers."""
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -55,6 +57,10 @@ class TrainingOptions:
 
 class TrainingData(Protocol):
     """Training data. All ranks make the same calls; only `sum_usage` communicates."""
+
+    @property
+    def kind(self) -> DataKind:
+        """Returns what the data consist of."""
 
     @property
     def options(self) -> TrainingOptions:

@@ -71,7 +71,7 @@ class ValidationWindows:
         first = begin + self._ranks.rank * self._micro_batch_size
         rows = np.full((self._micro_batch_size, seq_len + 1), self._format.padding_id, self._format.token_dtype)
         ends = np.zeros((self._micro_batch_size, seq_len), np.bool_)
-        has_label = make_label_rows(self._sources, rows)
+        has_label = make_label_rows(self._sources, rows, self._format)
         lengths = np.zeros(self._micro_batch_size, np.int64)
         for row in range(min(self._micro_batch_size, self.num_sequences - first)):
             number, sequence = self._locate(first + row)

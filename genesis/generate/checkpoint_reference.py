@@ -31,6 +31,7 @@ from genesis_callbacks.checkpoint import (
     find_latest,
     is_checkpoint_name,
     list_committed,
+    read_committed_hash,
     read_inventory,
     read_manifest,
     step_of,
@@ -235,3 +236,21 @@ def _find_step(run: Path, step: int) -> Path:
     steps = [f"{manifest.step:,}" for _, manifest in list_committed(run)]
     has = f"its steps are {', '.join(steps[-_MAX_LISTED:])}" if steps else "it has no checkpoint at all"
     raise UserError(f"{run} has no checkpoint of step {step:,}; {has}")
+
+
+def find_recorded(given: str, recorded_hash: str | None) -> Path:
+    """Returns the checkpoint that a value names; of a run that was trained further, the one with a recorded hash.
+
+    Args:
+        given: The value.
+        recorded_hash: The hash of the manifest that a run recorded; None for the newest checkpoint.
+
+    Raises:
+        UserError: There is no such checkpoint.
+    """
+    reference = read_reference(given)
+    found = reference.find_checkpoint(level="quick")
+    if recorded_hash is None or reference.kind != "run" or read_committed_hash(found) == recorded_hash:
+        return found
+    committed = (path for path, _ in list_committed(reference.path))
+    return next((path for path in committed if read_committed_hash(path) == recorded_hash), found)

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from genesis.objectives.objective import BYTES, TOKENS, Head, HeadResult, Object
 
 class CrossEntropy(Objective):
     """Next-token prediction: nats per valid token."""
+
+    label_options = MappingProxyType[str, Any]({})
+    head_memory = "fused"
 
     def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
         """Returns the strategy's head, whose sum is the only term."""

@@ -7,22 +7,51 @@ train/teacher_divergence   nats per valid token: KL of the student from the teac
 train/teacher_rest         the teacher's mean probability of all ids that are not among its top_k
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
 
 from torch import Tensor
 
 from genesis.base.errors import UserError, check_is_named
+from genesis.data.corpus_data import CorpusData
+from genesis.data.fixed_sequences import identify_sequences
+from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation_loss import sum_distillation
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
-from genesis.objectives.teacher import Teacher, TeacherDtype, find_classes, name_classes
+from genesis.objectives.objective import (
+    TOKENS,
+    FitContext,
+    Head,
+    HeadResult,
+    Objective,
+    ObjectiveSums,
+    Prepared,
+    SumHead,
+)
+from genesis.objectives.teacher import (
+    FoundTeacher,
+    RunningTeacher,
+    Teacher,
+    TeacherDtype,
+    find_classes,
+    name_classes,
+)
+from genesis.objectives.teacher_cache import CacheIdentity, TeacherCache, open_cache
 
 _LOWEST_TEMPERATURE: Final = 0.01
+_TOP_K: Final = 64
 _CROSS_ENTROPY, _DIVERGENCE, _REST = "cross_entropy", "teacher_divergence", "teacher_rest"
+
+
+TEACHER: Final = "teacher"
+TEACHER_CACHE: Final = "teacher_cache"
+"""Entries of a checkpoint's identity: the hash of the teacher, and that of the cache."""
+NO_CACHE: Final = "none"
 
 
 class Distillation(Objective):
@@ -44,11 +73,15 @@ class Distillation(Objective):
         loaded_teacher: The teacher; set it before a fit without a cache.
     """
 
+    label_options = MappingProxyType[str, Any]({"teacher_share": 0.0})
+    head_memory = "distributions"
+    has_teacher = True
+
     def __init__(
         self,
         teacher: str | None = None,
         cache: str | None = None,
-        top_k: int = 64,
+        top_k: int = _TOP_K,
         temperature: float = 1.0,
         teacher_share: float = 0.5,
         teacher_dtype: TeacherDtype | None = None,
@@ -65,6 +98,66 @@ class Distillation(Objective):
         self.teacher, self.cache, self.teacher_dtype = teacher, cache, teacher_dtype
         self.top_k, self.temperature, self.teacher_share = top_k, float(temperature), teacher_share
         self.loaded_teacher: Teacher | None = None
+
+    @classmethod
+    def find_running_teacher(cls, options: Mapping[str, Any]) -> RunningTeacher | None:
+        """Returns the teacher; None if its probabilities come from a cache."""
+        if options.get("cache") is not None:
+            return None
+        return RunningTeacher(str(options.get("teacher")), options.get("teacher_dtype"), options.get("top_k", _TOP_K))
+
+    def prepare_fit(self, fit: FitContext) -> Prepared:
+        """Loads the teacher, or lets the windows of training have its probabilities from the cache."""
+        if not fit.is_training:  # a validation computes the cross-entropy alone
+            return Prepared()
+        if fit.data.kind == "prompts":
+            raise UserError(
+                "model.objective is a distillation, but data.prompts has no text to learn: give data.corpus or "
+                "data.stream"
+            )
+        found = None if self.teacher is None else fit.find_teacher(self.teacher, fit.recorded.get(TEACHER))
+        tokenizer_hash = fit.data.identity["tokenizer_hash"]
+        tokenizer = fit.tokenizer if tokenizer_hash else None
+        if found is not None:
+            found.check_tokenizer(tokenizer_hash, fit.data.vocabulary_owner, tokenizer)
+            self.teacher = str(found.path)
+        if self.cache is not None:
+            cache = self._open_cache(Path(self.cache).resolve(), fit.data, found)
+            identity = {TEACHER: cache.identity.teacher, TEACHER_CACHE: cache.hash}
+        else:
+            assert found is not None, "the objective has a teacher or a cache"
+            self.loaded_teacher, _ = fit.load_teacher(
+                found,
+                tokenizer=tokenizer,
+                vocab_size=fit.data.vocab_size,
+                seq_len=fit.data.options.seq_len,
+                top_k=self.top_k,
+                temperature=self.temperature,
+                dtype=self.teacher_dtype,
+            )
+            identity = {TEACHER: found.hash, TEACHER_CACHE: NO_CACHE}
+        return Prepared(identity, {"teacher": self.teacher, "cache": self.cache})
+
+    def _open_cache(self, path: Path, data: TrainingData, found: FoundTeacher | None) -> TeacherCache:
+        if not isinstance(data, CorpusData):
+            raise UserError(
+                f"model.objective.init_args.cache is {self.cache}, but a stream has no fixed sequences that a cache "
+                "could hold: leave it out and give the teacher, or train on a corpus"
+            )
+        cache = open_cache(path)
+        cache.check(
+            CacheIdentity(
+                teacher=cache.identity.teacher if found is None else found.hash,
+                teacher_dtype=self.teacher_dtype or cache.identity.teacher_dtype,
+                vocab_size=data.vocab_size,
+                top_k=self.top_k,
+                temperature=self.temperature,
+                log_probs=cache.identity.log_probs,
+                sequences=identify_sequences(data),
+            )
+        )
+        self.cache, data.columns = str(path), cache
+        return cache
 
     def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch with the teacher's classes; in validation, or where a cache gave them, unchanged."""

@@ -42,7 +42,16 @@ from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
 from genesis.model.loss import token_losses
-from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.objective import (
+    FitContext,
+    Head,
+    HeadResult,
+    Objective,
+    ObjectiveSums,
+    Prepared,
+    ScorePairs,
+    SumHead,
+)
 
 ANSWERS: Final = "answers"
 """The unit of the loss."""
@@ -68,7 +77,10 @@ class GSPO(Objective):
         UserError: A value is out of its range.
     """
 
+    learns_from = "prompts"
     compares_forwards = True
+    reports_loss = False
+    memory_note = "the reference of GSPO's KL is a forward without adapters: no second model is in memory"
 
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, kl: float = 0.0) -> None:
         if not 0.0 < clip_low < 1.0:
@@ -78,6 +90,22 @@ class GSPO(Objective):
         if not 0.0 <= kl < float("inf"):
             raise UserError(f"model.objective.kl is {kl}; it must be a number of at least 0")
         self.clip_low, self.clip_high, self.kl = clip_low, clip_high, kl
+
+    def prepare_fit(self, fit: FitContext) -> Prepared:
+        """Refuses a KL without a reference, before the model is built."""
+        self._check_reference(has_adapters=fit.has_adapters)
+        return Prepared()
+
+    def start(self, *, has_adapters: bool, score_pairs: ScorePairs) -> None:
+        """Refuses a KL without a reference."""
+        self._check_reference(has_adapters=has_adapters)
+
+    def _check_reference(self, *, has_adapters: bool) -> None:
+        if self.kl and not has_adapters:
+            raise UserError(
+                f"model.objective.kl is {self.kl}, but the model has no adapters, and without them the weights that "
+                "training starts from are not kept as a reference; set kl to 0, or train adapters by model.adapter"
+            )
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of answers, valid tokens and bytes in this rank's window."""

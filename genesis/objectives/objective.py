@@ -4,18 +4,25 @@ An objective turns the final hidden states of a micro-batch into *terms*, sums o
 pairs. The step divides the gradient of a term by the number of its units in the whole window, over all ranks and
 micro-batches, so that an objective never divides by a number of its own micro-batch. What an objective also wants in
 the log, it returns as *figures*.
+
+What it needs before the first step it gets at three moments: `resolve` completes the recipe, before anything is built;
+`prepare_fit` has the data and may load other models; `start` has the weights. The class answers what a plan, the doctor
+and the supervisor ask about a recipe, of which nothing is built.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
+from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
 
 TOKENS: Final = "tokens"
 """The unit of valid labels, which every objective counts."""
@@ -68,17 +75,141 @@ def _add(one: Mapping[str, Number], other: Mapping[str, Number]) -> dict[str, Nu
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
+class Recipe(Protocol):
+    """A recipe of `genesis fit` by dotted keys."""
+
+    def get(self, key: str) -> Any:
+        """Returns a value; None if it is not given."""
+
+    def __getitem__(self, key: str) -> Any: ...
+
+    def __setitem__(self, key: str, value: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class RecipeContext:
+    """What an objective may use to complete a recipe.
+
+    Args:
+        find_continued: Returns the checkpoint that `ckpt_path` names; None for a new run.
+        run_dir: The directory in which the run saves.
+        find_recorded: Finds the checkpoint that a value names; of a run that was trained further, the one with the
+            hash that a checkpoint recorded.
+    """
+
+    find_continued: Callable[[], Path | None]
+    run_dir: Path
+    find_recorded: Callable[[str, str | None], Path]
+
+
+@dataclass(frozen=True)
+class FitContext:
+    """What an objective may use of a run before its first step. All ranks have the same.
+
+    Args:
+        data: The training data, not yet open.
+        tokenizer: Where the files of the data's tokenizer lie; None without one.
+        has_adapters: Whether the run trains adapters on a frozen base.
+        is_training: Whether it trains; False for a validation alone.
+        recorded: The identity in the checkpoint that the run continues from; empty for a new run.
+        directory: Where the run keeps what an objective computes before training.
+        find_teacher: `genesis.generate.teacher.find_teacher`.
+        load_teacher: `genesis.generate.teacher.load_teacher`.
+    """
+
+    data: TrainingData
+    tokenizer: Path | None
+    has_adapters: bool
+    is_training: bool
+    recorded: Mapping[str, Any]
+    directory: Path
+    find_teacher: Callable[[str, str | None], FoundTeacher]
+    load_teacher: Callable[..., tuple[Teacher, str]]
+
+
+class Prepared(NamedTuple):
+    """What an objective has prepared.
+
+    Args:
+        identity: Entries of the checkpoints' identity, by which a resume with another teacher, say, is refused.
+        options: Options of the objective that are complete now, as the run's recipe keeps them.
+    """
+
+    identity: Mapping[str, str] = {}
+    options: Mapping[str, Any] = {}
+
+
+ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch], Tensor]], Tensor]
+"""Returns the scores that a checkpoint gives to the two answers of each pair, from a directory if they are there."""
+
+
 class Objective(ABC):
     """What training minimises. An instance is shared by training and validation, and keeps no state between windows.
 
     Attributes:
-        needs_pairs: Whether its windows are pairs of answers (`genesis.data.pairs`) instead of sequences.
+        learns_from: The kind of data: sequences of text, pairs of answers (`genesis.data.pairs`), or prompts, to which
+            the model writes answers in training.
+        needs_values: Whether it needs the value of each document, in `MicroBatch.extra` (`genesis.data.loader.VALUES`):
+            the corpus was then prepared of sources with `value_field`.
         compares_forwards: Whether it compares the probabilities of a token in two forwards, so that both must compute a
             token alike beside any other tokens.
+        reports_loss: Whether its loss shows how well training goes, so that telemetry watches it.
+        label_options: The options under which it minimises the cross-entropy of its labels alone; None without such.
+        initial_loss: The loss for each unit of the first term while model and reference are equal; None without a
+            reference.
+        head_memory: What its head keeps, for a plan: `fused` makes the gradient of a cross-entropy in the forward,
+            `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
+        memory_note: A line for a plan about a reference that is no second model; empty without one.
+        has_teacher: Whether it may run another model beside the trained one.
     """
 
-    needs_pairs: bool = False
-    compares_forwards: bool = False
+    learns_from: ClassVar[DataKind] = "text"
+    needs_values: ClassVar[bool] = False
+    compares_forwards: ClassVar[bool] = False
+    reports_loss: ClassVar[bool] = True
+    label_options: ClassVar[Mapping[str, Any] | None] = None
+    initial_loss: ClassVar[float | None] = None
+    head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
+    memory_note: ClassVar[str] = ""
+    has_teacher: ClassVar[bool] = False
+
+    # ---- before a fit
+
+    @classmethod
+    def find_running_teacher(cls, options: Mapping[str, Any]) -> RunningTeacher | None:
+        """Returns the other model that a run keeps in memory, by the options in a recipe; None if none runs."""
+        return None
+
+    @classmethod
+    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
+        """Completes a recipe in place, and returns entries of the checkpoints' identity. Nothing is built yet.
+
+        Args:
+            recipe: The recipe, with the base of its adapters.
+            start: What the run continues with.
+
+        Raises:
+            UserError: Something that the objective needs is not there, or not what the run continues with.
+        """
+        return {}
+
+    def prepare_fit(self, fit: FitContext) -> Prepared:
+        """Checks what the objective needs, and loads it. Called once, before the model is built.
+
+        Raises:
+            UserError: Something is missing, or does not fit the data.
+        """
+        return Prepared()
+
+    def start(self, *, has_adapters: bool, score_pairs: ScorePairs) -> None:  # noqa: B027  # most need nothing
+        """Computes what needs the weights. All ranks call it together before a fit and before each validation.
+
+        Args:
+            has_adapters: Whether the model has adapters, whose base may be a reference.
+            score_pairs: Scores the pairs of the corpus by the weights of a checkpoint.
+        """
+
+    # ---- a window
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""

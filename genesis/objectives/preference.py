@@ -26,7 +26,7 @@ References:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -42,8 +42,20 @@ from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
 from genesis.model.loss import token_losses
-from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.objective import (
+    FitContext,
+    Head,
+    HeadResult,
+    Objective,
+    ObjectiveSums,
+    Prepared,
+    Recipe,
+    RecipeContext,
+    ScorePairs,
+    SumHead,
+)
 from genesis.objectives.reference import ReferenceLogProbs
+from genesis.objectives.reference_recipe import resolve_reference
 
 REFERENCE: Final = "reference_log_probs"
 """The tensor of `MicroBatch.extra` with log p_reference of each answer, sums over tokens."""
@@ -83,8 +95,10 @@ class DPO(Objective):
         UserError: A value is out of its range.
     """
 
-    needs_pairs = True
+    learns_from = "pairs"
     compares_forwards = True
+    initial_loss = math.log(2)
+    memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 
     def __init__(
         self,
@@ -106,6 +120,27 @@ class DPO(Objective):
         self.reference = reference
         self.log_probs: ReferenceLogProbs | None = None
         self.directory: Path | None = None
+
+    @classmethod
+    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
+        """Finds the reference, from which a run of all weights starts unless it has a checkpoint."""
+        return resolve_reference(recipe, start)
+
+    def prepare_fit(self, fit: FitContext) -> Prepared:
+        """Keeps the directory of the reference's log-probabilities."""
+        self.directory = fit.directory
+        return Prepared()
+
+    def start(self, *, has_adapters: bool, score_pairs: ScorePairs) -> None:
+        """Finds the reference's log-probabilities, unless adapters are switched off instead."""
+        if self.log_probs is not None or (self.reference is None and has_adapters):
+            return
+        if self.reference is None:
+            raise UserError(
+                "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
+                "adapters"
+            )
+        self.log_probs = ReferenceLogProbs(score_pairs(Path(self.reference), self.directory, sum_answers))
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of pairs and of the chosen answers' tokens, beside those of tokens and bytes."""

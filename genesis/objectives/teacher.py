@@ -1,7 +1,8 @@
 """The teacher of a distillation: a frozen decoder that is no part of the trained model."""
 
 from functools import partial
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,35 @@ IDS: Final = "teacher_ids"
 LOG_PROBS: Final = "teacher_log_probs"
 LOG_REST: Final = "teacher_log_rest"
 """Names of the teacher's classes in `MicroBatch.extra`."""
+
+
+class RunningTeacher(NamedTuple):
+    """A model that runs beside the trained one, whole on each rank, by the options in a recipe.
+
+    Args:
+        path: A run, a checkpoint or an export.
+        dtype: The dtype of its weights; None for that of its files.
+        top_k: Number of ids whose probabilities it leaves for each token.
+    """
+
+    path: str
+    dtype: TeacherDtype | None
+    top_k: int
+
+
+class FoundTeacher(Protocol):
+    """A teacher that is found and not loaded yet (`genesis.generate.teacher.TeacherReference`)."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory, as an absolute path."""
+
+    @property
+    def hash(self) -> str:
+        """The hash of the checkpoint's manifest, or of all files of an export."""
+
+    def check_tokenizer(self, tokenizer_hash: str, owner: str, tokenizer: Path | None) -> None:
+        """Refuses another tokenizer than the teacher's."""
 
 
 class Teacher:

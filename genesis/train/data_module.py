@@ -40,12 +40,13 @@ from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
+from genesis.objectives.objective import Objective
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
 from genesis.train.reward import load_reward
-from genesis.train.rollout import Rollouts, check_rollouts
+from genesis.train.rollout import Rollouts, check_strategy
 from genesis_callbacks.host_group import HostGroup
 
 
@@ -124,6 +125,7 @@ class CorpusDataModule(pl.LightningDataModule):
             num_tokens,
         )
         self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
+        self._prompts = self.training if isinstance(self.training, PromptData) else None
         self.allows_reward_code = False
         self._rollouts: Rollouts | None = None
         self.copy_clock = CopyClock()
@@ -155,17 +157,17 @@ class CorpusDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             _check_validation(self.trainer)
         if stage == "fit":
-            self._set_up_rollouts()
+            self._set_up_objective()
             if self.trainer is not None and isinstance(self.training, CorpusData):
                 make_plan_in_turn(self.training, self.trainer)
             self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
-        held_out = self.training.prompts.held_out if isinstance(self.training, PromptData) else ()
+        held_out = () if self._prompts is None else self._prompts.prompts.held_out
         has_validation_set = bool(held_out) or any(source.num_tokens for source in self.training.validation)
         if stage == "validate":
             self._check_can_validate(has_validation_set)
-            self._set_up_rollouts()
+            self._set_up_objective()
         if stage == "fit" and self.trainer is not None and not has_validation_set:
             self._limit_val_batches = self.trainer.limit_val_batches
             self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
@@ -267,8 +269,8 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
-        if isinstance(self.training, PromptData):
-            return self.training.held_out(self._ranks(), limit)
+        if self._prompts is not None:
+            return self._prompts.held_out(self._ranks(), limit)
         pairs, sequence_format = self.training.pairs, self.training.sequence_format
         if pairs is None:
             return ValidationWindows(self.training.validation, sequence_format, size, self._ranks(), limit)
@@ -291,15 +293,17 @@ class CorpusDataModule(pl.LightningDataModule):
         layout = layout_strategy(self.trainer.strategy).layout
         return Ranks(layout.data_rank, layout.data_world_size)
 
-    def _set_up_rollouts(self) -> None:
-        """Loads the reward function of prompts; refuses an objective or a strategy that does not fit the data."""
-        prompts = self.training if isinstance(self.training, PromptData) else None
+    def _set_up_objective(self) -> None:
+        """Refuses an objective or a strategy that does not fit the data, and loads the reward function of prompts."""
         if self.trainer is None:
             return
-        check_rollouts(self.trainer, has_prompts=prompts is not None)
-        if prompts is not None:
-            reward = load_reward(prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
-            self._rollouts = Rollouts(prompts, reward, self.trainer)
+        objective = getattr(self.trainer.lightning_module, "objective", None)
+        if objective is not None:  # the module of another may have none
+            check_data(objective, self.training)
+        if self._prompts is not None:
+            check_strategy(self.trainer.strategy)
+            reward = load_reward(self._prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
+            self._rollouts = Rollouts(self._prompts, reward, self.trainer)
 
     def _set_max_steps(self) -> None:
         """Sets the Trainer's number of steps from the length in epochs or tokens, before the schedule reads it.
@@ -425,4 +429,35 @@ def _check_validation(trainer: pl.Trainer) -> None:
         raise UserError(
             "trainer.val_check_interval is a time: the clocks of ranks differ, so that ranks that validate would wait "
             "for ranks that train; give a number of steps"
+        )
+
+
+def check_data(objective: Objective, data: TrainingData) -> None:
+    """Refuses data from which an objective cannot learn, before the model is built.
+
+    Raises:
+        UserError: The data are of another kind, or lack the values of documents.
+    """
+    name, wanted, given = type(objective).__name__, objective.learns_from, data.kind
+    if wanted == "prompts" != given:
+        raise UserError(f"model.objective is {name}, which learns from its own answers to prompts; give data.prompts")
+    if given == "prompts" != wanted:
+        raise UserError(
+            f"data.prompts is given, but model.objective is {name}, which learns from given texts; set model.objective "
+            "to GSPO, or give data.corpus"
+        )
+    if wanted == "pairs" != given:
+        raise UserError(
+            f"{name} learns from pairs of answers, and the data have none: give data.corpus, made by `genesis data "
+            "prepare` of sources with chat: pairs"
+        )
+    if given == "pairs" != wanted:
+        raise UserError(
+            "data.corpus has pairs of answers, half of which are not to be learned: give model.objective, such as "
+            "genesis.objectives.DPO, or a corpus of conversations"
+        )
+    if objective.needs_values and not data.sequence_format.has_values:
+        raise UserError(
+            f"{name} needs the value of each conversation, and the data have none: prepare data.corpus of "
+            "sources with value_field, the name of a field of each record"
         )

@@ -1,4 +1,4 @@
-"""The training step: one accumulation window from count to update.
+"""The module that Lightning trains: builds the model, and calls the training step of `step.py`.
 
     logged                     unit and meaning
     validation/loss            nats per valid token of the validation set, over all ranks; validation/perplexity and
@@ -9,14 +9,11 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from itertools import groupby
-from typing import Any
+from collections.abc import Mapping
+from functools import cached_property, partial
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,19 +23,24 @@ from genesis.base.device import is_host, read_capability
 from genesis.base.errors import RunEndedError, UserError
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
-from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
+from genesis.model.adapter import (
+    AdapterConfig,
+    attach_adapters,
+    fill_trained,
+    has_adapters,
+    init_adapters,
+    is_adapter_tensor,
+)
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AttentionName, resolve_kernel
-from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
+from genesis.model.balance import has_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.precision import product_dtype
-from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
-from genesis.objectives.preference import DPO
-from genesis.optim import AdamW, Algorithm, GroupedOptimizer, build_optimizer
+from genesis.optim import AdamW, Algorithm, build_optimizer
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
@@ -46,34 +48,15 @@ from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
 from genesis.train.flops import WindowFlops
-from genesis.train.gradients import measure_gradients
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
 from genesis.train.offload_log import OffloadLog
 from genesis.train.precision import prepare_precision
-from genesis.train.reference_pass import fill_reference
+from genesis.train.reference_pass import score_pairs
 from genesis.train.repeat_proof import check_repeats, is_proof_needed, repeat_pass
-from genesis.train.training_log import PART_PREFIX, TrainingLog, WindowFigures, join_sums
-from genesis_callbacks.gradient_health import find_gradient_health
-from genesis_callbacks.host_group import Pending
-from genesis_callbacks.step_parts import timing
-
-
-def seed_of_step(seed: int, step: int, data_rank: int) -> int:
-    """Returns the 63-bit seed of one step on one rank (for dropout), a function of its arguments without state.
-
-    SplitMix64's finalizer over the three, so that neighbouring steps and ranks have unrelated seeds
-    (Steele et al., "Fast splittable pseudorandom number generators", 2014).
-    """
-    mask = (1 << 64) - 1
-    value = 0
-    for part in (seed, step, data_rank):
-        value = (value + part + 0x9E3779B97F4A7C15) & mask
-        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-        value ^= value >> 31
-    return value >> 1
+from genesis.train.step import Outcome, Scales, Step, seed_of_step, start_gradients, train_window
+from genesis.train.training_log import TrainingLog, WindowFigures
 
 
 def find_place(trainer: pl.Trainer, decoder: DecoderConfig) -> Place:
@@ -138,14 +121,9 @@ class GenesisModule(pl.LightningModule):
         self._has_unset_weights = False
         self.attention: str = attention
         self.attention_failure: str | None = None
-        self._skip_reason: str | None = None
-        self._empty_reason: str | None = None
-        self._counts: dict[str, int] = {TOKENS: 0}
-        self._grad_norm = math.nan
-        self._window_sums: dict[str, Tensor] = {}
         self._must_repeat = False
-        self._sum_names: list[str] = []
-        self._sums_of_ranks: Pending[float] | None = None
+        self._step: Step | None = None
+        self._outcome = Outcome()
         self._training_log = TrainingLog(self._end_window, self.objective.measure)
         self.validation_sums = SumsOverRanks()
         self.count_batch_flops = WindowFlops(decoder, adapter).count
@@ -169,7 +147,6 @@ class GenesisModule(pl.LightningModule):
             )
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
-            _check_pairs(self.objective, data.training)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
@@ -255,54 +232,63 @@ class GenesisModule(pl.LightningModule):
         leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:
-        """Generates the weights if no restore has filled them, and finds the reference of preferences."""
+        """Generates the weights if no restore has filled them, and starts the objective."""
         self._draw_what_was_not_restored()
-        self._fill_reference()
+        self._start_objective()
         self._must_repeat = is_proof_needed(self.device)
         if not self._must_repeat and not is_host(self.device.type):
             rank_zero_info(UNREPEATABLE)
 
-    def _fill_reference(self) -> None:
+    def _start_objective(self) -> None:
         data = vars(self.trainer).get("datamodule")
-        if isinstance(self.objective, DPO) and isinstance(data, CorpusDataModule):
-            fill_reference(self.objective, self._model, self.trainer, data)
+        if isinstance(data, CorpusDataModule):
+            score = partial(score_pairs, decoder=self._model, trainer=self.trainer, data=data)
+            self.objective.start(has_adapters=has_adapters(self._model), score_pairs=score)
 
-    # ---- the step
+    # ---- the step: `train_window` has its arithmetic, and each hook resumes it
 
     def training_step(self, window: AccumulationWindow, batch_idx: int) -> dict[str, Tensor]:
         """Runs one window's micro-batches; Lightning runs the last backward, in which gradients are reduced."""
-        strategy, layout = self._strategy, self._strategy.layout
-        # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
-        # hosts: on nccl it would wait for the device's queue.
-        counts = self.objective.count(window)
-        with timing(self.trainer, "communication"):
-            totals = layout.token_group.sum(list(counts.values())).wait()
-        self._counts = dict(zip(counts, totals, strict=True))
-        self._empty_reason = None if self._counts[TOKENS] else "no_valid_tokens"
-        if window.is_skipped:
-            self._empty_reason = "skipped_data"  # which `TokenCounters` does not take for a fault
-        # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
-        # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
-        scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in self._counts.items()}
-        if self._must_repeat and self._counts[TOKENS]:
-            self._prove_repeats(window.micro_batches[0], scales)
-        self._begin_step()
-        loss, sums, part_sums = strategy.train_micro_batches(self._model, window.micro_batches, self.objective, scales)
-        self._window_sums = join_sums(sums, part_sums)
-        return {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
+        self._step = train_window(
+            window,
+            self._outcome,
+            module=self,
+            decoder=self._model,
+            objective=self.objective,
+            seed=self.seed,
+            is_balanced=self._has_balance_biases,
+            prove=self._prove_repeats if self._must_repeat else None,
+        )
+        output = next(self._step)
+        assert isinstance(output, dict)
+        return output
 
-    def _begin_step(self) -> None:
-        # Here and not in `optimizer_zero_grad`: Lightning calls that after `training_step`, when the window's earlier
-        # micro-batches have run backward.
-        self._remove_gradients()
-        # A seed for each step, so that a resumed run has the same dropout masks, independent of earlier random numbers.
-        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, self._strategy.layout.data_rank))
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
+        assert self._step is not None
+        self._step.send((optimizer, gradient_clip_val))
 
-    def _prove_repeats(self, micro_batch: MicroBatch, scales: Mapping[str, float]) -> None:
+    def _end_window(self) -> WindowFigures:
+        """Returns the figures of the last window, and changes the balance biases by its loads."""
+        assert self._step is not None
+        figures, self._step = next(self._step), None
+        assert isinstance(figures, WindowFigures)
+        return figures
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Does nothing, because Lightning calls it when earlier micro-batches have already run backward."""
+
+    def _prove_repeats(self, micro_batch: MicroBatch, scales: Scales) -> None:
         """Computes a micro-batch twice, and ends all ranks if the gradients of one of them differ. Communicates."""
+        seed = seed_of_step(self.seed, self.trainer.global_step, self._strategy.layout.data_rank)
 
         def run() -> Tensor:
-            self._begin_step()
+            start_gradients(self, seed)
             loss, *_ = self._strategy.train_micro_batches(self._model, (micro_batch,), self.objective, scales)
             with torch.autocast(self.device.type, enabled=False):  # as in the step's other backwards
                 self.trainer.strategy.backward(loss, None)
@@ -316,41 +302,6 @@ class GenesisModule(pl.LightningModule):
             f"again ({found.seconds:.1f} s)"
         )
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
-        norm = measure_gradients(
-            self.parameters(),
-            self.trainer.strategy.root_device,
-            num_stage_ranks=len(self._strategy.layout.stage_ranks),
-            world_size=self.trainer.world_size,
-        )
-        # Everything that the host reads of this window, so that it waits for the device once in a step.
-        self._grad_norm, *figures = _read_together([norm, *self._window_sums.values()])
-        self._sum_window(figures)
-        # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
-        # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
-        self._skip_reason = self._find_skip_reason()
-        health = find_gradient_health(self.trainer) if self._skip_reason == "nonfinite_gradient" else None
-        if health is not None:
-            health.look(self)  # on all ranks: they have the same norm
-        if self._skip_reason is not None:
-            self._remove_gradients()
-        elif gradient_clip_val and self._grad_norm > gradient_clip_val:
-            # Under ZeRO-1 the gradients of parameters that other ranks update stay as they are: nobody reads them.
-            # ZeroRedundancyOptimizer has it. Its module, which compiles ten optimizers by TorchScript, is not imported.
-            local = getattr(optimizer, "optim", optimizer)
-            assert isinstance(local, GroupedOptimizer)
-            local.scale_gradients(gradient_clip_val / self._grad_norm)
-
-    def _remove_gradients(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-
     @property
     def logged_loss(self) -> float | None:
         """The training loss of the last log line, for `Heartbeat`; None before."""
@@ -359,69 +310,28 @@ class GenesisModule(pl.LightningModule):
     @property
     def skip_reason(self) -> str | None:
         """The reason why the last window was skipped, or None."""
-        return self._skip_reason
+        return self._outcome.skip_reason
 
     @property
     def has_valid_tokens(self) -> bool:
         """Whether the last window had a valid token on any rank."""
-        return self._counts[TOKENS] > 0
-
-    def _find_skip_reason(self) -> str | None:
-        if self._empty_reason is not None:
-            return self._empty_reason
-        if not math.isfinite(self._grad_norm):
-            return "scaler_overflow" if self._gradient_scaler() is not None else "nonfinite_gradient"
-        return None
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing, because Lightning calls it when earlier micro-batches have already run backward."""
-
-    def _gradient_scaler(self) -> Any | None:
-        plugin = self.trainer.precision_plugin
-        return plugin.scaler if isinstance(plugin, MixedPrecision) else None
-
-    # ---- figures of the window
-
-    def _sum_window(self, figures: Sequence[float]) -> None:
-        """Starts to sum the objective's sums and the parts' statistics over all ranks while the optimizer steps."""
-        if self._sums_of_ranks is not None:
-            self._sums_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first sums are dropped
-        self._sums_of_ranks = self._strategy.layout.token_group.sum_floats(figures)
-        self._sum_names = name_figures(self._window_sums)
-        self._window_sums = {}
-
-    def _end_window(self) -> WindowFigures:
-        """Returns the figures of the last window, and changes the balance biases by its loads."""
-        assert self._sums_of_ranks is not None
-        values = self._sums_of_ranks.wait()
-        self._sums_of_ranks = None
-        if self._skip_reason is None and self._has_balance_biases:
-            loads = split_loads(self._sum_names, torch.tensor(values, dtype=torch.float64), prefix=PART_PREFIX)
-            update_balance_biases(self._model, loads)
-        return WindowFigures.of(
-            self._sum_names,
-            values,
-            counts=self._counts,
-            grad_norm=self._grad_norm,
-            scale_factor=self._strategy.layout.gradient_divisor / max(self._counts[TOKENS], 1),
-            is_skipped=self._skip_reason is not None,
-        )
+        return self._outcome.counts[TOKENS] > 0
 
     @cached_property
     def _has_balance_biases(self) -> bool:
         return has_balance_biases(self._model)
+
+    # ---- validation
 
     def repeat_forward(self, batch: AccumulationWindow) -> None:
         """Runs the forwards of a window without gradients, so that `GradientHealth` can look at each output."""
         self._strategy.sum_losses(self._model, batch.micro_batches, self.objective)
         free_gathered_parameters(self)
 
-    # ---- validation
-
     def on_validation_start(self) -> None:
-        """Generates the weights if no restore has filled them, and finds the reference of preferences."""
+        """Generates the weights if no restore has filled them, and starts the objective."""
         self._draw_what_was_not_restored()
-        self._fill_reference()
+        self._start_objective()
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
@@ -443,19 +353,6 @@ class GenesisModule(pl.LightningModule):
         free_gathered_parameters(self)
 
 
-def _check_pairs(objective: Objective, data: TrainingData) -> None:
-    if objective.needs_pairs and data.pairs is None:
-        raise UserError(
-            f"{type(objective).__name__} learns from pairs of answers, and the data have none: give data.corpus, made "
-            "by `genesis data prepare` of sources with chat: pairs"
-        )
-    if not objective.needs_pairs and data.pairs is not None:
-        raise UserError(
-            "data.corpus has pairs of answers, half of which are not to be learned: give model.objective, such as "
-            "genesis.objectives.DPO, or a corpus of conversations"
-        )
-
-
 def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:
     vocab_size = data.vocab_size
     if vocab_size > decoder.vocab_size:
@@ -469,12 +366,3 @@ def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:
             f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower "
             "seq_len or raise max_seq_len"
         )
-
-
-def _read_together(tensors: Sequence[Tensor]) -> list[float]:
-    """Returns all numbers of `tensors`, in order. Waits for the device once if all of them are on the same device."""
-    numbers: list[float] = []
-    for _, there in groupby(tensors, key=lambda tensor: tensor.device):
-        # float64 holds every float32, and the counts of tokens exactly.
-        numbers += torch.cat([tensor.detach().flatten().double() for tensor in there]).cpu().tolist()
-    return numbers

@@ -3,7 +3,6 @@
 from typing import Final
 
 from genesis.base.errors import UserError
-from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
 from genesis.recipe.run_length import count_steps_of_tokens
@@ -29,7 +28,7 @@ def count_steps(data: TrainingData, max_epochs: int | None) -> tuple[str, int] |
             "train; leave one out"
         )
     if options.num_tokens is not None:
-        if data.pairs is not None or isinstance(data, PromptData):
+        if data.kind != "text":
             raise UserError(
                 f"data.num_tokens is {options.num_tokens}, and pairs of answers and prompts are not counted in tokens; "
                 "give data.num_epochs or trainer.max_steps"

@@ -4,7 +4,7 @@ The reference's weights take the place of the live ones for the pass, under the 
 of the run, and the live ones return afterwards, bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
-from genesis.model.adapter import adapters_off, has_adapters, is_adapter_tensor
+from genesis.data.window import MicroBatch
+from genesis.model.adapter import adapters_off, is_adapter_tensor
+from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX
-from genesis.objectives.preference import DPO, sum_answers
-from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
+from genesis.objectives.reference import ReferenceIdentity, read_log_probs, write_log_probs
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
@@ -36,28 +37,34 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.phases import in_phase, note_progress
 
 
-def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data: CorpusDataModule) -> None:
-    """Gives the objective the reference's log-probabilities, unless adapters are switched off instead.
+def score_pairs(
+    checkpoint: Path,
+    directory: Path | None,
+    score: Callable[[Decoder, MicroBatch], Tensor],
+    *,
+    decoder: nn.Module,
+    trainer: pl.Trainer,
+    data: CorpusDataModule,
+) -> Tensor:
+    """Returns the scores that a checkpoint gives to all pairs of the corpus, from a file if that has them.
 
-    All ranks call it. It communicates if the objective names a reference.
+    All ranks call it. It communicates.
+
+    Args:
+        checkpoint: The checkpoint.
+        directory: Where a run keeps the scores; None to keep them in memory alone.
+        score: Returns the scores of the answers of a micro-batch, chosen and rejected in turn.
+        decoder: The model, whose weights give way to the checkpoint's for the pass.
+        trainer: The trainer of the run.
+        data: Its data.
 
     Raises:
-        UserError: There is no reference, or its checkpoint cannot be used.
+        UserError: The checkpoint cannot be used.
     """
-    if objective.log_probs is not None:
-        return
-    if objective.reference is None:
-        if has_adapters(decoder):
-            return
-        raise UserError(
-            "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
-            "adapters"
-        )
-    pairs, checkpoint = data.training.pairs, Path(objective.reference)
+    pairs = data.training.pairs
     assert pairs is not None, "the module has checked the data"
     precision = str(trainer.precision)
     identity = ReferenceIdentity(read_committed_hash(checkpoint), pairs.corpus_hash, precision, len(pairs))
-    directory = objective.directory
     found = "" if directory is None else read_log_probs(directory / identity.file_name, identity)
     # Every rank reads its own copy of the file, and all of them compute if one has none.
     (num_missing,) = layout_strategy(trainer.strategy).layout.token_group.sum((int(isinstance(found, str)),)).wait()
@@ -65,14 +72,20 @@ def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data
         if directory is not None and isinstance(found, str) and (directory / identity.file_name).exists():
             rank_zero_warn(f"{found}; its log-probabilities are computed again")
         with in_phase(trainer, "reference"):
-            found = _compute(checkpoint, decoder, trainer, data)
+            found = _compute(checkpoint, score, decoder, trainer, data)
         if directory is not None and trainer.is_global_zero:
             write_log_probs(directory / identity.file_name, identity, found)
     assert isinstance(found, Tensor)
-    objective.log_probs = ReferenceLogProbs(found)
+    return found
 
 
-def _compute(checkpoint: Path, decoder: nn.Module, trainer: pl.Trainer, data: CorpusDataModule) -> Tensor:
+def _compute(
+    checkpoint: Path,
+    score: Callable[[Decoder, MicroBatch], Tensor],
+    decoder: nn.Module,
+    trainer: pl.Trainer,
+    data: CorpusDataModule,
+) -> Tensor:
     """Returns the log-probabilities of all pairs, the same on every rank."""
     pairs, sequence_format = data.training.pairs, data.training.sequence_format
     assert pairs is not None
@@ -93,7 +106,7 @@ def _compute(checkpoint: Path, decoder: nn.Module, trainer: pl.Trainer, data: Co
         for index in range(len(windows)):
             (micro_batch,) = windows.window(index).to(device).micro_batches
             with trainer.precision_plugin.forward_context():
-                found = sum_answers(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
+                found = score(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
             table[micro_batch.extra["pairs"]] = found.view(-1, 2)
             note_progress(trainer)
         free_gathered_parameters(decoder)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.strategies import Strategy
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,6 @@ from genesis.model.decoder import Decoder
 from genesis.objectives.gspo import (
     ADVANTAGE,
     ANSWERS,
-    GSPO,
     IS_FINISHED,
     OLD_LOG_PROB,
     REWARD,
@@ -336,29 +336,13 @@ class Rollouts:
         return decoder
 
 
-def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
-    """Refuses combinations of data, objective and strategy that cannot train, before the model is built.
+def check_strategy(strategy: Strategy) -> None:
+    """Refuses a strategy that keeps parameters on the host.
 
     Raises:
-        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, its KL has no reference, or
-            parameters are offloaded.
+        UserError: Parameters are offloaded.
     """
-    objective = getattr(trainer.lightning_module, "objective", None)
-    if has_prompts and not isinstance(objective, GSPO):
-        raise UserError(
-            f"data.prompts is given, but model.objective is {type(objective).__name__}, which learns from given texts; "
-            "set model.objective to GSPO, or give data.corpus"
-        )
-    if not has_prompts and isinstance(objective, GSPO):
-        raise UserError("model.objective is GSPO, which learns from its own answers to prompts; give data.prompts")
-    has_adapters = getattr(trainer.lightning_module, "adapter_config", None) is not None
-    if isinstance(objective, GSPO) and objective.kl and not has_adapters:
-        raise UserError(
-            f"model.objective.kl is {objective.kl}, but the model has no adapters, and without them the weights that "
-            "training starts from are not kept as a reference; set kl to 0, or train adapters by model.adapter"
-        )
-    strategy = trainer.strategy
-    if has_prompts and isinstance(strategy, Sharded) and strategy.cpu_offload:
+    if isinstance(strategy, Sharded) and strategy.cpu_offload:
         raise UserError(
             f"trainer.strategy has cpu_offload {strategy.cpu_offload:g}: each rank gathers the model on its device to "
             "answer prompts; set it to 0, or train with the strategy replicated"

@@ -11,7 +11,6 @@ from genesis.data.corpus import TokenSource
 from genesis.data.corpus_data import CorpusData
 from genesis.data.packing import FEW_HELD_OUT, KEPT_WHOLE, Packing
 from genesis.data.plans import count_lost_documents
-from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
 from genesis.optim.algorithm import NO_DECAY, Algorithm
@@ -40,7 +39,7 @@ class StartReport(pl.Callback):
         algorithm = getattr(pl_module, "algorithm", None)
         if algorithm is not None and getattr(pl_module, "adapter_config", None) is not None:
             lines.append(describe_adapter_rate(algorithm))
-        if isinstance(data, CorpusData) and data.pairs is None:
+        if isinstance(data, CorpusData) and data.kind == "text":
             lines += describe_conversations(data.corpus.train, data.options.seq_len, data.packing)
             if module.why_no_validation is None:
                 lines += describe_held_out(data.validation, data.options.seq_len)
@@ -60,7 +59,7 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
     """
     options = data.options
     size = options.global_batch_size
-    what = "pairs" if data.pairs is not None else "prompts" if isinstance(data, PromptData) else "sequences"
+    what = "sequences" if data.kind == "text" else data.kind
     if max_steps < 0:
         return f"length: no number of steps; a step has {numbered(size, what)}"
     length = f"length: {numbered(max_steps, 'steps')} of {numbered(size, what)}"
@@ -106,7 +105,7 @@ def describe_schedule(callback: SkipAwareLR, data: TrainingData, max_steps: int)
     end = max_steps
     if clock == "tokens":
         end = max_steps * data.options.global_batch_size * data.options.seq_len
-        if data.pairs is not None or isinstance(data, PromptData):
+        if data.kind != "text":
             return []
         if isinstance(data, CorpusData):
             end = round(end * measure_learned_share(data))

@@ -1,6 +1,9 @@
 """An objective with two units: what the step and the log do with it."""
 
 import os
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as reference_loss
 
+from genesis import objectives
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
+from genesis.objectives import DPO, CrossEntropy
+from genesis.objectives.find import find_objective
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums
+from genesis.recipe.imports import VARIABLE
 from genesis.train.module import GenesisModule
 from genesis_callbacks import TokenCounters
 from genesis_callbacks.testing import run_ranks
@@ -94,3 +102,38 @@ def test_each_term_is_divided_by_its_units_in_the_window_over_all_ranks(world_si
     assert logged[0]["train/far_share"] * GLOBAL_BATCH_SIZE == 5  # rows with more than 3 valid labels
     assert "train/perplexity" not in logged[0]
     assert all(other[1][0]["train/loss"] == logged[0]["train/loss"] for other in others)
+
+
+@pytest.mark.parametrize(
+    "given", ["DPO", "genesis.objectives.DPO", {"class_path": "genesis.objectives.preference.DPO"}]
+)
+def test_a_recipe_names_an_objective_as_its_parser_reads_it(given: Any) -> None:
+    assert find_objective(given) is DPO
+    assert find_objective(None) is CrossEntropy
+
+
+def test_an_objective_of_another_package_is_imported_only_if_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outside_objective.py").write_text("from genesis.objectives import CrossEntropy as Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(UserError, match=f"`{VARIABLE}=outside_objective`"):
+        find_objective("outside_objective.Mine")
+    assert "outside_objective" not in sys.modules
+    monkeypatch.setenv(VARIABLE, "outside_objective")
+    assert find_objective("outside_objective.Mine") is CrossEntropy
+    monkeypatch.delitem(sys.modules, "outside_objective")
+
+
+def test_what_is_no_objective_is_refused_with_its_value() -> None:
+    with pytest.raises(UserError, match=r"model\.objective is 'torch\.nn\.Linear', which is no objective"):
+        find_objective("torch.nn.Linear")
+
+
+def test_no_other_package_asks_for_an_objective_by_its_class_or_its_name() -> None:
+    names = "|".join(objectives.__all__)
+    known = re.compile(rf"isinstance\([^)]*\b({names})\b|[!=]= \"({names})\"|\bis (not )?({names})\b")
+    package = Path(objectives.__file__).parents[1]
+    others = (path for path in package.rglob("*.py") if package / "objectives" not in path.parents)
+    assert [str(path) for path in others if known.search(path.read_text(encoding="utf-8"))] == []

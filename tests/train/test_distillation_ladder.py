@@ -9,11 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from genesis.cli.distillation import start_distillation
 from genesis.data.window import IGNORE_INDEX
+from genesis.generate.teacher import find_teacher, load_teacher
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.distillation import Distillation
+from genesis.objectives.objective import FitContext
 from genesis.objectives.teacher import Teacher
 from genesis.optim import AdamW
 from genesis.train.data_module import CorpusDataModule
@@ -70,7 +71,18 @@ def climb(
     )
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=1, keep_last=2, mode=mode)  # type: ignore[arg-type]
-    checkpoint.identity = {**data.training.identity, **start_distillation(objective, data.training, corpus, {})}
+    context = FitContext(
+        data.training,
+        tokenizer=Path(corpus),
+        has_adapters=adapter is not None,
+        is_training=True,
+        recorded={},
+        directory=Path(directory),
+        find_teacher=find_teacher,
+        load_teacher=load_teacher,
+    )
+    prepared = objective.prepare_fit(context)
+    checkpoint.identity = {**data.training.identity, **prepared.identity}
     trainer = build_trainer(
         build_strategy(strategy),
         int(os.environ["WORLD_SIZE"]),

@@ -34,6 +34,7 @@ from genesis.data.sources import (
     refuse_conversations,
     refuse_pairs,
     refuse_skipping,
+    refuse_values,
 )
 
 CLEAN_DIRECTORY = ".clean"
@@ -94,6 +95,7 @@ class CleanOptions:
         check_sources(self.sources)
         refuse_pairs(self.sources, "which the filters do not take; clean the conversations that the pairs are made of")
         refuse_skipping(self.sources, "data clean")
+        refuse_values(self.sources, "which the result would not have")
         if self.tasks < 1:
             raise UserError(f"tasks {self.tasks} must be at least 1")
         if self.num_examples < 0:

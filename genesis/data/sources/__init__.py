@@ -22,6 +22,7 @@ from genesis.data.sources.options import (
     refuse_conversations,
     refuse_pairs,
     refuse_skipping,
+    refuse_values,
 )
 from genesis.data.sources.read import (
     describe_left_out,
@@ -59,5 +60,6 @@ __all__ = [
     "refuse_conversations",
     "refuse_pairs",
     "refuse_skipping",
+    "refuse_values",
     "sample_texts",
 ]

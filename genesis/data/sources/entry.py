@@ -93,9 +93,10 @@ def decode_conversation(
     """
     assert source.chat is not None, "a source of conversations"
     try:
-        found = record
+        # A field that rates the answer is refused where nothing reads it.
+        found = {name: value for name, value in record.items() if name != source.value_field}
         if source.ignored_keys:
-            found = leave_out_keys(record, source.ignored_keys, source.turn_field)
+            found = leave_out_keys(found, source.ignored_keys, source.turn_field)
         if source.chat == "pairs":
             text = read_pair(found, source.turn_field).dump()
         else:

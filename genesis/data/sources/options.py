@@ -44,6 +44,8 @@ class SourceOptions:
             it and count it.
         ignored_keys: Fields of records and keys of messages that have no effect, though they look like marks on what
             is learned, such as [toxic, redacted].
+        value_field: Field of each record of a conversation that is true, false or a whole number from 0 to 254, such as
+            whether its answer is good. Objectives that ask for it, as KTO does, get it with the conversation.
     """
 
     name: str
@@ -57,6 +59,7 @@ class SourceOptions:
     chat: ChatForm | None = None
     on_bad_row: OnBadRow = "error"
     ignored_keys: tuple[str, ...] = ()
+    value_field: str | None = None
 
     def __post_init__(self) -> None:
         check_source_name(self.name)
@@ -71,6 +74,12 @@ class SourceOptions:
         if self.ignored_keys and self.chat is None:
             raise UserError(f"source {self.name} has ignored_keys, and only conversations have marks; leave it out")
 
+        if self.value_field is not None and self.chat in (None, "pairs"):
+            raise UserError(
+                f"source {self.name} has value_field, and its records are no single conversations, which have a value "
+                "each; leave it out"
+            )
+
     @property
     def has_pairs(self) -> bool:
         """Returns whether each record is a pair of answers."""
@@ -78,7 +87,8 @@ class SourceOptions:
 
     def describe(self) -> dict[str, Any]:
         """Returns the options that decide the documents, in plain types, as plans of a corpus keep them."""
-        later = {"chat": None, "on_bad_row": "error", "ignored_keys": ()}  # plans of earlier versions have none of them
+        # Plans of earlier versions have none of them.
+        later = {"chat": None, "on_bad_row": "error", "ignored_keys": (), "value_field": None}
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in asdict(self).items()
@@ -113,6 +123,17 @@ def refuse_pairs(sources: Sequence[SourceOptions], purpose: str) -> None:
             raise UserError(f"source {source.name} has pairs of answers (chat: pairs), {purpose}")
 
 
+def refuse_values(sources: Sequence[SourceOptions], purpose: str) -> None:
+    """Refuses sources with values where nothing would keep them.
+
+    Raises:
+        UserError: A source has a value_field.
+    """
+    for source in sources:
+        if source.value_field is not None:
+            raise UserError(f"source {source.name} has value_field {source.value_field}, {purpose}: leave it out")
+
+
 def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
     """Refuses sources that skip bad rows where rows are not counted.
 
@@ -128,10 +149,10 @@ def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:
-    """Checks that there are sources, each with its own name.
+    """Checks that there are sources, each with its own name, and that all or none have values.
 
     Raises:
-        UserError: There is no source, or two have the same name.
+        UserError: There is no source, two have the same name, or only some have a value_field.
     """
     if not sources:
         raise UserError("no sources are given; list at least one under `sources`")
@@ -139,3 +160,9 @@ def check_sources(sources: Sequence[SourceOptions]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two sources are named {name}; give each its own name")
+    without = [source.name for source in sources if source.value_field is None]
+    if without and len(without) < len(sources):
+        raise UserError(
+            f"source {without[0]} has no value_field, and others of this corpus have: give it one, or prepare two "
+            "corpora"
+        )

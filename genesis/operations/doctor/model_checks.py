@@ -19,9 +19,8 @@ from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.model.initial import INIT_STD
-from genesis.objectives.objective import TOKENS
+from genesis.objectives.objective import TOKENS, Objective
 from genesis.operations.doctor.checks import Check, judge
-from genesis.operations.doctor.recipe import ObjectiveName
 from genesis.strategies.layout import layout_strategy
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.data_module import CorpusDataModule
@@ -31,6 +30,7 @@ _IMPORTED_SHARE: Final = 0.7
 """An imported model's loss is below this share of ln(vocabulary)."""
 _NUM_WINDOWS: Final = 8
 _CHANGE: Final = 7
+_NO_LABELS: Final = "this objective is no sum over labels"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Scene:
         data: The data of the fit.
         window: The first window, on the device.
         tokenizer: The tokenizer of the data; None if it is unknown.
-        objective: The objective's name.
         is_new: Whether the weights are initial ones; else they are imported.
     """
 
@@ -52,7 +51,6 @@ class Scene:
     data: CorpusDataModule
     window: AccumulationWindow
     tokenizer: Tokenizer | None
-    objective: ObjectiveName
     is_new: bool
 
     @property
@@ -60,6 +58,16 @@ class Scene:
         """The model."""
         assert self.module.decoder is not None, "built before the first step"
         return self.module.decoder
+
+    @property
+    def objective(self) -> Objective:
+        """What training minimises."""
+        return self.module.objective
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the data are pairs of answers."""
+        return self.objective.learns_from == "pairs"
 
     @property
     def tolerance(self) -> float:
@@ -107,16 +115,19 @@ def check_initial_loss(scene: Scene) -> Check:
         return Check("initial loss", "does not apply", "no label of the first window is learned")
     with scene.evaluating():
         sums = layout_strategy(scene.trainer.strategy).sum_losses(
-            scene.decoder, scene.window.micro_batches, scene.module.objective
+            scene.decoder, scene.window.micro_batches, scene.objective
         )
-    if scene.objective == "DPO":
-        loss = float(sums.terms[PAIRS]) / scene.window.num_units[PAIRS]
+    if (due := scene.objective.initial_loss) is not None:
+        unit = next(iter(sums.terms))
+        loss = float(sums.terms[unit]) / scene.objective.count(scene.window)[unit]
         return judge(
             "initial loss",
-            abs(loss - math.log(2)) < 0.02,
-            f"{loss:.4f} nats a pair; policy and reference are equal, so it must be ln 2 = 0.6931",
+            abs(loss - due) < 0.02,
+            f"{loss:.4f} for each of the {unit}; policy and reference are equal, so it must be {due:.4f}",
             "the reference is not the model that training starts from: check model.objective.reference and ckpt_path",
         )
+    if scene.objective.label_options is None:
+        return Check("initial loss", "does not apply", _NO_LABELS)
     loss = float(sums.terms[TOKENS]) / scene.window.num_valid_tokens
     uniform = math.log(scene.decoder.config.vocab_size)
     if not scene.is_new:
@@ -142,11 +153,11 @@ def check_initial_loss(scene: Scene) -> Check:
 
 def check_loss(scene: Scene) -> Check:
     """Compares the loss with the plain definition: the sum of -log p over the learned labels, from whole logits."""
-    if scene.objective == "DPO":
-        return Check("loss", "does not apply", "preferences are no sum over tokens; see `initial loss`")
+    if scene.objective.label_options is None:
+        return Check("loss", "does not apply", _NO_LABELS)
     micro = _take_row(scene.window.micro_batches[0], 0)
     with scene.evaluating():
-        sums = layout_strategy(scene.trainer.strategy).sum_losses(scene.decoder, [micro], scene.module.objective)
+        sums = layout_strategy(scene.trainer.strategy).sum_losses(scene.decoder, [micro], scene.objective)
         logits = scene.decoder(micro.input_ids, document_ids=micro.document_ids)
     expected = cross_entropy(
         logits.float().flatten(0, 1), micro.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -177,7 +188,7 @@ def check_labels(scene: Scene) -> Check:
         for shift in shifts:
             after = ids[:, shift : ids.shape[1] - 3 + shift]
             shifts[shift] += int((inner & (labels[:, :-3] == after)).sum())
-        if scene.objective != "DPO":  # the last token of an answer is a label alone
+        if not scene.is_paired:  # the last token of an answer is a label alone
             num_beyond += int((is_learned[:, :-1] & (documents[:, :-1] != documents[:, 1:])).sum())
     best = max(shifts, key=lambda shift: (shifts[shift], shift == 1))
     is_right = num_all > 0 and shifts[1] == num_learned and not num_beyond
@@ -264,7 +275,7 @@ def _find_documents(scene: Scene) -> tuple[MicroBatch, int, str]:
 
 def _find_joined(scene: Scene) -> Check | None:
     """Returns a failure if a document begins, by the tokenizer's bos, within what the batch calls one document."""
-    bos = None if scene.tokenizer is None or scene.objective == "DPO" else scene.tokenizer.bos_id
+    bos = None if scene.tokenizer is None or scene.is_paired else scene.tokenizer.bos_id
     if bos is None:
         return None
     num_joined = num_starts = 0
@@ -288,6 +299,8 @@ def _find_joined(scene: Scene) -> Check | None:
 
 def check_accumulation(scene: Scene) -> Check:
     """Compares the gradient of an uneven window with that of the same rows in one micro-batch."""
+    if scene.objective.label_options is None and not scene.is_paired:
+        return Check("accumulation", "does not apply", _NO_LABELS)
     parts = _make_uneven(scene)
     if len(parts) < 2:
         return Check("accumulation", "does not apply", "the first windows have no two rows with labels")
@@ -312,7 +325,7 @@ def _measure_gradient(scene: Scene, micro_batches: Sequence[MicroBatch]) -> list
     """Returns the gradients of the recipe's own training step on some micro-batches."""
     num_valid = sum(int((micro.labels != IGNORE_INDEX).sum()) for micro in micro_batches)
     units = dict(scene.window.num_units)
-    if scene.objective == "DPO":
+    if scene.is_paired:
         units[PAIRS] = sum(int((micro.extra[PAIRS] >= 0).sum()) for micro in micro_batches)
         units[CHOSEN_TOKENS] = sum(
             int(((micro.labels != IGNORE_INDEX) & (micro.extra[ANSWERS] % 2 == 0)).sum()) for micro in micro_batches
@@ -357,12 +370,12 @@ def _make_uneven(scene: Scene) -> list[MicroBatch]:
     found: list[MicroBatch] = []
     for window in scene.windows():
         for micro in window.micro_batches:
-            rows = range(len(micro.input_ids)) if scene.objective != "DPO" else ()
+            rows = range(len(micro.input_ids)) if not scene.is_paired else ()
             parts = [_take_row(micro, row) for row in rows] or [micro]
             found += [part for part in parts if (part.labels != IGNORE_INDEX).any()]
         if len(found) > 2:
             break
-    if scene.objective == "DPO":
+    if scene.is_paired:
         return [_merge(found[:2]), found[2]] if len(found) > 2 else []
     if len(found) < 2:
         return []

@@ -26,6 +26,8 @@ from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
 from genesis.data.stream_data import StreamData
 from genesis.data.window import AccumulationWindow
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.objective import Objective
 from genesis.operations.doctor.checks import Check, judge
 from genesis.operations.doctor.forked_ranks import NUM_RANKS, ForkedRanks, Step
 from genesis.operations.doctor.model_checks import CHECKS, Scene
@@ -38,12 +40,11 @@ from genesis.operations.doctor.recipe import (
     BuiltRecipe,
     Capacity,
     Change,
-    ObjectiveName,
-    name_objective,
     plan_cuts,
     plan_float8,
     plan_num_steps,
     plan_strategy,
+    refuse_prompts,
 )
 from genesis.operations.doctor.run_checks import (
     Course,
@@ -130,7 +131,7 @@ class _Protocol:
         self._found = Examination()
         self._options: dict[str, Any] = dict(SINGLE)
         self._num_steps = 0
-        self._objective: ObjectiveName = "CrossEntropy"
+        self._objective: type[Objective] = CrossEntropy
         self._is_new = True
         self._straight = Watch()
         self._planned: PlannedFit | None = None
@@ -150,7 +151,8 @@ class _Protocol:
 
     def _plan(self, probe: BuiltRecipe) -> None:
         resolved = self._resolved = probe.resolved
-        self._objective = name_objective(resolved)
+        refuse_prompts(resolved)
+        self._objective = type(probe.module.objective)
         self._is_new = probe.start is None
         decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
         capacity = self._capacity(probe)
@@ -238,7 +240,6 @@ class _Protocol:
                 built.data,
                 window,
                 _find_tokenizer(built.data),
-                self._objective,
                 self._is_new,
             )
             with self._time("sample") as checks:
@@ -298,11 +299,12 @@ class _Protocol:
         }
         with self._time("overfit") as checks:
             built = self._build(options)
-            what = "one pair" if self._objective == "DPO" else "one sequence"
+            what = "one pair" if self._objective.learns_from == "pairs" else "one sequence"
             repeat = Repeat(_OVERFIT_LIMIT)
             _repeat_first_window(built.data)
-            if self._objective == "Distillation":
-                what += ", by its labels alone (teacher_share 0)"
+            if self._objective.label_options:
+                own = ", ".join(f"{name} {value:g}" for name, value in self._objective.label_options.items())
+                what += f", by its labels alone ({own})"
             with _quiet():
                 built.fit(repeat)
             checks.append(check_overfit(repeat.losses, _OVERFIT_LIMIT, what))
@@ -314,8 +316,8 @@ class _Protocol:
         options = self._without_dropout()
         if read_algorithm(model["optimizer"], "model.optimizer").lr < _LEARNING_RATES[kind]:
             options["model.optimizer.lr"] = _LEARNING_RATES[kind]
-        if self._objective == "Distillation":
-            options["model.objective.init_args.teacher_share"] = 0.0
+        for name, value in (self._objective.label_options or {}).items():
+            options[f"model.objective.init_args.{name}"] = value
         return options
 
     def _without_dropout(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import lightning.pytorch as pl
 
@@ -21,8 +21,6 @@ from genesis_callbacks import AsyncProcessCheckpoint
 
 Options = Mapping[str, Any]
 """Options of `genesis fit` by dotted key, which replace those of the recipe."""
-
-ObjectiveName = Literal["CrossEntropy", "DPO", "Distillation"]
 
 
 class BuiltRecipe(NamedTuple):
@@ -138,22 +136,17 @@ def to_arguments(options: Options) -> list[str]:
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
 
 
-def name_objective(resolved: Mapping[str, Any]) -> ObjectiveName:
-    """Returns which objective a recipe has.
+def refuse_prompts(resolved: Mapping[str, Any]) -> None:
+    """Refuses a recipe whose model answers prompts.
 
     Raises:
-        UserError: The doctor cannot examine the recipe's objective.
+        UserError: The recipe has prompts.
     """
     if resolved["data"].get("prompts") is not None:
         raise UserError(
             "data.prompts: the doctor does not examine models that answer prompts in training; `genesis rehearse` "
             "compares a killed run of this recipe with one that was not killed"
         )
-    objective = resolved["model"].get("objective")
-    name = "CrossEntropy" if objective is None else str(objective["class_path"]).rpartition(".")[2]
-    if name not in ("CrossEntropy", "DPO", "Distillation"):
-        raise UserError(f"model.objective is {name}: the doctor examines CrossEntropy, DPO and Distillation")
-    return name  # type: ignore[return-value]  # one of the three
 
 
 def plan_strategy(resolved: Mapping[str, Any]) -> Change | None:

@@ -5,7 +5,7 @@ recipe.py       the mapping -> what the plan needs of it
 layout.py       how a strategy spreads a model over ranks: pure values
 state.py        parameters, gradients and optimizer states of a rank, in bytes
 sections.py     the embedding, the blocks and the head, each as a tape (`genesis.model.tape`)
-other_models.py what runs beside the model: a teacher, the answers of GSPO
+other_models.py what runs beside the model: a teacher, the answers to prompts
 timeline.py     plays a step: rest, forward, backward, step, save -> the bill
 host.py         memory of the host: staging, offload, pinned buffers
 remedies.py     which changes make a layout fit, ordered by their cost in speed

@@ -8,6 +8,8 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.model.expert_share import check_expert_share
+from genesis.objectives import CrossEntropy
+from genesis.objectives.objective import Objective
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
@@ -15,7 +17,6 @@ Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybr
 STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")
 SHARDED: Final = ("full", "grad_op", "hybrid")
 PRECISIONS: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-OBJECTIVES: Final = ("CrossEntropy", "DPO", "Distillation", "GSPO")
 FLOAT32_BYTES: Final = 4
 HALF_BYTES: Final = 2
 
@@ -129,7 +130,7 @@ class Workload:
     adapter: AdapterConfig | None = None
     base_bytes: int = FLOAT32_BYTES
     optimizer: Algorithm = field(default_factory=AdamW)
-    objective: str = "CrossEntropy"
+    objective: type[Objective] = CrossEntropy
     seq_len: int = 2048
     micro_batch_size: int = 1
     global_batch_size: int = 1
@@ -145,7 +146,7 @@ class Workload:
     @property
     def rows_per_sequence(self) -> int:
         """Rows of tokens that a sequence of the batch may have: a pair of answers has two."""
-        return 2 if self.objective == "DPO" else 1
+        return 2 if self.objective.learns_from == "pairs" else 1
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""The memory of what runs beside the trained model: a teacher's forward, and the answers that GSPO writes."""
+"""The memory of what runs beside the trained model: a teacher's forward, and the answers to prompts."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from genesis.model.attend.table import MASK, TORCH_KERNEL
 from genesis.model.precision import FULL
 from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
+from genesis.objectives import Distillation
 from genesis.operations.plan.bill import CACHE, WHOLE
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.sections import Sections, build_sections, build_setting
@@ -36,7 +37,7 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     precision = FULL if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
     alone = Workload(
         decoder=workload.teacher,
-        objective="Distillation",  # whose head computes no gradients in its forward
+        objective=Distillation,  # whose head computes no gradients in its forward
         seq_len=workload.seq_len,
         micro_batch_size=workload.micro_batch_size,
         precision=precision,

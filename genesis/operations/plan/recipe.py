@@ -12,8 +12,11 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.precision import FULL, MIXED
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
 from genesis.model.recomputation import check_checkpointing, check_groups
+from genesis.objectives.find import find_objective
+from genesis.objectives.objective import Objective
+from genesis.objectives.teacher import RunningTeacher
 from genesis.operations.plan.choices import check_choices
-from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
+from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, PRECISIONS, Layout, Workload
 from genesis.operations.plan.reader import Reader
 from genesis.optim.offload_share import read_cpu_offload, read_share
 from genesis.optim.recipe import read_algorithm
@@ -120,10 +123,7 @@ def read_recipe(
         raise UserError(
             f"--base_dtype is {base_dtype}, but {where} has no adapters, so that no weights are frozen: leave it out"
         )
-    objective = str(_class_name(read.get("model.objective")) or "CrossEntropy")
-    if objective not in OBJECTIVES:
-        assumptions.append(f"objective {objective} is counted as CrossEntropy")
-        objective = "CrossEntropy"
+    objective = find_objective(read.get("model.objective"))
     num_ranks = num_ranks or _read_devices(read, assumptions)
     if num_ranks > MOST_RANKS:
         raise UserError(
@@ -135,12 +135,14 @@ def read_recipe(
     micro_batch_size = read.count("data.micro_batch_size", 1)
     global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
     num_rows = 0
-    if objective == "GSPO":
+    if objective.learns_from == "prompts":
         answers = read.count("data.prompts.group_size", 8)
         num_rows = _count_answer_rows(read, global_batch_size * answers, num_ranks)
         global_batch_size *= answers
         assumptions.append(f"a step trains {answers} answers to each prompt; a rank writes {num_rows} at a time")
-    teacher, teacher_bytes = _read_teacher(read, objective, teacher_file, assumptions)
+    options = read.get("model.objective.init_args", {})
+    running = objective.find_running_teacher(options)
+    teacher, teacher_bytes = _read_teacher(objective, running, teacher_file, assumptions)
     workload = Workload(
         decoder=decoder,
         adapter=adapter,
@@ -155,7 +157,7 @@ def read_recipe(
         attention=_read_attention(read, assumptions, is_cpu=is_cpu),
         teacher=teacher,
         teacher_bytes=teacher_bytes,
-        teacher_top_k=read.count("model.objective.init_args.top_k", 64) if teacher is not None else 64,
+        teacher_top_k=64 if running is None else running.top_k,
         num_answer_rows=num_rows,
     )
     if seq_len > decoder.max_seq_len:
@@ -326,29 +328,27 @@ def _count_answer_rows(read: Reader, answers_per_step: int, num_ranks: int) -> i
 
 
 def _read_teacher(
-    read: Reader, objective: str, file: Path | None, assumptions: list[str]
+    objective: type[Objective], running: RunningTeacher | None, file: Path | None, assumptions: list[str]
 ) -> tuple[DecoderConfig | None, int]:
     """Returns a teacher that runs, if its shape is known, and the bytes of an element of its weights."""
-    if objective != "Distillation":
+    if not objective.has_teacher:
         if file is not None:
             raise UserError(
-                f"--teacher is {file}, but the objective is {objective}, which has no teacher: leave it out"
+                f"--teacher is {file}, but the objective is {objective.__name__}, which has no teacher: leave it out"
             )
         return None, FLOAT32_BYTES
-    if read.get("model.objective.init_args.cache") is not None:
+    if running is None:
         assumptions.append("the teacher's probabilities come from a cache: no teacher runs")
         return None, FLOAT32_BYTES
-    teacher = read.get("model.objective.init_args.teacher")
-    files = [Path(str(teacher)) / name for name in ("config.yaml", "recipe.yaml")] if file is None else [file]
+    files = [Path(running.path) / name for name in ("config.yaml", "recipe.yaml")] if file is None else [file]
     found = next((path for path in files if file is not None or path.is_file()), None)
     if found is None:
         assumptions.append(
-            f"the teacher {teacher} is not here, so that it is not counted; --teacher FILE gives its decoder"
+            f"the teacher {running.path} is not here, so that it is not counted; --teacher FILE gives its decoder"
         )
         return None, FLOAT32_BYTES
-    dtype = read.get("model.objective.init_args.teacher_dtype")
-    if dtype is None:
+    if running.dtype is None:
         assumptions.append(
             "the teacher's weights are in float32; model.objective.init_args.teacher_dtype has the choice"
         )
-    return read_decoder_config(found), FLOAT32_BYTES if dtype in (None, "float32") else HALF_BYTES
+    return read_decoder_config(found), FLOAT32_BYTES if running.dtype in (None, "float32") else HALF_BYTES

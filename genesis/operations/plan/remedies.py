@@ -171,7 +171,7 @@ def _list_changes(workload: Workload, layout: Layout) -> Iterator[_Change]:
     yield from _list_offloads(layout)
     if workload.precision == "32-true" and not workload.is_cpu:
         yield _Change("precision", "trainer.precision bf16-mixed", _with_bfloat16, changes_result=True)
-    if workload.adapter is None and workload.objective != "GSPO":
+    if workload.adapter is None and workload.objective.learns_from != "prompts":
         yield _Change("adapters", "model.adapter.rank 16, base in bfloat16", _with_adapter, changes_result=True)
 
 

@@ -259,10 +259,8 @@ def _list_notes(workload: Workload, own: Row, budget: Budget) -> Iterator[str]:
         has_room = own.needed_bytes + round(KEEP_SPARE * whole) <= budget.memory_bytes
         verb = "will" if has_room else "will not"
         yield f"keep_gathered auto {verb} keep {whole / 1e9:,.2f} GB of parameters gathered between micro-batches"
-    if workload.objective == "GSPO":
-        yield "the reference of GSPO's KL is a forward without adapters: no second model is in memory"
-    if workload.objective == "DPO":
-        yield "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
+    if workload.objective.memory_note:
+        yield workload.objective.memory_note
 
 
 def _compare_spot(recipe: Recipe, question: Question, own: Row, cost: Cost | None) -> SpotComparison | None:

@@ -160,7 +160,7 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         chunk * dim * in_product if hidden.element_bytes != in_product else 0
     )
     logits, probabilities = chunk * vocab_size * in_product, chunk * vocab_size * FLOAT32_BYTES
-    is_fused = not setting.is_cpu and workload.objective != "Distillation"
+    is_fused = not setting.is_cpu and workload.objective.head_memory != "distributions"
     # While the probabilities are computed both exist; then either the weight's gradient is added, in a tensor of its
     # own for narrow products, or the logits of the next chunk come.
     in_softmax = logits + probabilities + (probabilities if is_narrow and setting.is_cpu else 0)
@@ -171,7 +171,7 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
     if is_narrow and weight.is_trained:
         product = vocab_size * dim * in_product if setting.is_cpu else wide
     working = copies + max(in_softmax, in_products + product)
-    if workload.objective == "CrossEntropy":
+    if workload.objective.head_memory == "fused":
         own = vocab_size * dim * weight.element_bytes
         # The timeline holds the gradient of the output weight. Over the chunks it is float32; a narrow one is made of
         # it at the end.
@@ -186,7 +186,7 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         )
         return _finish(tape, entering, own if weight.is_trained else 0)
     # Objectives of single tokens, and of a teacher's probabilities, compute the logits again in the backward.
-    besides = 2 * probabilities if workload.objective == "Distillation" else 0
+    besides = 2 * probabilities if workload.objective.head_memory == "distributions" else 0
     tape.apply(
         (hidden,),
         setting.num_tokens,

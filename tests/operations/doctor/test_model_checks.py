@@ -152,7 +152,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> dic
 
     def at_start(trainer: Any, module: Any, window: AccumulationWindow) -> None:
         tokenizer = _find_tokenizer(built.data)
-        scene = Scene(trainer, built.module, built.data, window, tokenizer, "CrossEntropy", True)
+        scene = Scene(trainer, built.module, built.data, window, tokenizer, True)
         for name, (fault, _) in MODEL_FAULTS.items():
             with fault(scene):
                 found[name] = check(scene)

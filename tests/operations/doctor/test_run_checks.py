@@ -24,11 +24,11 @@ from genesis.operations.doctor.planned import PlannedFit
 from genesis.operations.doctor.protocol import check_split
 from genesis.operations.doctor.recipe import (
     Capacity,
-    name_objective,
     plan_cuts,
     plan_float8,
     plan_num_steps,
     plan_strategy,
+    refuse_prompts,
     to_arguments,
 )
 from genesis.operations.doctor.run_checks import (
@@ -301,11 +301,9 @@ def test_a_recipe_with_float8_is_examined_without() -> None:
     assert plan_float8({"model": {}}) is None
 
 
-def test_an_objective_that_the_doctor_does_not_know_is_refused_by_name() -> None:
+def test_a_recipe_whose_model_answers_prompts_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.prompts"):
-        name_objective({"data": {"prompts": {}}, "model": {}})
-    with pytest.raises(UserError, match=r"model\.objective is Other"):
-        name_objective({"data": {}, "model": {"objective": {"class_path": "mine.Other"}}})
+        refuse_prompts({"data": {"prompts": {}}, "model": {}})
 
 
 def test_options_are_written_as_fit_reads_them() -> None:

@@ -25,7 +25,7 @@ from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import Mixture
-from genesis.objectives import DPO, CrossEntropy
+from genesis.objectives import DPO
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
 from genesis.operations.doctor.observe import read_allocated_peak
@@ -152,7 +152,7 @@ def build_window(workload: Workload, num_micro_batches: int) -> list[MicroBatch]
         if workload.has_documents:
             documents[:, seq_len // 2 :] = 1
         extra = {}
-        if workload.objective == "DPO":
+        if workload.objective is DPO:
             answers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, seq_len).contiguous()
             extra = {ANSWERS: answers, PAIRS: torch.arange(workload.micro_batch_size)}
         windows.append(MicroBatch(ids, ids.clone(), documents, extra=extra))
@@ -196,7 +196,7 @@ def train(
 ) -> None:
     for parameter in decoder.parameters():
         parameter.grad = None
-    objective = DPO() if workload.objective == "DPO" else CrossEntropy()
+    objective = workload.objective()
 
     def backward(loss: torch.Tensor, _: None) -> None:
         loss.backward()

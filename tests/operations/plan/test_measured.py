@@ -11,6 +11,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
+from genesis.objectives import DPO
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.timeline import play_step
 from genesis.optim import Muon
@@ -141,7 +142,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         base_bytes=2,
         precision="bf16-mixed",
     ),
-    "preferences": case(ONE, objective="DPO", adapter=LORA, micro_batch_size=2, global_batch_size=6),
+    "preferences": case(ONE, objective=DPO, adapter=LORA, micro_batch_size=2, global_batch_size=6),
     "replicated, one micro-batch": case(Layout("replicated", 2), global_batch_size=8),
     "full, bf16-mixed": case(FULL, precision="bf16-mixed"),
     "full, one micro-batch": case(FULL, global_batch_size=8),

@@ -1,15 +1,12 @@
-"""Preference optimisation in a recipe of `genesis fit`: finds the reference, by which a resume is checked."""
+"""Finds the reference of preferences in a recipe of `genesis fit`, by which a resume is checked."""
 
 from pathlib import Path
 from typing import Any, Final
 
-from jsonargparse import Namespace
-
 from genesis.base.errors import UserError, check_is_named
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import find_continued
-from genesis.generate.checkpoint_reference import Reference, read_reference
-from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
+from genesis.objectives.objective import Recipe, RecipeContext
+from genesis_callbacks.checkpoint import Manifest, read_committed_hash, read_manifest
 
 REFERENCE: Final = "reference"
 """The entry of a checkpoint's identity: the hash of the reference's manifest, or `BASE`."""
@@ -19,33 +16,29 @@ _OPTION: Final = "model.objective.init_args.reference"
 _HASH_SHOWN: Final = 23
 
 
-def prepare_preference(config: Namespace, reference: Reference | None, run_dir: Path) -> dict[str, str]:
+def resolve_reference(config: Recipe, start: RecipeContext) -> dict[str, str]:
     """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
 
     A run of all weights that begins with no checkpoint gets the weights of its reference.
 
     Args:
-        config: The recipe, with the base of its adapters, before anything is built of it. Another objective stays as it
-            is.
-        reference: What `ckpt_path` is; None if it is not given.
-        run_dir: The directory in which this run saves.
+        config: The recipe, with the base of its adapters, before anything is built of it.
+        start: What the run continues with.
 
     Raises:
         UserError: There is no reference, or another one than that of the run that continues.
     """
-    class_path = config.get("model.objective.class_path")
-    if class_path is None or class_path.rpartition(".")[2] != "DPO":
-        return {}
-    continued = None if reference is None else find_continued(reference)
+    continued = start.find_continued()
     manifest = None
     if continued is not None:
-        is_own = continued.resolve().parent == RunDirectory(run_dir.resolve()).checkpoints
+        is_own = continued.resolve().parent == RunDirectory(start.run_dir.resolve()).checkpoints
         # A run that takes the weights alone is a new one, with a reference of its own.
         manifest = read_manifest(continued) if is_own or config.get("checkpoint.restore") != "weights" else None
     recorded = None if manifest is None else manifest.identity.get(REFERENCE)
     given = config.get(_OPTION)
     if given is not None:
-        found = _find_given(given, recorded)
+        check_is_named(given, _OPTION)
+        found = start.find_recorded(given, recorded)
     elif recorded is not None and recorded != BASE:
         assert manifest is not None
         found = _find_recorded(manifest, recorded)
@@ -80,20 +73,6 @@ def _check_same(found: str, recorded: str | None) -> None:
         f"the reference is {now}, and the run that continues was trained with {before}: give that by --{_OPTION}, or "
         "start a new run from its weights (--checkpoint.restore weights, in another run_dir)"
     )
-
-
-def _find_given(given: str, recorded: str | None) -> Path:
-    """Returns the checkpoint that a recipe names; of a run that trains on, the one that was the reference before."""
-    check_is_named(given, _OPTION)
-    reference = read_reference(given)
-    found = reference.find_checkpoint(level="quick")
-    if recorded is None or read_committed_hash(found) == recorded:
-        return found
-    if reference.kind == "run":
-        for path, _ in list_committed(reference.path):
-            if read_committed_hash(path) == recorded:
-                return path
-    return found
 
 
 def _find_recorded(manifest: Manifest, recorded: str) -> Path:

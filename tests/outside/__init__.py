@@ -1,0 +1,1 @@
+"""What users add in one file of their own: `genesis fit` finds it by its import path."""
