@@ -203,8 +203,8 @@ class _Part:
         """Appends each document to its split's shard and returns their tokens; bad rows are skipped or refused."""
         if self._encoder is not None:
             with encoding(sum(len(document.utf8) for document in documents)):
-                encoded = self._encoder.encode(documents)
-            return self._append_conversations(encoded)
+                chats = self._encoder.encode(documents)
+            return self._append_conversations(chats)
         texts = [document for document in documents if isinstance(document, Document) and not document.is_blank]
         bad = [document for document in documents if isinstance(document, BadRow)]
         self._note_bad(bad)
