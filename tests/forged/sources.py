@@ -46,10 +46,8 @@ def iterate_cases(seed: int, mark: Path) -> Iterator[Case]:
         yield Case(
             "data", f"gz of {len(bomb)}", rewrite(Path(path), lambda _, b=bomb: b), build_command(f"../in/{path}")
         )  # type: ignore[misc]
-    for path, pack in (("data/a.jsonl.gz", gzip.compress), ("data/a.jsonl.zst", zstandard.compress)):
-        lines = b'{"text": "a"}\n' * (2 * _BOMB_BYTES // 14)
-        forge = rewrite(Path(path), lambda _, p=pack, d=lines: p(d))  # type: ignore[misc]
-        yield Case("data", f"{path}: {len(lines)} bytes of lines", forge, build_command(f"../in/{path}"))
+    lines = rewrite(Path("data/a.jsonl.zst"), lambda _: zstandard.compress(b'{"text": "a"}\n' * (_BOMB_BYTES // 14)))
+    yield Case("data", "zst of lines", lines, build_command("../in/data/a.jsonl.zst"))
     long = rewrite(jsonl, lambda data: data + b'{"text": "' + b"a" * (_BOMB_BYTES // 2) + b'"}\n')
     yield Case("data", "a line of half a bomb", long, build_command(f"../in/{jsonl}"))
     path = "data/a.jsonl.zst"

@@ -25,9 +25,9 @@ DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa
 
 MAX_RECORD_BYTES: Final = 16 << 20
 """The largest record: a tokenizer of Hugging Face's library takes 0.15 GB of memory for each megabyte of one text."""
-_MAX_EXPANSION: Final = 256
+_MAX_EXPANSION: Final = 100
 """How many times longer than its file a decompressed text may be, beyond `_FREE_BYTES`; text has about 4 times."""
-_FREE_BYTES: Final = 64 << 20
+_FREE_BYTES: Final = 16 << 20
 _BLOCK_BYTES: Final = 1 << 20
 _COMPRESSED_BLOCK_BYTES: Final = 1 << 10
 """What is decompressed at a time: a kilobyte of Zstandard has at most 32 MB of text."""
@@ -235,7 +235,7 @@ def _read_zst_blocks(file: BinaryIO) -> Iterator[bytes]:
         while data:
             found.append(frame.decompress(data))
             if sum(map(len, found)) >= _BLOCK_BYTES:
-                yield b"".join(found)
+                yield from _cut(b"".join(found))
                 found = []
             is_between_frames = frame.eof
             data = frame.unused_data
@@ -245,6 +245,11 @@ def _read_zst_blocks(file: BinaryIO) -> Iterator[bytes]:
         yield block
     if not is_between_frames:
         raise EOFError("the compressed data ends in the middle of a frame")
+
+
+def _cut(block: bytes) -> Iterator[bytes]:
+    """Yields a block in pieces of usual size: millions of short lines at once would take many times their bytes."""
+    return (block[start : start + _BLOCK_BYTES] for start in range(0, len(block), _BLOCK_BYTES))
 
 
 def _split(found: InputFile, delimiter: Delimiter, offset: int) -> Iterator[Record]:
