@@ -28,8 +28,7 @@ from genesis.model.attend.metadata import (
 from genesis.model.attend.table import KERNELS, TORCH_KERNEL, attend
 from genesis.model.initial import InitialValues
 from genesis.model.norm import RMSNorm
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts, record_linear
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts
 
 
 @dataclass(frozen=True)
@@ -298,14 +297,6 @@ def rotate(
     return turned.to(x.dtype)
 
 
-def record_rotation(tape: Tape, x: Value) -> Value:
-    """Records `rotate`, which keeps nothing: the tables need no gradient."""
-    wide = x.num_elements * FLOAT32_BYTES
-    # Forward: the product with the cosine, the halves in the other order, and the sum before it is narrowed.
-    forward_bytes = wide + x.num_bytes + (wide if x.element_bytes != FLOAT32_BYTES else 0)
-    return tape.apply((x,), x.num_elements, x.element_bytes, forward_bytes=forward_bytes, backward_bytes=2 * wide)
-
-
 class Attention(Part):
     """Grouped-query attention with rotary positions."""
 
@@ -354,26 +345,6 @@ class Attention(Part):
     def context_flops_per_token(self, context: int) -> int:
         """Two products of the width of all heads, query with key and weight with value, six operations each."""
         return 12 * self.output.in_features * min(context, self.window or context)
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the products, the rotation and the attention itself."""
-        query, key, value = (record_linear(tape, x, layer) for layer in (self.query, self.key, self.value))
-        gate = None
-        if self.has_output_gate:  # the rows of queries and gates alternate, so that each is copied
-            half = query.num_elements // 2
-            query, gate = (tape.apply((query,), half, query.element_bytes) for _ in range(2))
-        if self.qk_norm is not None:
-            query, key = self.query_norm.record(tape, query), self.key_norm.record(tape, key)
-        if self.has_rope:
-            query, key = (record_rotation(tape, part) for part in (query, key))
-        num_heads = query.num_elements // tape.setting.num_tokens // self.head_dim
-        attended = KERNELS[tape.setting.attention].record(tape, query, key, value, num_heads, self.window)
-        if gate is not None:
-            opened = tape.apply((gate,), gate.num_elements, gate.element_bytes, saves_output=True)
-            attended = tape.apply(
-                (attended, opened), attended.num_elements, attended.element_bytes, saved=(attended, opened)
-            )
-        return record_linear(tape, attended, self.output)
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None

@@ -13,7 +13,6 @@ from torch.nn.functional import linear
 
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part, Statistics
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 if TYPE_CHECKING:
     from genesis.model.mixture import MixtureConfig
@@ -91,24 +90,6 @@ class Router(Part):
     def flops_per_token(self) -> int:
         """The FLOPs of the weight."""
         return 6 * self.weight.numel()
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the scores in float32, and returns the weights of the chosen experts."""
-        num_tokens, num_experts = tape.setting.num_tokens, self.config.num_experts
-        x = tape.cast(x, FLOAT32_BYTES)
-        weight = tape.weight(self.weight)
-        num_scores = num_tokens * num_experts
-        logits = tape.apply((x,), num_scores, FLOAT32_BYTES, saved=(x,), weights=[weight])
-        # Besides, the scores of the choice, and for the statistics the shares and their entropies.
-        scores = tape.apply(
-            (logits,), num_scores, FLOAT32_BYTES, saves_output=True, forward_bytes=3 * num_scores * FLOAT32_BYTES
-        )
-        if self.config.z_loss or self.config.balance_loss:
-            losses = [tape.value(num_scores, FLOAT32_BYTES) for _ in range(2)]
-            scores = tape.apply((scores,), num_scores, FLOAT32_BYTES, saved=losses)
-        chosen = tape.value(num_tokens * self.config.top_k, 8)
-        sums = tape.value(num_tokens * self.config.top_k, FLOAT32_BYTES)
-        return tape.apply((scores,), num_tokens * self.config.top_k, FLOAT32_BYTES, saved=(chosen, sums))
 
     def forward(self, x: Float[Tensor, "*T D"], counted: Bool[Tensor, "*T"] | None = None) -> Routing:
         """Returns the experts of each token.

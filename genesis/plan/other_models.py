@@ -1,18 +1,19 @@
 """The memory of what runs beside the trained model: a teacher's forward, and the answers that GSPO writes."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from genesis.model.attend.table import MASK, TORCH_KERNEL
-from genesis.model.decoder import DecoderConfig
-from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
+from genesis.model.decoder import DecoderConfig, KVCache
 from genesis.plan.bill import CACHE, WHOLE
-from genesis.plan.layout import Layout, Workload
-from genesis.plan.sections import Sections, build_sections, build_setting
+from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload
+from genesis.plan.record import ACTIVATIONS, CASTS, LOSS, Bytes
+from genesis.plan.sections import Sections, Setting, build_sections, build_setting
 from genesis.plan.state import Model, build_model
 from genesis.precision import FULL
-
-_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     precision = FULL if workload.teacher_bytes == FLOAT32_BYTES else "bf16-true"
     alone = Workload(
         decoder=workload.teacher,
-        objective="Distillation",  # whose head computes no gradients in its forward
+        teacher_top_k=workload.teacher_top_k,
         seq_len=workload.seq_len,
         micro_batch_size=workload.micro_batch_size,
         precision=precision,
@@ -47,17 +48,13 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
         has_documents=workload.has_documents,
     )
     model = build_model(alone)
-    setting = build_setting(alone, Layout())
-    sections = build_sections(model.decoder, alone, setting)
-    courses = [section.forward_without for section in (sections.embedding, *sections.blocks)]
-    stream = sections.blocks[0].input_bytes
-    highest = max((course.peak for course in courses), key=lambda peak: sum(peak.values()))
-    head = sections.head.forward_without.peak
+    sections = build_sections(alone, replace(build_setting(alone, Layout()), is_trained=False))
+    every = (sections.embedding, *sections.blocks, sections.head)
     # The stream exists beside every section.
-    forward: Bytes = Counter({ACTIVATIONS: stream + sections.tables_bytes})
-    forward.update(max(highest, head, key=lambda peak: sum(peak.values())))
+    forward: Bytes = Counter({ACTIVATIONS: sections.blocks[0].input_bytes + sections.tables_bytes})
+    forward.update(max((one.forward.peak for one in every), key=lambda peak: sum(peak.values())))
     weights = sum(one.num_elements * workload.teacher_bytes for one in model.parameters)
-    classes = setting.num_tokens * (workload.teacher_top_k * (_ID_BYTES + FLOAT32_BYTES) + FLOAT32_BYTES)
+    classes = sections.head.forward.end[LOSS]
     return TeacherBytes(weights, forward, classes)
 
 
@@ -72,24 +69,19 @@ def count_answers(workload: Workload, layout: Layout, model: Model, sections: Se
         return found
     num_rows, decoder = workload.num_answer_rows, workload.decoder
     element_bytes = next(one.element_bytes for one in model.parameters if one.name == "embedding.weight")
-    found[CACHE] = _count_cache(decoder, num_rows, workload.seq_len, element_bytes)
+    dtype = torch.bfloat16 if element_bytes == HALF_BYTES else torch.float32
+    found[CACHE] = _count_cache(decoder, num_rows, workload.seq_len, dtype)
     found[LOSS] = 2 * num_rows * decoder.vocab_size * FLOAT32_BYTES
     if setting.is_autocast and not layout.is_sharded and layout.activation_checkpointing == "none":
         output = model.decoder.output_weight
         found[CASTS] = sum(block.cached_casts for block in sections.blocks)
-        found[CASTS] += output.numel() * setting.product_bytes if output.requires_grad else 0
+        found[CASTS] += output.numel() * setting.product_dtype.itemsize if output.requires_grad else 0
     if layout.is_sharded:
         found[WHOLE] = sum(one.num_elements * one.element_bytes for one in model.parameters)
     return found
 
 
-def _count_cache(decoder: DecoderConfig, num_rows: int, num_slots: int, element_bytes: int) -> int:
-    """Returns the bytes of `genesis.model.decoder.KVCache`."""
-    attention, linear = decoder.parts.attention, decoder.linear_attention
-    slots = decoder.num_attention_layers * num_rows * num_slots * attention.num_kv_heads * decoder.head_dim
-    total = 2 * slots * element_bytes
-    if linear is not None:
-        rows = (decoder.num_layers - decoder.num_attention_layers) * num_rows
-        total += rows * linear.num_value_heads * linear.key_dim * linear.value_dim * FLOAT32_BYTES
-        total += rows * (linear.conv_width - 1) * linear.num_channels * element_bytes
-    return total
+def _count_cache(decoder: DecoderConfig, num_rows: int, num_slots: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a cache of keys and values, and of states."""
+    cache = KVCache(decoder, num_rows, num_slots, "meta", dtype)
+    return sum(one.nbytes for one in tree_leaves(list(vars(cache).values())) if isinstance(one, torch.Tensor))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, GRADIENTS, LOSS, Bytes, Setting
 from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
 from genesis.optim.piece_memory import MOST_MOMENTS
 from genesis.plan.bill import (
@@ -26,9 +25,10 @@ from genesis.plan.bill import (
     Bill,
 )
 from genesis.plan.gathers import Gathers, Unit
-from genesis.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes
+from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, forward_weight_bytes
 from genesis.plan.other_models import count_answers, count_teacher
-from genesis.plan.sections import IDS_BYTES, Section, Sections, build_sections, build_setting
+from genesis.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
+from genesis.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
 from genesis.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
 
 DIGEST_BYTES: Final = 3 * 8 * 2**20
@@ -95,7 +95,7 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     layout.check_experts(workload.decoder, workload.optimizer)
     model = build_model(workload)
     setting = build_setting(workload, layout)
-    sections = build_sections(model.decoder, workload, setting)
+    sections = build_sections(workload, setting)
     state = count_state(model, workload, layout, setting.rounded_to)
     on_host = count_on_host(model, workload, layout, setting.rounded_to)
     player = _Player(workload, layout, model, setting, sections, state, on_host)
