@@ -39,11 +39,24 @@ def _multiply_groups(left: Tensor, right: Tensor, offs: Tensor, *_: Any, **optio
     return left.new_empty([*groups, left.shape[0], right.shape[-1]])
 
 
+def _select(x: Tensor, dim: int, index: int) -> Tensor:
+    out: Tensor = torch.ops.aten.select.int(x, dim, 0)
+    return out
+
+
+def _select_backward(gradient: Tensor, sizes: list[int], dim: int, index: int) -> Tensor:
+    out: Tensor = torch.ops.aten.select_backward.default(gradient, sizes, dim, 0)
+    return out
+
+
 _RESULTS: Final[dict[Any, Callable[..., Tensor]]] = {
+    # Torch remembers the sizes of a call: one index in the place of all makes loops over chunks cheap.
+    torch.ops.aten.select.int: _select,
+    torch.ops.aten.select_backward.default: _select_backward,
     torch.ops.aten.nonzero.default: _find_all,
     torch.ops.aten._grouped_mm.default: _multiply_groups,  # torch knows only sizes in bfloat16
 }
-"""Results of operators whose sizes torch does not know without values; every value counts."""
+"""Operators whose sizes torch does not know without values, where every value counts, or knows only slowly."""
 
 
 class Record(TorchDispatchMode):

@@ -227,7 +227,10 @@ class Walk:
         self._kept: list[set[int]] = []
         self._last_kept: list[int] = []
         self._without: list[list[Event]] = []
-        self._gradients: list[tuple[int, int, nn.Parameter]] = []
+        self._gradients: list[tuple[int, int, Tensor]] = []
+        self._sizes: dict[int, int] = {}
+        self._cached: set[int] = set()
+        self._of_output = 0
         self._tables: dict[int, int] = {}
 
     def measure(self) -> Sections:
@@ -341,70 +344,78 @@ class Walk:
         self._record.terms[self._record.find(gradient)] = ACTIVATIONS
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None and isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
         self._gradients.append((len(self._record.events), self._record.find(parameter.grad), parameter))
 
     # ---- the sections
 
     def _cut(self, output: nn.Parameter) -> Sections:
-        record, head = self._record, len(self._chosen)
         self._release_first_input()
-        events, turn = record.events, self._starts[-1]
-        sizes = {number: size for number, size in events if size > 0}
+        record, starts, head = self._record, self._starts, len(self._chosen)
+        events, stop = record.events, len(record.events)
+        self._sizes = {number: size for number, size in events if size > 0}
+        self._of_output = next((number for _, number, parameter in self._gradients if parameter is output), 0)
+        # Tables are counted once. Copies of trained weights that autocast keeps after the backward are the timeline's;
+        # others are kept by what reads them.
         ended = {number for number, size in events if size < 0}
+        self._cached = (record.casts.keys() & self._sizes.keys()) - ended
+        reached = [self._reached.get(section, stop) for section in range(head + 1)]
+        for number in self._list_begun(starts[head], reached[head]):
+            record.terms.setdefault(number, LOSS)
         for _, number, _ in self._gradients:
-            record.terms[number] = GRADIENTS
-        of_output = next((number for _, number, parameter in self._gradients if parameter is output), 0)
-        reached = [self._reached.get(section, len(events)) for section in range(head + 1)]
-        for number, size in (*events[self._starts[head] : turn], *events[turn : reached[head]]):
-            if size > 0:
-                record.terms.setdefault(number, LOSS)
-        if of_output:
-            record.terms[of_output] = LOSS
-        # Autocast keeps copies of trained weights after the backward; others are kept by what reads them.
-        cached = (record.casts.keys() & sizes.keys()) - ended
-        left_out = cached | self._tables.keys()
-
-        def choose(start: int, stop: int) -> list[Event]:
-            return [event for event in events[start:stop] if event[0] not in left_out]
-
-        def finish(section: int, start: int, stop: int, backward: tuple[int, int], without: list[Event]) -> Section:
-            forward, kept_before = choose(start, stop), []
-            if 0 <= section < head:
-                kept_before = self._end_at_last_kept(section, choose(start, self._last_kept[section]))
-            begun = {number for number, size in events[slice(*backward)] if size > 0} - {of_output}
-            own = [(at, number) for at, number, _ in self._gradients if number in begun]
-            added = choose(*backward)
-            gradient = sizes.get(of_output, 0) if section == head else 0
-            is_late = gradient > 0 and all(number != of_output for number, _ in forward)
-            if gradient and not is_late:
-                forward.insert(0, (of_output, -gradient))
-            last = [(of_output, -gradient)] if is_late else []
-            stays = record.course([*added, *last])
-            for at, number in reversed(own):
-                added.insert(len(choose(backward[0], at)), (number, -sizes[number]))
-            return Section(
-                forward=record.course(forward),
-                forward_without=record.course([event for event in without if event[0] not in left_out]),
-                recompute=record.course(kept_before),
-                backward=stays,
-                backward_added=record.course([*added, *last]),
-                gradient_bytes=stays.end[GRADIENTS],
-                input_bytes=self._inputs[section][1] if section >= 0 else 0,
-                cached_casts=sum(sizes[number] for number in cached if (number, sizes[number]) in events[start:stop]),
-                weight_gradient_bytes=gradient,
-                has_late_gradient=is_late,
-            )
-
-        embedding = finish(-1, 0, self._starts[0], (reached[0], len(events)), [])
+            record.terms[number] = LOSS if number == self._of_output else GRADIENTS
+        embedding = self._finish(None, (0, starts[0]), (reached[0], stop))
         sections = [
-            finish(one, self._starts[one], self._starts[one + 1], (reached[one + 1], reached[one]), self._without[one])
-            for one in range(head)
+            self._finish(one, (starts[one], starts[one + 1]), (reached[one + 1], reached[one])) for one in range(head)
         ]
-        last = finish(head, self._starts[head], turn, (turn, reached[head]), [])
+        last = self._finish(head, (starts[head], starts[-1]), (starts[-1], reached[head]))
         return Sections(
             embedding, tuple(sections[one] for one in self._section_of_block), last, sum(self._tables.values())
         )
+
+    def _finish(self, section: int | None, span: tuple[int, int], backward_span: tuple[int, int]) -> Section:
+        record, is_block = self._record, section is not None and section < len(self._chosen)
+        forward = self._choose(record.events[slice(*span)])
+        backward = self._choose(record.events[slice(*backward_span)])
+        added = self._add_gradients(*backward_span)
+        gradient, is_late = 0, False
+        if section == len(self._chosen):
+            gradient = self._sizes.get(self._of_output, 0)
+            is_late = gradient > 0 and self._of_output not in dict(forward)
+            # The timeline holds this gradient: from the beginning of the forward, or from the end of the backward.
+            if is_late:
+                backward, added = ([*some, (self._of_output, -gradient)] for some in (backward, added))
+            elif gradient:
+                forward.insert(0, (self._of_output, -gradient))
+        stays = record.course(backward)
+        return Section(
+            forward=record.course(forward),
+            forward_without=record.course(self._choose(self._without[section]) if is_block else []),
+            recompute=record.course(self._end_at_last_kept(section, span[0]) if is_block else []),
+            backward=stays,
+            backward_added=record.course(added),
+            gradient_bytes=stays.end[GRADIENTS],
+            input_bytes=0 if section is None else self._inputs[section][1],
+            cached_casts=sum(self._sizes[number] for number in self._list_begun(*span) & self._cached),
+            weight_gradient_bytes=gradient,
+            has_late_gradient=is_late,
+        )
+
+    def _choose(self, events: list[Event]) -> list[Event]:
+        return [event for event in events if event[0] not in self._cached and event[0] not in self._tables]
+
+    def _list_begun(self, start: int, stop: int) -> set[int]:
+        return {number for number, size in self._record.events[start:stop] if size > 0}
+
+    def _add_gradients(self, start: int, stop: int) -> list[Event]:
+        """Returns the events of a backward where each gradient of a weight ends as soon as it was added to another."""
+        events, at = [], start
+        begun = self._list_begun(start, stop) - {self._of_output}
+        for added, number, _ in self._gradients:
+            if number in begun:
+                events += [*self._record.events[at:added], (number, -self._sizes[number])]
+                at = added
+        return self._choose([*events, *self._record.events[at:stop]])
 
     def _release_first_input(self) -> None:
         """Moves the end of the first block's input to the end of that block.
@@ -420,9 +431,10 @@ class Walk:
             self._starts[1:-1] = [start + 1 for start in self._starts[1:-1]]
             self._last_kept[1:] = [last + 1 for last in self._last_kept[1:]]
 
-    def _end_at_last_kept(self, section: int, events: list[Event]) -> list[Event]:
+    def _end_at_last_kept(self, section: int, start: int) -> list[Event]:
         """Returns the events of a second forward, at whose end only what is kept exists."""
-        live: dict[int, int] = dict([self._inputs[section]])
+        events = self._choose(self._record.events[start : self._last_kept[section]])
+        live = dict([self._inputs[section]])
         for number, size in events:
             if size > 0:
                 live[number] = size

@@ -1,4 +1,4 @@
-"""What stands in for kernels of accelerators and for other ranks, neither of which a plan has, and takes as much memory.
+"""Stand-ins for kernels of accelerators and for other ranks, neither of which a plan has, that take as much memory.
 
 A CPU build of torch lacks the kernels of attention, and its own norms and dropout keep something else.
 """
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from genesis.device import CPU, kind_of
 from genesis.model.attend.kernel import AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, Rows
-from genesis.model.attend.table import FLASH, KERNELS
+from genesis.model.attend.table import FLASH, KERNELS, MASK
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -64,7 +64,8 @@ class _AttentionStandIn(AttentionKernel):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)
         if kind_of(query.device) != CPU:
-            return _AttentionFunction.apply(query, key, value, _WORKSPACES[self.name](query, key))
+            workspace = _WORKSPACES.get(self.name)
+            return _AttentionFunction.apply(query, key, value, workspace(query, key) if workspace else 0)
         # One call for each document: the results are joined in a tensor of their own, and so are the gradients.
         parts = _AttentionFunction.apply(query, key, value, query.nbytes + key.nbytes + value.nbytes)
         return parts.clone()
@@ -124,6 +125,7 @@ class EvenExchange:
         self._num_ranks = num_ranks
 
     def send(self, rows: Tensor, counts: Tensor) -> "_Flight":
+        """Begins to send rows."""
         received = _Travel.apply(rows.contiguous())
         return _Flight(received, counts.view(self._num_ranks, -1))
 
@@ -166,7 +168,7 @@ def stand_in(kind: str) -> Iterator[None]:
     """Puts everything that stands in for something of this kind of device into its place."""
     real = dict(KERNELS)
     # On a CPU documents are attended one by one, by lengths that a plan does not know.
-    for name in (FLASH.name,) if kind == CPU else _WORKSPACES:
+    for name in (FLASH.name,) if kind == CPU else real.keys() - {MASK.name}:
         KERNELS[name] = _AttentionStandIn(real[name])
     try:
         with contextlib.nullcontext() if kind == CPU else _StandIns():

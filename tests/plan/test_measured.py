@@ -1,17 +1,23 @@
 """The predicted peak of a step against the peak that torch's allocator records, under every strategy and policy."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import pytest
+import torch
 
+from genesis.device import kind_of
+from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
+from genesis.model.attend.table import KERNELS
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.feed_forward import Dense, FeedForwardConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.plan.layout import Layout, Workload
+from genesis.plan.sections import build_sections, build_setting
 from genesis.plan.timeline import play_step
 from tests.model import mixture_part
 from tests.plan.measure import measure_peak
@@ -215,8 +221,36 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> 
     assert predicted == pytest.approx(measure_peak(workload, layout), rel=TOLERANCE)
 
 
-def test_a_part_without_a_record_is_estimated_and_named() -> None:
-    parts = replace(SHAPE, ffn_dim=None, feed_forward=mixture_part.MixtureConfig(4, 96))
-    timeline = play_step(replace(WORKLOAD, decoder=parts), ONE)
-    assert timeline.notes == ("Mixture does not record its activations: estimated from its matrices",)
-    assert timeline.peak_bytes > play_step(WORKLOAD, ONE).state.total
+def test_a_part_of_somebody_else_is_measured_like_any_other() -> None:
+    workload = replace(WORKLOAD, decoder=replace(SHAPE, ffn_dim=None, feed_forward=mixture_part.MixtureConfig(4, 96)))
+    assert play_step(workload, ONE).peak_bytes == pytest.approx(measure_peak(workload, ONE), rel=0.01)
+
+
+class Reader(Dense):
+    """A part whose work depends on values."""
+
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        return super().forward(x * x.sum().item())
+
+
+@dataclass(frozen=True)
+class ReaderConfig(FeedForwardConfig):
+    """Its options."""
+
+    def build(self, dim: int, layer: int) -> Reader:
+        return Reader(dim, dim)
+
+
+def test_a_part_that_reads_values_is_refused_in_one_line_and_real_kernels_come_back() -> None:
+    before = dict(KERNELS)
+    with pytest.raises(UserError, match="reads values of tensors in its forward") as caught:
+        play_step(replace(WORKLOAD, decoder=replace(SHAPE, ffn_dim=None, feed_forward=ReaderConfig())), ONE)
+    assert "\n" not in str(caught.value)
+    assert before == KERNELS
+    assert kind_of(torch.device("meta")) == "meta"
+
+
+def test_equal_blocks_are_measured_once_and_others_each() -> None:
+    sections = build_sections(replace(WORKLOAD, decoder=LINEAR), build_setting(WORKLOAD, ONE))
+    assert len({id(block) for block in sections.blocks}) == 2
+    assert sections.blocks[0] is sections.blocks[2]
