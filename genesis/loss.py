@@ -203,9 +203,10 @@ class _TokenLosses(torch.autograd.Function):
                 losses[run] = fuse(lose_rows)(logits, target).squeeze(1)
                 continue
             is_ignored = target == IGNORE_INDEX
-            _, log_normaliser = normalise(logits)
+            log_normaliser = normalise(logits)[1]
             own = log_normaliser - logits.gather(1, target.masked_fill(is_ignored, 0))
             losses[run] = own.masked_fill_(is_ignored, 0).squeeze(1)
+            del logits  # before those of the next chunk exist
         return losses
 
     @staticmethod
@@ -244,6 +245,7 @@ class _TokenLosses(torch.autograd.Function):
                     grad_hidden[run] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
                 if grad_weight is not None:
                     grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+                del probs, grad_logits  # before the logits of the next chunk exist
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 

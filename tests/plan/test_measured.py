@@ -22,7 +22,9 @@ from genesis.plan.timeline import play_step
 from tests.model import mixture_part
 from tests.plan.measure import measure_peak
 
-TOLERANCE: Final = 0.1
+TOLERANCE: Final = 0.03
+KERNELS_TOLERANCE: Final = 0.1
+"""Of linear attention, whose kernels hold what no operator shows, and of experts, counted as accelerators have them."""
 SHAPE: Final = DecoderConfig(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=128, vocab_size=512
 )
@@ -212,13 +214,14 @@ def test_each_quick_case_is_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", [mark(name) for name in CASES])
-def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> None:
+def test_the_predicted_peak_is_that_of_the_allocator(name: str) -> None:
     workload, layout = CASES[name]
     timeline = play_step(workload, layout)
     predicted = timeline.peak_bytes
     if layout.cpu_offload:  # here the host is the device; old gradients are freed when a step begins
         predicted += timeline.on_host.total - timeline.on_host.gradients
-    assert predicted == pytest.approx(measure_peak(workload, layout), rel=TOLERANCE)
+    tolerance = KERNELS_TOLERANCE if workload.decoder.linear_attention or "experts" in name else TOLERANCE
+    assert predicted == pytest.approx(measure_peak(workload, layout), rel=tolerance)
 
 
 def test_a_part_of_somebody_else_is_measured_like_any_other() -> None:
