@@ -82,7 +82,7 @@ test-all: test test-rest test-repeats
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -m long
 
-# A test twenty times beside four busy processes: make stress T=tests/test_loss.py, or an id of pytest in quotes.
+# A test twenty times beside four busy processes: make stress T=tests/model/test_loss.py, or an id of pytest in quotes.
 stress: export T := $(value T)
 stress: $(STAMP)
 	@$(BIN)/python .ci/stress.py
@@ -93,7 +93,7 @@ stress: $(STAMP)
 # The record of the options of `fit` is of the pinned Lightning, and ignored with another one: its tests are left out.
 LOWEST := .venv-lowest
 LOWEST_IGNORED := --ignore=tests/cli/test_option_names.py \
-	--deselect=tests/plan/test_command.py::test_a_mistake_is_one_line[unknown-option]
+	--deselect=tests/operations/plan/test_command.py::test_a_mistake_is_one_line[unknown-option]
 LOWEST_WARNINGS := -W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning -W ignore::FutureWarning
 check-lowest: export OMP_NUM_THREADS := 1
 check-lowest: $(LOWEST)/installed

@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 IGNORE = "phrases: ignore"
 PACKAGES = ("genesis/", "callbacks/src/")
-PLAIN = ("genesis/serve/", "genesis/cli/", "genesis/export/", "genesis/release/", "configs/")
+PLAIN = ("genesis/serve/", "genesis/cli/", "genesis/export/", "genesis/operations/release/", "configs/")
 EVERYWHERE = ("",)
 SKIPPED = (
     "tests/golden/",

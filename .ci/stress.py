@@ -1,6 +1,6 @@
 """Runs a test many times beside busy processes, and prints how often it failed, with the first failure.
 
-The test is a path or an id of pytest, in the environment variable T: `make stress T=tests/test_loss.py`. Each time is a
+The test is a path or an id of pytest, in the environment variable T: `make stress T=tests/test_words.py`. Each is a
 process of its own, because the state of one process would hide or repeat a failure. The load ends with this process.
 """
 

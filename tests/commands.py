@@ -201,7 +201,7 @@ def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedP
 
 
 def start_worker(module: str, descriptor: int) -> ForkedCommand:
-    """Does what `genesis.processes.start_worker` does; the process has imported the module."""
+    """Does what `genesis.base.processes.start_worker` does; the process has imported the module."""
     return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor)
 
 

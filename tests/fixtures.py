@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from genesis import processes
+from genesis.base import processes
+from genesis.base.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.cli import progress
 from genesis.evaluate.environment import make_quiet
 from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
-from genesis.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import fork_writers, preload

@@ -29,8 +29,8 @@ import torch
 
 import genesis.export.export
 from genesis.cli.main import main
+from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.checkpoint import CheckpointError, find_latest
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from tests.planted import Payload
 
 LIMIT_SECONDS = 10.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from genesis.doctor import fits
-from genesis.doctor.killed_run import kill_and_resume
-from genesis.doctor.probe import Probe, read_findings, task_from_json
+from genesis.operations.doctor import fits
+from genesis.operations.doctor.killed_run import kill_and_resume
+from genesis.operations.doctor.probe import Probe, read_findings, task_from_json
 from tests.commands import run_module
 
 

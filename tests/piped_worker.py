@@ -1,4 +1,4 @@
-"""A worker over a pipe (`genesis.processes.PipedWorker`) in a forked process: MODULE DESCRIPTOR."""
+"""A worker over a pipe (`genesis.base.processes.PipedWorker`) in a forked process: MODULE DESCRIPTOR."""
 
 import importlib
 import sys

@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from genesis_callbacks.checkpoint.hashing import hash_bytes
+from genesis_callbacks.base.hashing import hash_bytes
 
 
 class Payload:

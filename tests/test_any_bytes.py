@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data.manifest import read_manifest as read_corpus_manifest
-from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_index, read_weights
 from genesis.model.decoder import DecoderConfig
+from genesis.operations.supervise.mirror_manifest import decode_listing
 from genesis.serve.request import parse_chat, parse_completion
-from genesis.supervise.mirror_manifest import decode_listing
 from genesis.tokenizer.huggingface import HuggingFaceTokenizer
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.checkpoint.manifest import decode_manifest
+from genesis_callbacks.base.manifest import decode_manifest
 from tests.chat.support import write_tokenizer
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

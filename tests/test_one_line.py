@@ -11,16 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer as Library
 
+from genesis.base.console import Console
+from genesis.base.errors import RunEndedError, UserError, as_line, blaming, escape_controls
 from genesis.cli.surroundings import EscapedStream, escaped_streams
-from genesis.console import Console
-from genesis.errors import RunEndedError, UserError, as_line, blaming, escape_controls
 from genesis.huggingface.directory import read_json
-from genesis.supervise.metrics import RunCollector
-from genesis.supervise.status import read_status
+from genesis.operations.supervise.metrics import RunCollector
+from genesis.operations.supervise.status import read_status
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.checkpoint.errors import CorruptCheckpointError
-from genesis_callbacks.checkpoint.safe_read import parse_json
-from genesis_callbacks.json_text import load_json
+from genesis_callbacks.base.checkpoint_errors import CorruptCheckpointError
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.safe_read import parse_json
 from tests.chat.support import write_tokenizer
 from tests.commands import run_genesis
 
@@ -191,17 +191,17 @@ OWN_WORDS = {
     "genesis/cli/option_names.py": "a file of the package",
     "genesis/data/clean": "plans and rows that the command has just written",
     "genesis/data/sources/records.py": "the rules by which earlier versions read",
-    "genesis/demo/finetune.py": "a download whose hash is known",
-    "genesis/doctor": "what its own processes send",
+    "genesis/operations/demo/finetune.py": "a download whose hash is known",
+    "genesis/operations/doctor": "what its own processes send",
     "genesis/export/proof.py": "what the proof's process sends, and its request",
-    "genesis/progress.py": "what a process sends of its stages",
-    "genesis/supervise/forked_writer.py": "the launcher's protocol",
-    "genesis/supervise/launch_protocol.py": "the launcher's protocol",
-    "genesis/supervise/launcher.py": "the launcher's protocol",
-    "genesis/supervise/rendezvous.py": "what the supervisors of a run agree on",
+    "genesis/base/progress.py": "what a process sends of its stages",
+    "genesis/operations/supervise/forked_writer.py": "the launcher's protocol",
+    "genesis/operations/supervise/launch_protocol.py": "the launcher's protocol",
+    "genesis/operations/supervise/launcher.py": "the launcher's protocol",
+    "genesis/operations/supervise/rendezvous.py": "what the supervisors of a run agree on",
     "genesis/tokenizer/huggingface.py": "what the library has just written",
     "callbacks/src/genesis_callbacks/checkpoint/drift.py": "a value that it has just written",
-    "callbacks/src/genesis_callbacks/json_text.py": "the reader",
+    "callbacks/src/genesis_callbacks/base/json_text.py": "the reader",
 }
 
 
@@ -217,5 +217,5 @@ def test_json_of_others_is_read_at_one_place_and_so_is_a_console_made() -> None:
                 loose.append(f"{name}:{node.lineno} json: use load_json, or say whose text it is")
             is_console = isinstance(node, ast.ImportFrom) and node.module == "rich.console"
             if is_console and "Console" in [each.name for each in node.names]:
-                loose.append(f"{name}:{node.lineno} Console: use that of genesis.console")
+                loose.append(f"{name}:{node.lineno} Console: use that of genesis.base.console")
     assert loose == []

@@ -18,8 +18,8 @@ STARTS = (
     *("asyncio.create_subprocess", "concurrent.futures.ProcessPoolExecutor"),
 )
 MAY_START = {
-    "genesis/processes.py": {"subprocess.Popen", "subprocess.run"},
-    "genesis/supervise/launcher.py": {"os.fork"},  # of a process that `start_launcher` has started
+    "genesis/base/processes.py": {"subprocess.Popen", "subprocess.run"},
+    "genesis/operations/supervise/launcher.py": {"os.fork"},  # of a process that `start_launcher` has started
     "genesis_callbacks/checkpoint/writer_start.py": {"subprocess.Popen"},
     "genesis_callbacks/testing.py": {"os.fork"},
 }
@@ -27,7 +27,7 @@ MAY_START = {
 MAY_OPEN = {
     "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM"},
     "genesis/export/prove_adapter.py": {"PeftModel"},  # it opens weights for a given model, and has no such option
-    "genesis/demo/dequantise.py": {"AutoTokenizer", "AutoModelForCausalLM"},
+    "genesis/operations/demo/dequantise.py": {"AutoTokenizer", "AutoModelForCausalLM"},
     "genesis/bench/evaluate.py": {"HFLM"},
 }
 OPENER = re.compile(r"\bfrom_pretrained\b|\bfrom_config\b|\bHFLM\b")
@@ -77,7 +77,7 @@ def test_programs_are_started_and_models_opened_in_few_places(package: Path) -> 
     }  # to parse all takes seconds
     starts = {name: found for name, text in sources.items() if (found := find_starts(text))}
     assert starts == {name: found for name, found in MAY_START.items() if name in sources}, (
-        "start programs by genesis.processes, which gives them an empty standard input"
+        "start programs by genesis.base.processes, which gives them an empty standard input"
     )
     openers = {name: found for name, text in sources.items() if (found := find_openers(text))[0]}
     assert openers == {name: (found, True) for name, found in MAY_OPEN.items() if name in sources}, (
@@ -104,7 +104,7 @@ def test_no_program_gets_the_standard_input_of_the_one_that_starts_it() -> None:
     ask = [sys.executable, "-S", "-c", "print(repr(input()))"]
     program = f"""
 import subprocess, sys
-from genesis.processes import run_program, start_program, without_input
+from genesis.base.processes import run_program, start_program, without_input
 ask = {ask!r}
 seen = [run_program(ask, stderr=-3).returncode, start_program(ask, stderr=-3).wait()]
 with without_input():

@@ -1,4 +1,4 @@
-"""Files are opened by `genesis_callbacks.untrusted` alone: elsewhere a FIFO would block, and a device has no end."""
+"""Files are opened by `genesis_callbacks.base.untrusted` alone: elsewhere a FIFO blocks, and a device has no end."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ OPENS = frozenset(
 METHODS = frozenset({"read_text", "read_bytes", "update_mmap", "copyfile", "copy2", "copytree"})
 MAY_OPEN = re.compile("|".join(rf"\b{name.rpartition('.')[2]}\(" for name in sorted(OPENS | METHODS)))
 OPEN_KEYWORDS = frozenset({"mode", "buffering", "encoding", "errors", "newline"})
-OWN_WORK = ("genesis/bench/", "genesis/demo/", "genesis/doctor/", "genesis/rehearse/")
+OWN_WORK = ("genesis/bench/", "genesis/operations/demo/", "genesis/operations/doctor/", "genesis/operations/rehearse/")
 """Packages that read what they have made in directories of their own."""
 
 OF_THE_KERNEL = "of the kernel: /proc, /sys"
@@ -29,47 +29,47 @@ EXCEPTIONS = {
     "callbacks/src/genesis_callbacks/checkpoint/file_memory.py::_open_direct": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/checkpoint/writer.py::read_own_memory_bytes": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/testing.py::_fork_writer": OF_THE_KERNEL,
-    "genesis/available_memory.py::_read_container_limit": OF_THE_KERNEL,
-    "genesis/available_memory.py::available_memory": OF_THE_KERNEL,
+    "genesis/base/available_memory.py::_read_container_limit": OF_THE_KERNEL,
+    "genesis/base/available_memory.py::available_memory": OF_THE_KERNEL,
     "genesis/chat/worker.py::_serve": OF_THE_KERNEL,
     "genesis/cli/main.py::_end_unread": OF_THE_KERNEL,
     "genesis/data/clean/execute.py::_run_task": OF_THE_KERNEL,
     "genesis/model/proof_memory.py::_describe": OF_THE_KERNEL,
-    "genesis/processes.py::_read_environment": OF_THE_KERNEL,
-    "genesis/processes.py::_read_process": OF_THE_KERNEL,
-    "genesis/processes.py::_read_stat": OF_THE_KERNEL,
-    "genesis/supervise/attempt.py::_count_oom_kills": OF_THE_KERNEL,
-    "genesis/supervise/attempt.py::_is_stopped": OF_THE_KERNEL,
+    "genesis/base/processes.py::_read_environment": OF_THE_KERNEL,
+    "genesis/base/processes.py::_read_process": OF_THE_KERNEL,
+    "genesis/base/processes.py::_read_stat": OF_THE_KERNEL,
+    "genesis/operations/supervise/attempt.py::_count_oom_kills": OF_THE_KERNEL,
+    "genesis/operations/supervise/attempt.py::_is_stopped": OF_THE_KERNEL,
     "genesis/chat/training.py::find_training_template": INSTALLED,
     "genesis/cli/command_record.py::read_record": INSTALLED,
     "genesis/cli/option_names.py::_is_declared": INSTALLED,
     "genesis/cli/option_names.py::read": INSTALLED,
-    "genesis/recipes.py::_list_named_files": INSTALLED,
-    "genesis/recipes.py::copy_recipe": INSTALLED,
-    "genesis/recipes.py::read_summary": INSTALLED,
-    "genesis/release/wheels.py::_iterate_metadata": INSTALLED,
-    "genesis/release/wheels.py::_iterate_package": INSTALLED,
-    "genesis/report/page.py::render_page": INSTALLED,
+    "genesis/recipe/shipped.py::_list_named_files": INSTALLED,
+    "genesis/recipe/shipped.py::copy_recipe": INSTALLED,
+    "genesis/recipe/shipped.py::read_summary": INSTALLED,
+    "genesis/operations/release/wheels.py::_iterate_metadata": INSTALLED,
+    "genesis/operations/release/wheels.py::_iterate_package": INSTALLED,
+    "genesis/operations/report/page.py::render_page": INSTALLED,
     "genesis/serve/server.py::_read_page": INSTALLED,
-    "genesis/supervise/service_files.py::render_file": INSTALLED,
+    "genesis/operations/supervise/service_files.py::render_file": INSTALLED,
     "callbacks/src/genesis_callbacks/_rank_watch.py::_find_lost": CREATES,
     "callbacks/src/genesis_callbacks/checkpoint/descriptor.py::__init__": CREATES,
     "callbacks/src/genesis_callbacks/checkpoint/file_memory.py::_open_without_name": CREATES,
-    "callbacks/src/genesis_callbacks/events.py::_open": CREATES,
-    "callbacks/src/genesis_callbacks/files.py::__init__": CREATES,
-    "callbacks/src/genesis_callbacks/files.py::_sync": CREATES,
+    "callbacks/src/genesis_callbacks/base/events.py::_open": CREATES,
+    "callbacks/src/genesis_callbacks/base/files.py::__init__": CREATES,
+    "callbacks/src/genesis_callbacks/base/files.py::_sync": CREATES,
     "callbacks/src/genesis_callbacks/hang_watch.py::_report": CREATES,
-    "callbacks/src/genesis_callbacks/locks.py::_become_stand_in": CREATES,
-    "callbacks/src/genesis_callbacks/locks.py::open_lock": CREATES,
+    "callbacks/src/genesis_callbacks/base/locks.py::_become_stand_in": CREATES,
+    "callbacks/src/genesis_callbacks/base/locks.py::open_lock": CREATES,
     "genesis/data/cache.py::_download": CREATES,
     "genesis/data/cache.py::_make_room": CREATES,
     "genesis/data/cache.py::_try_lock": CREATES,
-    "genesis/supervise/cleanup.py::_is_lock_free": CREATES,
-    "genesis/supervise/forked_writer.py::run_writer": CREATES,
-    "genesis/supervise/launcher.py::become": CREATES,
-    "genesis/supervise/launcher_client.py::start_launcher": CREATES,
-    "genesis/supervise/mirror_history.py::_restore_file": CREATES,
-    "genesis/supervise/space.py::has_space": CREATES,
+    "genesis/operations/supervise/cleanup.py::_is_lock_free": CREATES,
+    "genesis/operations/supervise/forked_writer.py::run_writer": CREATES,
+    "genesis/operations/supervise/launcher.py::become": CREATES,
+    "genesis/operations/supervise/launcher_client.py::start_launcher": CREATES,
+    "genesis/operations/supervise/mirror_history.py::_restore_file": CREATES,
+    "genesis/operations/supervise/space.py::has_space": CREATES,
     "genesis/train/csv_log.py::_write_last_row": CREATES,
     "callbacks/src/genesis_callbacks/checkpoint/contents/torch_format.py::load_plain": CHECKED,
     "genesis/data/arrow_file.py::__init__": CHECKED,
@@ -80,19 +80,19 @@ EXCEPTIONS = {
     "genesis/data/sources/tables.py::_open_kind": CHECKED,
     "genesis/evaluate/rows.py::hash_own": CHECKED,
     "genesis/huggingface/weights.py::open_tensors": CHECKED,
-    "genesis/release/folder.py::_link_or_copy": CHECKED,
-    "genesis/supervise/mirror_history_files.py::find_row_end": CHECKED,
+    "genesis/operations/release/folder.py::_link_or_copy": CHECKED,
+    "genesis/operations/supervise/mirror_history_files.py::find_row_end": CHECKED,
     "callbacks/src/genesis_callbacks/checkpoint/lightning_file.py::_check_loads": MADE_HERE,
     "genesis/export/prove_adapter.py::_compare_weights": MADE_HERE,
-    "genesis/processes.py::run_limited": MADE_HERE,
-    "genesis/processes.py::without_input": OF_THE_KERNEL,
-    "genesis/release/leaks.py::read": "the user's own token of the Hub, at its own place",
+    "genesis/base/processes.py::run_limited": MADE_HERE,
+    "genesis/base/processes.py::without_input": OF_THE_KERNEL,
+    "genesis/operations/release/leaks.py::read": "the user's own token of the Hub, at its own place",
 }
 """`path::function` of the calls that do not go through the one place, with the reason."""
 
 
 def list_bare_opens(source: str) -> set[str]:
-    """Returns the functions in which a file is opened by another call than those of `genesis_callbacks.untrusted`."""
+    """Returns the functions in which a file is opened by another call than `genesis_callbacks.base.untrusted`'s."""
     if not MAY_OPEN.search(source):
         return set()
     return {function for function, call, held in _walk(ast.parse(source), "", frozenset()) if _is_bare(call, held)}
@@ -152,7 +152,7 @@ def test_files_are_opened_at_one_place_apart_from_the_listed_exceptions() -> Non
         for function in list_bare_opens(file.read_text(encoding="utf-8"))
     }
     new, old = sorted(found - EXCEPTIONS.keys()), sorted(EXCEPTIONS.keys() - found)
-    assert new == [], "read by genesis_callbacks.untrusted, or name it here with the reason"
+    assert new == [], "read by genesis_callbacks.base.untrusted, or name it here with the reason"
     assert old == [], "these exceptions are not needed any more"
 
 

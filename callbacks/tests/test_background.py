@@ -17,6 +17,8 @@ from plain_project import run_training, wait_until
 from test_faults import KilledBefore
 
 from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.base.event_reader import read_events
+from genesis_callbacks.base.events import EventLog
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
@@ -35,8 +37,6 @@ from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_shards
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
-from genesis_callbacks.event_reader import read_events
-from genesis_callbacks.events import EventLog
 from genesis_callbacks.testing import run_ranks
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks._best_watch import BestWatch
 from genesis_callbacks._rank_watch import RankWatch
+from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     find_best,
@@ -35,7 +36,6 @@ from genesis_callbacks.checkpoint.best import Measured, MonitorMode, read_best
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.phases import PhaseListener
-from genesis_callbacks.run_directory import RunDirectory
 from genesis_callbacks.testing import run_ranks
 
 METRIC = {0: 6.0, 1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 2.5, 6: 2.5, 7: 9.0, 8: float("nan")}

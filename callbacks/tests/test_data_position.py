@@ -10,7 +10,7 @@ from outside.models import OneCycle, Plain
 
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks._data_position import LostDataPositionWarning, count_epoch, find_difference, is_epoch_over
-from genesis_callbacks.checkpoint.errors import CheckpointError
+from genesis_callbacks.base.checkpoint_errors import CheckpointError
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = [

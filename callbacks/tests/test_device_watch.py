@@ -11,7 +11,7 @@ from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 from simulated import COMPILER, require_compiler
 
 from genesis_callbacks import DeviceWatch, device_watch
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = LIGHTNING_WARNINGS

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
@@ -39,7 +40,6 @@ from genesis_callbacks.checkpoint import (
     verify,
     verify_digests,
 )
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 
 TENSORS = {
     "model.weight": torch.randn(7, 5),

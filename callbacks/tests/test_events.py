@@ -17,12 +17,12 @@ from plain_project import run_training, train
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import CheckpointVerification, events
+from genesis_callbacks.base.errors import UserError
+from genesis_callbacks.base.event_reader import MAX_READ_BYTES, EventFollower, read_events, share_budget
+from genesis_callbacks.base.events import MAX_LINE_BYTES, Event, EventLog, EventWarning, decode_event, encode_event
+from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import find_latest
 from genesis_callbacks.checkpoint.lineage import wait_for_orphans
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.event_reader import MAX_READ_BYTES, EventFollower, read_events, share_budget
-from genesis_callbacks.events import MAX_LINE_BYTES, Event, EventLog, EventWarning, decode_event, encode_event
-from genesis_callbacks.run_directory import RunDirectory
 from genesis_callbacks.testing import run_ranks
 
 KILLED_AFTER = 7

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from plain_project import run_training
 
+from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     DirectoryLock,
@@ -26,7 +27,6 @@ from genesis_callbacks.checkpoint import (
     save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.lineage import remove_abandoned
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline

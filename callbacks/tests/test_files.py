@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from file_faults import OperationFault
 
-from genesis_callbacks.files import create_file, replace_file, replacing, staged_file
+from genesis_callbacks.base.files import create_file, replace_file, replacing, staged_file
 
 BEFORE, AFTER = b"before", b"after" * 100_000
 

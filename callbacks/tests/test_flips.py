@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from plain_project import run_training
 
 from genesis_callbacks import _trainer_restore
+from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
@@ -22,7 +23,6 @@ from genesis_callbacks.checkpoint import (
     read_tensors,
     verify,
 )
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 
 NUM_FLIPS = 1000
 FILES = ("COMMITTED", "manifest.json", "state.json", ".metadata", "__0_0.distcp", "__1_0.distcp")

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genesis_callbacks import GradientHealth, TokenCounters
 from genesis_callbacks._compat import compute_norms
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.base.errors import UserError
+from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.gradient_health import NonfiniteGradientWarning, SpikeDetector, _PendingNorms, describe_origin
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks

@@ -16,12 +16,12 @@ from lightning.pytorch import Callback
 from genesis_callbacks import HangWatch, Heartbeat, TokenCounters
 from genesis_callbacks._flight_recorder import describe_last, read_flight_record
 from genesis_callbacks._hang_report import HangReport, find_missing, read_reports, write_report
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.base.errors import UserError
+from genesis_callbacks.base.event_reader import read_events
+from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.hang_watch import EXIT_STATUS, HangLimits, choose_limit
 from genesis_callbacks.heartbeats import read_heartbeats
 from genesis_callbacks.phases import in_phase, note_progress
-from genesis_callbacks.run_directory import RunDirectory
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = LIGHTNING_WARNINGS

@@ -12,9 +12,9 @@ from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 from lightning.pytorch import Callback
 
 from genesis_callbacks import Heartbeat, TokenCounters
+from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.heartbeat import HeartbeatWarning
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats, write_heartbeat
-from genesis_callbacks.run_directory import RunDirectory
 
 pytestmark = LIGHTNING_WARNINGS
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from genesis_callbacks.base.checkpoint_errors import UnsupportedStateError
 from genesis_callbacks.checkpoint.collect import name_optimizer, name_parameters
-from genesis_callbacks.checkpoint.errors import UnsupportedStateError
 from genesis_callbacks.checkpoint.known_tensors import KnownTensors
 
 

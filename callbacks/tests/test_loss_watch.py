@@ -8,7 +8,7 @@ import pytest
 from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 
 from genesis_callbacks import LossWatch
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.loss_watch import LossWarning
 
 pytestmark = LIGHTNING_WARNINGS

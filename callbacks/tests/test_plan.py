@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from genesis_callbacks.checkpoint.errors import CorruptCheckpointError
+from genesis_callbacks.base.checkpoint_errors import CorruptCheckpointError
 from genesis_callbacks.checkpoint.plan import PartsCache
 from genesis_callbacks.checkpoint.tiling import blocks_overlap, check_tiling
 

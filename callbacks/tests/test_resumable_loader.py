@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from genesis_callbacks import ResumableLoader
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 
 
 class Augmented:

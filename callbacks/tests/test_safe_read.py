@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from genesis_callbacks.base.checkpoint_errors import CorruptCheckpointError
+from genesis_callbacks.base.hashing import hash_bytes, hash_descriptor
+from genesis_callbacks.base.safe_read import open_regular, read_file
 from genesis_callbacks.checkpoint.contents import read_contents
 from genesis_callbacks.checkpoint.dcp_metadata import read_dcp_metadata
-from genesis_callbacks.checkpoint.errors import CorruptCheckpointError
-from genesis_callbacks.checkpoint.hashing import hash_bytes, hash_descriptor
 from genesis_callbacks.checkpoint.job import _read_note
-from genesis_callbacks.checkpoint.safe_read import open_regular, read_file
 
 LARGE_BYTES = (64 << 20) + 4096
 

@@ -21,10 +21,10 @@ from lightning.pytorch import Callback
 from plain_project import full, run_training
 
 from genesis_callbacks import SaveScope
+from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.manifest import COMMITTED_NAME, MANIFEST_NAME, SCHEMA_VERSION, read_manifest
 from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError, find_latest, read_tensors, verify
 from genesis_callbacks.checkpoint.digest import digest_tensor
-from genesis_callbacks.checkpoint.hashing import hash_bytes
-from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, SCHEMA_VERSION, read_manifest
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMAS = sorted(path.name for path in GOLDEN.glob("schema-*"))

@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SaveScope, export_lightning_checkpoint
+from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.manifest import COMMITTED_NAME, MANIFEST_NAME
 from genesis_callbacks.checkpoint import (
     BaseCheckpointError,
     CheckpointError,
@@ -40,9 +42,7 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.commit import supersede
 from genesis_callbacks.checkpoint.compare import compare_tensors
 from genesis_callbacks.checkpoint.contents import find_non_finite, read_contents
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.inventory import find_problem, plan_repairs, read_inventory
-from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME
 from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 from genesis_callbacks.checkpoint.scope import BoundScope, bind_scope
 from genesis_callbacks.checkpoint.tensor_places import PLACES_VARIABLE

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from genesis_callbacks import StepTimer
 from genesis_callbacks._step_timeline import StepTimeline
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.step_parts import timing
 from genesis_callbacks.step_timer import StepTimeWarning
 from genesis_callbacks.testing import run_ranks

@@ -9,7 +9,7 @@ import torch
 from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 
 from genesis_callbacks import Throughput, throughput
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.step_parts import timing
 
 pytestmark = LIGHTNING_WARNINGS

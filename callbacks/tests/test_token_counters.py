@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from genesis_callbacks import Heartbeat, Throughput
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.heartbeats import read_heartbeats
 from genesis_callbacks.testing import run_ranks
 from genesis_callbacks.token_counters import (

@@ -7,7 +7,7 @@ import pytest
 from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 
 from genesis_callbacks import StepTimer, TraceSteps
-from genesis_callbacks.errors import UserError
+from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.trace_steps import TraceWarning
 
 pytestmark = LIGHTNING_WARNINGS

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.events import EventLog
-from genesis_callbacks.files import RefusedFileError, create_file, replace_file
-from genesis_callbacks.locks import open_lock
-from genesis_callbacks.untrusted import (
+from genesis_callbacks.base.errors import UserError
+from genesis_callbacks.base.events import EventLog
+from genesis_callbacks.base.files import RefusedFileError, create_file, replace_file
+from genesis_callbacks.base.locks import open_lock
+from genesis_callbacks.base.untrusted import (
     check_directory,
     check_file,
     open_file,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from genesis_callbacks.base.hashing import hash_file
 from genesis_callbacks.checkpoint.durable_file import _BLOCK_BYTES, DurableFile, write_file
-from genesis_callbacks.checkpoint.hashing import hash_file
 
 SIZES = [(0,), (1,), (_BLOCK_BYTES - 1, 1), (_BLOCK_BYTES, 5), (3, _BLOCK_BYTES, 7), (2 * _BLOCK_BYTES + 4097,)]
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from genesis_callbacks.base.checkpoint_errors import SaveFailedError
 from genesis_callbacks.checkpoint import writer_process
-from genesis_callbacks.checkpoint.errors import SaveFailedError
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.checkpoint.writer_start import start_writer
 

@@ -39,7 +39,7 @@ EXTRA_PAGES = {
 API = {
     "api/genesis_callbacks.md": ("genesis_callbacks", "The callbacks", None),
     "api/checkpoint.md": ("genesis_callbacks.checkpoint", "The checkpoint engine", None),
-    "api/events.md": ("genesis_callbacks.event_reader", "Reading events", ("read_events", "EventFollower")),
+    "api/events.md": ("genesis_callbacks.base.event_reader", "Reading events", ("read_events", "EventFollower")),
     "api/model.md": ("genesis.model.decoder", "The decoder", ("DecoderConfig", "Decoder")),
     "api/parts.md": ("genesis.model.part", "Parts of the decoder", ()),
     "api/train.md": ("genesis.train.module", "The training step", ("GenesisModule",)),

@@ -21,7 +21,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.device import CPU, check_available, count_devices
+from genesis.base.errors import UserError
 from genesis.bench.checkpoint_modes import MODES, choose_modes, name_default_modes
 from genesis.bench.checkpoint_plot import plot_steps
 from genesis.bench.checkpoint_report import build_record, build_tables, format_page, list_findings
@@ -33,9 +36,6 @@ from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import Recipe, plan_workload, read_recipe
 from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
 from genesis.bench.workers.protocol import Workload
-from genesis.console import Console
-from genesis.device import CPU, check_available, count_devices
-from genesis.errors import UserError
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Sequence
 
+from genesis.base.errors import UserError
 from genesis.bench.workers.checkpoint_protocol import Mode
-from genesis.errors import UserError
 
 BASELINE = "baseline"
 BASELINE_SPARING = "baseline-sparing-a-core"

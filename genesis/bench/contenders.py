@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+from genesis.base.errors import UserError
+from genesis.base.processes import start_program
 from genesis.bench.workers.protocol import Burst, Ready, TimedWork
-from genesis.errors import UserError
-from genesis.processes import start_program
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WORKERS = Path(__file__).resolve().parent / "workers"

@@ -17,12 +17,12 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
+from genesis.base.processes import run_program
 from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
 from genesis.data.order import build_order
 from genesis.data.shards import INDEX_ENTRY, hash_file, little_endian, shard_files
-from genesis.processes import run_program
 from genesis.tokenizer.train import BOS_ID, EOS_ID
 
 VOCAB_SIZE: Final = 49_152

@@ -22,7 +22,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from genesis.arguments import Parser, read_size
+from genesis.base.arguments import Parser, read_size
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.bench.contenders import WorkerProcess
 from genesis.bench.corpora import measure_opening, write_sparse_corpus
 from genesis.bench.pairs import compare_pairs, rotate_order
@@ -30,8 +32,6 @@ from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.streaming import TextTask, measure_memory, measure_streaming
 from genesis.bench.workers.data_protocol import Reading, ReadTask
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 
 SHAPES = ((2048, 8), (256, 64))

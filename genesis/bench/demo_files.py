@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from genesis.console import Console
-from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
-from genesis.demo.finetune import dequantise, write_conversations
+from genesis.base.console import Console
+from genesis.operations.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
+from genesis.operations.demo.finetune import dequantise, write_conversations
 
 _DIRECTORY = Path("runs/demo-finetune")
 _NUM_CONVERSATIONS = 300

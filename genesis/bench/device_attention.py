@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from genesis.device import is_host, leave_memory_unfilled, synchronize
+from genesis.base.device import is_host, leave_memory_unfilled, synchronize
 
 try:
     from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]

@@ -19,12 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from genesis import loss
-from genesis.arguments import Parser
-from genesis.bench.device_attention import measure_attention, time_work
-from genesis.bench.device_repeat import measure_repeats
-from genesis.bench.device_serving import measure_serving
-from genesis.device import (
+from genesis.base.arguments import Parser
+from genesis.base.device import (
     CPU,
     check_available,
     is_host,
@@ -34,9 +30,13 @@ from genesis.device import (
     send,
     synchronize,
 )
+from genesis.bench.device_attention import measure_attention, time_work
+from genesis.bench.device_repeat import measure_repeats
+from genesis.bench.device_serving import measure_serving
 from genesis.generate.batch import Batch, Request
 from genesis.generate.load import prepare_device
 from genesis.generate.sample import RowSampler, SamplingOptions
+from genesis.model import loss
 from genesis.model.attend.cache import distrust_lengths, trust_lengths
 from genesis.model.decoder import Decoder, DecoderConfig
 

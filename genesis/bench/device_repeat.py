@@ -12,15 +12,15 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from genesis.base.device import is_host, leave_memory_unfilled, synchronize
+from genesis.base.errors import UserError
 from genesis.bench.workers.options import read_fit_options
 from genesis.data.window import AccumulationWindow
-from genesis.device import is_host, leave_memory_unfilled, synchronize
-from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
-from genesis.doctor.probe import Task
-from genesis.errors import UserError
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
+from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated
 from genesis.train.module import GenesisModule

@@ -18,10 +18,10 @@ from typing import Any, Final
 import aiohttp
 
 import genesis
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.processes import start_program
 from genesis.export.importing import save_weights
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.processes import start_program
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
 from genesis.bench.demo_files import find_conversations, find_model
 from genesis.bench.evaluate_tasks import TASKS, make_requests, read_pairs
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
-from genesis.errors import UserError
 from genesis.evaluate.model import GenesisLM
 from genesis.export.importing import import_directory
 from genesis.generate.load import Loaded, load_decoder
@@ -40,7 +40,7 @@ from genesis.model.decoder import Decoder
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after the imports that silence its warnings
 
-from genesis.console import Console
+from genesis.base.console import Console
 
 BATCH_SIZES: Final = (1, 8, 64)
 """Batch sizes of the `hf` backend; it runs with the fastest of them."""

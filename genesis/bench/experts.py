@@ -21,14 +21,14 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.device import CPU
+from genesis.base.errors import UserError
 from genesis.bench.contenders import Contender, Worker, find_peer
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.protocol import Burst, Ready, Workload
-from genesis.console import Console
-from genesis.device import CPU
-from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
 from genesis.model.mixture import MixtureConfig

@@ -23,7 +23,9 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.bench.contenders import Contender, Worker, find_peer
 from genesis.bench.demo_files import find_conversations, find_model
 from genesis.bench.pairs import compare_pairs, rotate_order
@@ -33,8 +35,6 @@ from genesis.bench.workers.protocol import Burst, Ready
 from genesis.chat.conversation import read_conversation
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import RenderedChat, open_renderer
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.huggingface.peft import CONFIG_NAME, WEIGHTS_NAME, build_adapter_config, name_adapter_tensor
 from genesis.huggingface.shape import read_shape
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters

@@ -27,14 +27,14 @@ from typing import Any, Final
 
 import yaml
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.processes import start_program
 from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
-from genesis.console import Console
-from genesis.errors import RunEndedError, UserError
-from genesis.processes import start_program
-from genesis_callbacks.event_reader import read_events
-from genesis_callbacks.events import Event
+from genesis_callbacks.base.event_reader import read_events
+from genesis_callbacks.base.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
 
 PARTS: Final = {

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis import __version__
-from genesis.arguments import Parser, check_output
+from genesis.base.arguments import Parser, check_output
+from genesis.base.console import Console
+from genesis.base.device import check_available, is_host, name_device, read_properties
+from genesis.base.errors import UserError
+from genesis.base.processes import Ending, run_limited, run_program
+from genesis.base.scrub import scrub_all
 from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.session_plan import OUT, PYTEST, ROOT, SCRATCH, SessionPart, plan_session
-from genesis.console import Console
-from genesis.device import check_available, is_host, name_device, read_properties
-from genesis.errors import UserError
-from genesis.processes import Ending, run_limited, run_program
-from genesis.scrub import scrub_all
-from genesis_callbacks.files import replace_file
+from genesis_callbacks.base.files import replace_file
 
 SCHEMA_VERSION: Final = 1
 PASSED: Final = "passed"

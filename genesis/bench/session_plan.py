@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from genesis.device import is_host, read_properties
+from genesis.base.device import is_host, read_properties
 from genesis.model.attend.fa4 import find_version
 
 ROOT: Final = Path(__file__).parents[2]

@@ -21,19 +21,19 @@ from typing import Any, Literal
 import yaml
 from rich.table import Table
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.device import CPU, check_available
+from genesis.base.errors import UserError
 from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.protocol import Burst, Ready, Workload
-from genesis.console import Console
-from genesis.device import CPU, check_available
-from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
+from genesis.model.precision import AUTO, choose_precision
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import OptimizerOptions
-from genesis.precision import AUTO, choose_precision
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
 REFERENCE = "genesis"

@@ -12,9 +12,10 @@ from typing import Any, Final, cast
 import sentencepiece
 import zstandard
 
+from genesis.base.console import Console
+from genesis.base.processes import PipedWorker, serve_pipe
 from genesis.bench.pairs import compare_pairs
 from genesis.bench.tokenize import read_texts
-from genesis.console import Console
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
 from genesis.data.shards import little_endian, token_dtype
@@ -22,7 +23,6 @@ from genesis.data.sources import SourceOptions
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
-from genesis.processes import PipedWorker, serve_pipe
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import padding_id
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer

@@ -20,15 +20,15 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import numpy as np
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.device import CPU, check_available, is_host, name_device
+from genesis.base.run_directory import RunDirectory
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
-from genesis.device import CPU, check_available, is_host, name_device
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog

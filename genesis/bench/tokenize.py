@@ -22,7 +22,7 @@ from typing import Any
 
 import sentencepiece
 
-from genesis.arguments import Parser, read_size
+from genesis.base.arguments import Parser, read_size
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, sample_texts
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer

@@ -20,7 +20,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.bench.checkpoint import MODELS as CHECKPOINT_MODELS
 from genesis.bench.checkpoint import Team
 from genesis.bench.checkpoint_modes import MODES, OVERLAPPED
@@ -33,8 +35,6 @@ from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import plan_workload
 from genesis.bench.workers.checkpoint_protocol import Task
 from genesis.bench.workers.data_protocol import ReadTask
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 
 NOW, BEFORE = "now", "before"

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from genesis.chat.marks import RECORD_MARKS, WEIGHT, apply_record_marks, read_turn_mark, refuse_part_marks
 from genesis.chat.template import ConversationError, Message
-from genesis_callbacks.json_text import load_json
+from genesis_callbacks.base.json_text import load_json
 
 Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "prompt"]
 

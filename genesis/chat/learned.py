@@ -12,13 +12,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_template, read_template
 from genesis.chat.stops import find_turn_ends
 from genesis.chat.template import ChatTemplate
 from genesis.chat.training import find_training_template
-from genesis.errors import UserError
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

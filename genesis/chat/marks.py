@@ -13,8 +13,8 @@ between 0 and 1, a mark on a part of a turn and a mark of tokens cannot be honou
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.chat.template import ConversationError, Message
-from genesis.errors import UserError
 
 WEIGHT: Final = "weight"
 """The key of a message whose value 0 means that the message is not learned."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 Labels = Literal["assistant", "last", "all"]
 OnLong = Literal["error", "cut", "drop"]

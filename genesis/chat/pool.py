@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from typing import Any, Final, NamedTuple
 
-from genesis.errors import RunEndedError
-from genesis.processes import PipedWorker
+from genesis.base.errors import RunEndedError
+from genesis.base.processes import PipedWorker
 
 SECONDS = 2.0
 """Processor time for one answer, and for each megabyte of its request. An ordinary text takes about a millisecond."""

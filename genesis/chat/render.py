@@ -21,15 +21,15 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.chat.conversation import Conversation, normalize_messages, normalize_tools
 from genesis.chat.marks import ASKED, WEIGHT, refuse_likely_marks
 from genesis.chat.options import ChatOptions, Labels
 from genesis.chat.stops import can_end_turn
 from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
 from genesis.chat.training import find_training_template
-from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.untrusted import read_text
+from genesis_callbacks.base.untrusted import read_text
 
 
 @dataclass(frozen=True)

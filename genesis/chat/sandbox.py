@@ -19,9 +19,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from genesis.base.errors import UserError
 from genesis.chat.prefixes import Seen, WatchedMessages, change_template, read_beginnings
 from genesis.chat.template import ConversationError, Message, Span
-from genesis.errors import UserError
 
 _OPEN, _CLOSE = "\ue000<generation>\ue001", "\ue001</generation>\ue000"
 _IS_MARKED: Final = "_generation_is_marked"

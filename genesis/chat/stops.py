@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, Final, NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.chat.template import ChatTemplate, ConversationError, Message
-from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _WORD: Final = "Regenbogen"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from genesis.base.errors import UserError
 from genesis.chat.pool import POOL, Request
-from genesis.errors import UserError
 
 Message = dict[str, Any]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.chat.stops import PROBE_TOOL
 from genesis.chat.template import ChatTemplate, EndlessTemplateError, Message
-from genesis.errors import UserError
 
 _CALL: Final[dict[str, Any]] = {
     "type": "function",

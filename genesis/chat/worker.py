@@ -16,13 +16,13 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
+from genesis.base.errors import UserError
+from genesis.base.parent import end_with_forker
+from genesis.base.processes import serve_pipe
 from genesis.chat.pool import LIMITS, MEMORY_BYTES, OUT_OF_MEMORY, Answer, Request
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError
 from genesis.chat.turns import lay_out
-from genesis.errors import UserError
-from genesis.parent import end_with_forker
-from genesis.processes import serve_pipe
 
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "has_generation_tags": lambda template: template.has_generation_tags,

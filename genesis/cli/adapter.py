@@ -4,12 +4,12 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 
-from genesis.checkpoint_reference import LATEST, Reference
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.generate.checkpoint_reference import LATEST, Reference
 from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
 from genesis.train.module import GenesisModule
+from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
-from genesis_callbacks.run_directory import RunDirectory
 
 
 def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Path) -> AdapterBase | None:

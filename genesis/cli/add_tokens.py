@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
-from genesis.checkpoint_reference import find_checkpoint
 from genesis.export.add_tokens import AddTokensOptions, add_tokens
 from genesis.export.staging import check_is_new
+from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.model.recipe import build_decoder_config
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.addition import TokenAddition
 from genesis_callbacks.checkpoint import list_committed, read_manifest
 

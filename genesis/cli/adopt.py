@@ -4,12 +4,12 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
-from genesis.console import Console
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.manifest import SPLITS
-from genesis.errors import UserError
-from genesis.progress import numbered
 
 _DESCRIPTION = """Makes a corpus in OUT/NAME from existing token files without copying them: datatrove's .ds, Megatron's
 .bin and .idx, flat .npy and .bin (nanoGPT's, llm.c's), and a Hugging Face dataset saved to disk. The corpus works like

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.device import is_host
+from genesis.base.device import is_host
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AUTO, FLASH, KERNELS, MASK, choose_kernel, list_worse, resolve_kernel
 from genesis.model.device_proofs import ProvedShape, attention_proof, prove_kernel

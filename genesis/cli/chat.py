@@ -6,11 +6,11 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from genesis.arguments import read_text
+from genesis.base.arguments import read_text
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.cli.surroundings import own_output
-from genesis.errors import UserError
 from genesis.generate.ids import build_writer
 from genesis.generate.load import Loaded
 from genesis.generate.stream import GenerateOptions, generate

@@ -8,16 +8,16 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.learned import describe_other_template
-from genesis.checkpoint_reference import read_reference
 from genesis.cli.adapter import find_continued
 from genesis.data.training_data import TrainingData
-from genesis.errors import UserError
+from genesis.generate.checkpoint_reference import read_reference
 from genesis.generate.load import find_learned_template
-from genesis.run_directory import RunDirectory
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.untrusted import read_text
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.untrusted import read_text
 
 _OPTION: Final = "data.prompts.template"
 

@@ -13,16 +13,16 @@ from jsonargparse import ArgumentParser
 from rich import box
 from rich.table import Table
 
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.progress import Stage, stage
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
-from genesis.console import Console
 from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
 from genesis.data.row_notes import describe_blank
-from genesis.errors import UserError
-from genesis.progress import Stage, stage
 
 _DESCRIPTION = """Filters, deduplicates and decontaminates text, and reports how much was dropped for which reason.
 The command may be killed at any time: the same command continues with the unfinished tasks, to the same result. The

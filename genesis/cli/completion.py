@@ -4,7 +4,7 @@ import argparse
 
 import shtab
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
 from genesis.cli.command_record import read_record
 from genesis.cli.table import COMMANDS
 

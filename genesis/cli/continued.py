@@ -5,13 +5,13 @@ from pathlib import Path
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.checkpoint_reference import Reference
+from genesis.base.run_directory import RunDirectory
 from genesis.cli.adapter import find_continued
 from genesis.cli.trainer import count_ranks
 from genesis.data.packing import CUT_EVENLY
 from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes
+from genesis.generate.checkpoint_reference import Reference
 from genesis.optim.build import NO_DECAY, read_adapter_decay
-from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
 
 

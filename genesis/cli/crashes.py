@@ -11,14 +11,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError, printable
+from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.console import Console
-from genesis.errors import UserError, printable
-from genesis.run_directory import RUNS_NAME, RunDirectory
-from genesis.supervise.crashes import CrashRecord, read_crashes
-from genesis.supervise.goodput import describe_goodput, format_seconds
-from genesis.supervise.status import read_status
+from genesis.operations.supervise.crashes import CrashRecord, read_crashes
+from genesis.operations.supervise.goodput import describe_goodput, format_seconds
+from genesis.operations.supervise.status import read_status
 
 _DESCRIPTION = """Lists the crashes of a supervised run: class, first failing rank, step, what was done, and the time
 lost; then what share of wall time trained new tokens. RUN/crashes/NUMBER-CLASS holds output and stacks of each crash.

@@ -11,10 +11,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.progress import Stage, stage
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends
 from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, parse
-from genesis.console import Console
 from genesis.data.conversations import ConversationCounts
 from genesis.data.corpus import open_corpus
 from genesis.data.inspect import (
@@ -32,9 +35,6 @@ from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceR
 from genesis.data.packing import FEW_HELD_OUT
 from genesis.data.plans import PlannedPacking, count_lost_documents, list_plans, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
-from genesis.errors import UserError
-from genesis.progress import Stage, stage
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.

@@ -2,10 +2,10 @@
 
 import argparse
 
-from genesis.arguments import Parser
-from genesis.demo.finetune import run_finetune_demo
-from genesis.demo.main import run_demo
-from genesis.errors import UserError
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
+from genesis.operations.demo.finetune import run_finetune_demo
+from genesis.operations.demo.main import run_demo
 
 _KINDS = ("pretrain", "finetune")
 _DESCRIPTION = """Runs the whole workflow in minutes on a CPU, each step as a command that you could type yourself:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from genesis.device import check_available, is_available
+from genesis.base.device import check_available, is_available
 
 
 class Device(NamedTuple):

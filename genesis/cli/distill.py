@@ -6,19 +6,19 @@ from pathlib import Path
 
 import torch
 
+from genesis.base.device import check_available, is_available
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
 from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.packing import Packing
 from genesis.data.training_data import TrainingOptions
-from genesis.device import check_available, is_available
-from genesis.errors import UserError
 from genesis.generate.teacher import check_teacher_fits, find_teacher, load_teacher
 from genesis.objectives.distillation import check_options
 from genesis.objectives.teacher import TeacherDtype
 from genesis.objectives.teacher_cache import CacheIdentity, LogProbsType, write_cache
-from genesis.progress import stage
 
 _DESCRIPTION = """Stores a teacher's probabilities for each token of a corpus: those of the --top_k most probable ids,
 and that of all other ids together. A student learns them by model.objective of `genesis fit`, without the teacher.

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.data.corpus_data import CorpusData
 from genesis.data.fixed_sequences import identify_sequences
 from genesis.data.prompt_data import PromptData
 from genesis.data.training_data import TrainingData
-from genesis.errors import UserError
 from genesis.generate.teacher import TeacherReference, find_teacher, load_teacher
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.teacher_cache import CacheIdentity, TeacherCache, open_cache

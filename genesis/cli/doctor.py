@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError, naming
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.console import Console
-from genesis.doctor.advice import examine_machine
-from genesis.doctor.checks import Check, has_failed, list_plain, print_checks, write_json
-from genesis.doctor.facts import PlannedSaves, read_facts
-from genesis.doctor.main import main as examine_devices
-from genesis.errors import UserError, naming
+from genesis.operations.doctor.advice import examine_machine
+from genesis.operations.doctor.checks import Check, has_failed, list_plain, print_checks, write_json
+from genesis.operations.doctor.facts import PlannedSaves, read_facts
+from genesis.operations.doctor.main import main as examine_devices
 
 _DESCRIPTION: Final = """Examines what a training needs, in three ways:
   genesis doctor                    the machine: builds, devices and their links, memory, disks, limits, ports; seconds

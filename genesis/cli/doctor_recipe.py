@@ -12,23 +12,23 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
 from genesis.cli.plan import split_overrides
 from genesis.cli.quiet import errors_of_lightning
-from genesis.console import Console
-from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis.doctor.capacity import measure_capacity
-from genesis.doctor.checks import list_plain, print_checks
-from genesis.doctor.facts import PlannedSaves
-from genesis.doctor.planned import plan_saves
-from genesis.doctor.protocol import Examination, examine
-from genesis.doctor.recipe import BuiltRecipe, Options, to_arguments
-from genesis.errors import UserError
-from genesis.plan.content import read_content
-from genesis.plan.recipe import read_recipe
-from genesis_callbacks.untrusted import read_text
+from genesis.operations.doctor.capacity import measure_capacity
+from genesis.operations.doctor.checks import list_plain, print_checks
+from genesis.operations.doctor.facts import PlannedSaves
+from genesis.operations.doctor.planned import plan_saves
+from genesis.operations.doctor.protocol import Examination, examine
+from genesis.operations.doctor.recipe import BuiltRecipe, Options, to_arguments
+from genesis.operations.plan.content import read_content
+from genesis.operations.plan.recipe import read_recipe
+from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
+from genesis_callbacks.base.untrusted import read_text
 
 
 def main(argv: list[str]) -> int:

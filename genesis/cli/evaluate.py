@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.options import ChatOptions
-from genesis.checkpoint_reference import BEST, Reference, read_reference
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
 from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Progress, Question
@@ -30,8 +31,7 @@ from genesis.evaluate.results import (
 from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
 from genesis.evaluate.watch import watch
-from genesis.progress import stage
-from genesis.run_directory import RunDirectory
+from genesis.generate.checkpoint_reference import BEST, Reference, read_reference
 from genesis_callbacks.checkpoint import list_committed
 
 CORPUS = "corpus"

@@ -5,14 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from genesis.arguments import Parser, read_size
-from genesis.checkpoint_reference import BEST, read_reference
-from genesis.errors import UserError
+from genesis.base.arguments import Parser, read_size
+from genesis.base.errors import UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.export.proof_size import WHOLE_LONG_TOKENS
 from genesis.export.tensors import DTYPES
+from genesis.generate.checkpoint_reference import BEST, read_reference
 from genesis_callbacks.checkpoint import list_committed
 
 PROOFS = ("sampled", "full", "weights")

@@ -22,7 +22,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from genesis.checkpoint_reference import LATEST, read_reference
+from genesis.base.errors import QuietExit, UserError, check_is_named, naming
+from genesis.base.run_directory import RunDirectory
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
@@ -51,8 +52,7 @@ from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
 from genesis.cli.type_errors import explain_types, explain_unknown, hint_key, known_keys
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
-from genesis.deprecated_options import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis.errors import QuietExit, UserError, check_is_named, naming
+from genesis.generate.checkpoint_reference import LATEST, read_reference
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF, linear_attention_proofs
 from genesis.model.float8 import check_float8, list_float8_proofs
@@ -60,9 +60,9 @@ from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
-from genesis.recipe_yaml import dump_yaml
-from genesis.run_directory import RunDirectory
-from genesis.run_length import complete_arguments
+from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
+from genesis.recipe.run_length import complete_arguments
+from genesis.recipe.yaml import dump_yaml
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.train.csv_log import CSVLog
@@ -73,8 +73,8 @@ from genesis.train.progress import GenesisProgressBar
 from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
+from genesis_callbacks.base.run_directory import read_run_dir
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
-from genesis_callbacks.run_directory import read_run_dir
 
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
@@ -105,7 +105,7 @@ class GenesisParser(PlainParser, LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options.
 
     An option of the command line for the length of a run, or for its rate, replaces other forms of the same in recipes
-    (`genesis.run_length`).
+    (`genesis.recipe.run_length`).
     """
 
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -10,10 +10,10 @@ from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.huggingface.shape import find_family
 from genesis.model.decoder import DecoderConfig
-from genesis.run_directory import RunDirectory
 from genesis.train.csv_log import CSVLog
 from genesis.train.recipe_policy import RECIPE_POLICY, unify_recipe
 from genesis_callbacks.checkpoint import compare_mappings

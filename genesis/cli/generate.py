@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from genesis.arguments import Parser, read_text
+from genesis.base.arguments import Parser, read_text
+from genesis.base.errors import UserError
 from genesis.cli.chat import run_chat
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.surroundings import own_output
-from genesis.errors import UserError
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
 from genesis.generate.ids import build_writer, parse_ids, write_ids
 from genesis.generate.load import Loaded, load_decoder

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from genesis.arguments import Bytes
+from genesis.base.arguments import Bytes
 
 _WORDS: Final = {
     bool: ("true or false", "true or false"),

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import torch
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import check_is_named
+from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.chat.learned import find_stop_ids
 from genesis.chat.stops import describe_ends
-from genesis.checkpoint_reference import find_export
 from genesis.cli.export import PROOFS, check_can_prove, print_proof
-from genesis.errors import check_is_named
 from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
 from genesis.export.staging import check_is_new
+from genesis.generate.checkpoint_reference import find_export
 from genesis.huggingface.directory import describe_code
-from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 

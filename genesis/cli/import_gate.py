@@ -2,7 +2,7 @@
 
 jsonargparse imports the path of a class, or of a function, before it compares it with the option's type, and it builds
 any class for an option whose type is `Any`. Its modules do both by two functions, which this module replaces;
-`genesis.recipe_imports` has the rules. A value that names a file is read by a third, for regular files alone: a pipe
+`genesis.recipe.imports` has the rules. A value that names a file is read by a third, for regular files alone: a pipe
 would be waited for, and an address asked for.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from jsonargparse import _actions, _completions, _from_config, _paths, _typehints, _util
 
-from genesis.recipe_imports import PACKAGES, check_imports, is_allowed, refuse
+from genesis.recipe.imports import PACKAGES, check_imports, is_allowed, refuse
 
 _BY_JSONARGPARSE: Final = "jsonargparse.ArgumentParser"
 _IMPORTERS: Final[tuple[Any, ...]] = (_actions, _completions, _from_config, _typehints)

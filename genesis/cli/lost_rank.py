@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from genesis.errors import RunEndedError
+from genesis.base.errors import RunEndedError
 from genesis.strategies.start import EXIT_STATUS
 from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError
 

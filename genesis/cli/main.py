@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from genesis import __version__
-from genesis.arguments import respell
+from genesis.base.arguments import respell
+from genesis.base.errors import RunEndedError, UserError, as_line, find_remedy
+from genesis.base.parent import end_with_parent, is_launched
 from genesis.cli.surroundings import escaped_streams, prepare_process, restart_in_utf8
 from genesis.cli.table import COMMANDS, HELP, SECTIONS, Command, show_stages
-from genesis.errors import RunEndedError, UserError, as_line, find_remedy
-from genesis.parent import end_with_parent, is_launched
-from genesis.recipe_imports import allowing, split_allowed
-from genesis.recipes import resolve_recipes
+from genesis.recipe.imports import allowing, split_allowed
+from genesis.recipe.shipped import resolve_recipes
 
 MISUSE = 2
 _RANKS = ("fit", "validate")

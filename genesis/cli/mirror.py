@@ -11,17 +11,17 @@ from itertools import chain
 from pathlib import Path
 from types import FrameType
 
-from genesis.arguments import Parser, read_size
-from genesis.errors import UserError, printable
-from genesis.run_directory import RUNS_NAME
-from genesis.supervise.mirror import Mirror, MirrorOptions
-from genesis.supervise.mirror_contents import read_contents, verify_contents
-from genesis.supervise.mirror_history import verify_history
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_place import Place
-from genesis.supervise.mirror_plan import MirrorRetention
-from genesis.supervise.mirror_source import Pace
-from genesis.supervise.mirror_state import without_password
+from genesis.base.arguments import Parser, read_size
+from genesis.base.errors import UserError, printable
+from genesis.base.run_directory import RUNS_NAME
+from genesis.operations.supervise.mirror import Mirror, MirrorOptions
+from genesis.operations.supervise.mirror_contents import read_contents, verify_contents
+from genesis.operations.supervise.mirror_history import verify_history
+from genesis.operations.supervise.mirror_open import open_place
+from genesis.operations.supervise.mirror_place import Place
+from genesis.operations.supervise.mirror_plan import MirrorRetention
+from genesis.operations.supervise.mirror_source import Pace
+from genesis.operations.supervise.mirror_state import without_password
 
 _BAD = 1
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM

@@ -3,16 +3,16 @@
 import sys
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError, printable
+from genesis.base.run_directory import RunDirectory
 from genesis.cli.mirror import read_rate
 from genesis.data.remote import strip_local
 from genesis.data.store import is_url
-from genesis.errors import UserError, printable
-from genesis.run_directory import RunDirectory
-from genesis.supervise.mirror import OWNER_NAME
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_restore import restore_run
-from genesis.supervise.mirror_state import without_password
+from genesis.operations.supervise.mirror import OWNER_NAME
+from genesis.operations.supervise.mirror_open import open_place
+from genesis.operations.supervise.mirror_restore import restore_run
+from genesis.operations.supervise.mirror_state import without_password
 
 _DESCRIPTION = """Copies the newest checkpoint of a mirror that verifies into a run's directory, with the base that it
 names; `genesis fit ... --ckpt_path latest` continues from it. The run may be empty, or have older checkpoints; if its

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.quiet import warned_in_one_line
-from genesis.console import Console
-from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
 from genesis.model.describe import (
     BFLOAT16_BYTES,
@@ -23,8 +23,8 @@ from genesis.model.describe import (
     describe_training,
 )
 from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
-from genesis.plan.choices import check_choices
-from genesis.plan.content import read_content
+from genesis.operations.plan.choices import check_choices
+from genesis.operations.plan.content import read_content
 
 BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 

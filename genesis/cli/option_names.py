@@ -17,14 +17,14 @@ from pathlib import Path
 
 import yaml
 
+from genesis.base.errors import UserError
 from genesis.cli.option_values import CORPUS, RESTORE, check_corpus, check_value
 from genesis.cli.options import check_is_yaml
-from genesis.deprecated_options import is_removed, rename_in_arguments, rename_option
-from genesis.errors import UserError
-from genesis.recipe_imports import check_imports
-from genesis.recipe_yaml import RecipeLoader, list_imports
-from genesis.run_length import replace_in_files
-from genesis_callbacks.untrusted import read_file
+from genesis.recipe.deprecated import is_removed, rename_in_arguments, rename_option
+from genesis.recipe.imports import check_imports
+from genesis.recipe.run_length import replace_in_files
+from genesis.recipe.yaml import RecipeLoader, list_imports
+from genesis_callbacks.base.untrusted import read_file
 
 RECORD = Path(__file__).with_name("option_names.json")
 
@@ -197,7 +197,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 
 
 def replace_in_recipes(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns what later recipes replace in earlier ones, and lines about it (`genesis.run_length.replace_in_files`).
+    """Returns what later recipes replace in earlier ones, and lines about it (`recipe.run_length.replace_in_files`).
 
     Args:
         arguments: Of `genesis fit`, with its `--config` files.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from genesis.base.errors import UserError
 from genesis.cli.type_errors import explain_value
 from genesis.data.manifest import MANIFEST_NAME, NotPreparedError
-from genesis.errors import UserError
 
 CORPUS: Final = "data.corpus"
 RESTORE: Final = "ckpt_path"

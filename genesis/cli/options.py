@@ -14,13 +14,13 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, _loaders_dumpers, get_loader, set_dumper, set_loader
 from jsonargparse.typing import register_type
 
-from genesis.arguments import Bytes, read_path, read_size
+from genesis.base.arguments import Bytes, read_path, read_size
+from genesis.base.errors import UserError
 from genesis.cli.help import PlainParser
 from genesis.cli.import_gate import guard_imports
 from genesis.cli.type_errors import explain_types
-from genesis.errors import UserError
-from genesis.recipe_yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
-from genesis_callbacks.untrusted import read_file
+from genesis.recipe.yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
+from genesis_callbacks.base.untrusted import read_file
 
 T = TypeVar("T")
 

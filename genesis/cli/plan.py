@@ -9,20 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.arguments import Parser, read_size
+from genesis.base.arguments import Parser, read_size
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.cli.option_names import check, replace_in_recipes
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
-from genesis.console import Console
-from genesis.errors import UserError
-from genesis.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
-from genesis.plan.content import apply_overrides, read_content
-from genesis.plan.recipe import MOST_RANKS, Recipe, read_recipe
-from genesis.plan.remedies import Budget
-from genesis.plan.report import Question, make_plan, own_layout, to_json
-from genesis.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
-from genesis.run_length import find_replaced
+from genesis.operations.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
+from genesis.operations.plan.content import apply_overrides, read_content
+from genesis.operations.plan.recipe import MOST_RANKS, Recipe, read_recipe
+from genesis.operations.plan.remedies import Budget
+from genesis.operations.plan.report import Question, make_plan, own_layout, to_json
+from genesis.operations.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
+from genesis.recipe.run_length import find_replaced
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 GIB: Final = 2**30

@@ -4,10 +4,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from genesis.console import Console
-from genesis.plan.bill import PHASES
-from genesis.plan.report import Plan, Row
-from genesis.plan.speed import time_states
+from genesis.base.console import Console
+from genesis.operations.plan.bill import PHASES
+from genesis.operations.plan.report import Plan, Row
+from genesis.operations.plan.speed import time_states
 
 
 def print_plan(plan: Plan, console: Console, where: str) -> None:

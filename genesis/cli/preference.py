@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from jsonargparse import Namespace
 
-from genesis.checkpoint_reference import Reference, read_reference
+from genesis.base.errors import UserError, check_is_named
+from genesis.base.run_directory import RunDirectory
 from genesis.cli.adapter import find_continued
-from genesis.errors import UserError, check_is_named
-from genesis.run_directory import RunDirectory
+from genesis.generate.checkpoint_reference import Reference, read_reference
 from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
 
 REFERENCE: Final = "reference"

@@ -12,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from genesis.console import Console
-from genesis.errors import printable
-from genesis.progress import Display, Stage, shown_by
-from genesis.supervise.goodput import format_seconds
+from genesis.base.console import Console
+from genesis.base.errors import printable
+from genesis.base.progress import Display, Stage, shown_by
+from genesis.operations.supervise.goodput import format_seconds
 
 BEGIN_SECONDS: Final = 2.0
 """A stage that ends sooner prints no line."""

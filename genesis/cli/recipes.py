@@ -3,8 +3,8 @@
 from itertools import groupby
 from typing import Final
 
-from genesis.arguments import Parser
-from genesis.recipes import copy_recipe, list_names, read_summary
+from genesis.base.arguments import Parser
+from genesis.recipe.shipped import copy_recipe, list_names, read_summary
 
 _DESCRIPTION: Final = """Lists the recipes that come with Genesis. --config takes their names: genesis fit --config
 genesis-10m. Paths in a recipe, such as those of corpora and runs, are relative to the working directory."""

@@ -7,14 +7,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from genesis.arguments import Parser, check_output
+from genesis.base.arguments import Parser, check_output
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.console import Console
-from genesis.errors import UserError
-from genesis.rehearse.main import Options, rehearse
-from genesis.rehearse.recipe import check_extra
-from genesis.rehearse.report import build_kill_table, summarise
-from genesis_callbacks.files import replace_file
+from genesis.operations.rehearse.main import Options, rehearse
+from genesis.operations.rehearse.recipe import check_extra
+from genesis.operations.rehearse.report import build_kill_table, summarise
+from genesis_callbacks.base.files import replace_file
 
 _DESCRIPTION = """Trains a recipe once without interruption and once with SIGKILLs at random moments, each followed by a
 restart from the latest checkpoint; then compares the final weights bit for bit, and the loss of every step. Half of

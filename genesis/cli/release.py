@@ -6,15 +6,15 @@ from typing import Literal
 
 from rich.filesize import decimal
 
-from genesis.arguments import Parser
-from genesis.checkpoint_reference import find_export
-from genesis.errors import UserError
-from genesis.release.folder import Folder
-from genesis.release.leaks import Machine
-from genesis.release.options import ReleaseOptions
-from genesis.release.release import plan_release
-from genesis.release.space import plan_space
-from genesis.release.upload import check_can_upload, upload
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
+from genesis.generate.checkpoint_reference import find_export
+from genesis.operations.release.folder import Folder
+from genesis.operations.release.leaks import Machine
+from genesis.operations.release.options import ReleaseOptions
+from genesis.operations.release.release import plan_release
+from genesis.operations.release.space import plan_space
+from genesis.operations.release.upload import check_can_upload, upload
 
 _DESCRIPTION = """Makes a folder for the Hugging Face Hub from an export: its proved files, a card with licence,
 lineage, evaluation and proof, and SHA256SUMS. Paths, names and credentials of this machine in the folder are refused

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from genesis.arguments import Parser
-from genesis.console import Console
-from genesis.report.collect import find_run
-from genesis.report.write import write_report
-from genesis.run_directory import RunDirectory
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.run_directory import RunDirectory
+from genesis.operations.report.collect import find_run
+from genesis.operations.report.write import write_report
 
 _DESCRIPTION = """Writes one HTML file about a run, or about several whose curves are drawn over each other: loss,
 learning rate, gradient norm, speed, parts of a step, memory, checkpoints and crashes, data, evaluations, texts,

@@ -13,12 +13,12 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from genesis.arguments import Parser
-from genesis.console import Console
-from genesis.errors import UserError
-from genesis.run_directory import RUNS_NAME
-from genesis.supervise.goodput import format_seconds
-from genesis.supervise.runs import RunSummary, find_runs, summarise_run
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RUNS_NAME
+from genesis.operations.supervise.goodput import format_seconds
+from genesis.operations.supervise.runs import RunSummary, find_runs, summarise_run
 
 _DESCRIPTION = """Lists the runs under a directory: recipe, steps, tokens, loss, state, crashes, checkpoints and size.
 States: training; waiting, for ranks or resources, under a supervisor; ended; crashed; stopped, after its supervisor

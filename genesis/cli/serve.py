@@ -4,13 +4,13 @@ import os
 import signal
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
-from genesis.errors import UserError
 from genesis.generate.load import Loaded, has_chat_template, load_decoder
 from genesis.generate.shared import SharedBases
-from genesis.progress import numbered
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
 from genesis.serve.pool import Limits

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
+from genesis.base.processes import check_can_find
 from genesis.cli.supervise_observers import (
     FILES_OF_ANY_RUN,
     add_observer_options,
@@ -19,15 +21,13 @@ from genesis.cli.supervise_observers import (
     open_report,
     print_file,
 )
-from genesis.errors import UserError
-from genesis.processes import check_can_find
-from genesis.recipe_imports import OPTION
-from genesis.recipe_yaml import load_yaml
-from genesis.supervise.attempt import Limits
-from genesis.supervise.decide import Policy
-from genesis.supervise.loop import SuperviseOptions, Supervisor
-from genesis.supervise.node_options import read_nodes
-from genesis_callbacks.untrusted import read_text
+from genesis.operations.supervise.attempt import Limits
+from genesis.operations.supervise.decide import Policy
+from genesis.operations.supervise.loop import SuperviseOptions, Supervisor
+from genesis.operations.supervise.node_options import read_nodes
+from genesis.recipe.imports import OPTION
+from genesis.recipe.yaml import load_yaml
+from genesis_callbacks.base.untrusted import read_text
 
 _DESCRIPTION = """Keeps one run alive, on this machine or with --nodes on several: starts `genesis fit` from the
 newest checkpoint that verifies, watches its ranks, and when they end before the run does, finds out why, cleans up and
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     report = open_report(arguments, run_dir)
     if nodes is not None:
         with _quiet_stores():
-            from genesis.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
+            from genesis.operations.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
 
         return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name)).run()
     return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()

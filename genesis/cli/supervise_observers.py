@@ -5,18 +5,18 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from genesis.arguments import Parser
+from genesis.base.arguments import Parser
+from genesis.base.errors import UserError
 from genesis.cli.mirror import read_rate
-from genesis.errors import UserError
-from genesis.supervise.alerts import AlertOptions, Alerts, check_program, read_command
-from genesis.supervise.log_lines import LogFormat, build_report
-from genesis.supervise.metrics import MetricsServer
-from genesis.supervise.mirror_open import open_place
-from genesis.supervise.mirror_plan import MirrorRetention
-from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
-from genesis.supervise.node_options import NodeOptions
-from genesis.supervise.observers import Observer
-from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
+from genesis.operations.supervise.alerts import AlertOptions, Alerts, check_program, read_command
+from genesis.operations.supervise.log_lines import LogFormat, build_report
+from genesis.operations.supervise.metrics import MetricsServer
+from genesis.operations.supervise.mirror_open import open_place
+from genesis.operations.supervise.mirror_plan import MirrorRetention
+from genesis.operations.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
+from genesis.operations.supervise.node_options import NodeOptions
+from genesis.operations.supervise.observers import Observer
+from genesis.operations.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
 FILES_OF_ANY_RUN = ("alerts", "dashboard")
 """The files of `--print` that need no training on the command line."""

@@ -10,19 +10,19 @@ from typing import Any
 
 import yaml
 
-from genesis.arguments import respell
-from genesis.checkpoint_reference import LATEST, read_reference
+from genesis.base.arguments import respell
+from genesis.base.determinism import AUTO, note_unrepeatable
+from genesis.base.errors import UserError
 from genesis.cli.fit import fit_main
 from genesis.cli.trainer import count_ranks
 from genesis.cli.trainer import read_recipe as read_recipe_of
 from genesis.data.sizes import AUTO as AUTO_SIZE
 from genesis.data.sizes import resolve_recipe
 from genesis.data.skipped import read_ranges
-from genesis.determinism import AUTO, note_unrepeatable
-from genesis.errors import UserError
+from genesis.generate.checkpoint_reference import LATEST, read_reference
 from genesis.objectives import DPO
-from genesis.recipe_imports import allowing, split_allowed
-from genesis.supervise.plan import RecipeFacts, write_facts
+from genesis.operations.supervise.plan import RecipeFacts, write_facts
+from genesis.recipe.imports import allowing, split_allowed
 
 
 def main(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from genesis.errors import escape_controls
+from genesis.base.errors import escape_controls
 
 _UTF8_NAME = "PYTHONUTF8"
 _STREAMS_NAME = "PYTHONIOENCODING"
@@ -44,7 +44,7 @@ def prepare_process() -> None:
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         encoding = codecs.lookup(sys.stdin.encoding).name
-        # `genesis.arguments.read_text` refuses what the encoding does not have.
+        # `genesis.base.arguments.read_text` refuses what the encoding does not have.
         sys.stdin.reconfigure(encoding="utf-8" if encoding == "ascii" else encoding, errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -73,7 +73,7 @@ class EscapedStream:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.rich_proxied_file = stream  # rich writes sequences of its own there; `genesis.console` escapes the rest
+        self.rich_proxied_file = stream  # rich writes its own sequences there; `genesis.base.console` escapes the rest
         self._is_terminal = stream.isatty()
         self._has_bars = stream is sys.stderr
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.cli.command_record import read_record
-from genesis.errors import UserError
 
 HELP: Final = frozenset({"-h", "--help"})
 
@@ -108,7 +108,7 @@ SECTIONS: Final = {
         Command("recipes copy", "copy recipes into configs/, to change them", "genesis.cli.recipes:copy_main"),
         Command(
             *("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
-            prepare="genesis.doctor.environment:make_quiet",
+            prepare="genesis.operations.doctor.environment:make_quiet",
             target_of={"--device": "genesis.cli.doctor:main", "--config": "genesis.cli.doctor_recipe:main"},
         ),
         Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),

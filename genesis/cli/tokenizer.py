@@ -10,12 +10,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from genesis.arguments import Bytes
+from genesis.base.arguments import Bytes
+from genesis.base.console import Console
+from genesis.base.errors import UserError
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
-from genesis.console import Console
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.data.tokenizer_training import Sample, train_in_worker
-from genesis.errors import UserError
 from genesis.tokenizer.inspect import find_unused, measure_texts
 from genesis.tokenizer.open import FORMATS, open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from genesis.checkpoint_reference import Reference
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.generate.checkpoint_reference import Reference
 from genesis.tokenizer.open import has_tokenizer
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 

@@ -6,13 +6,13 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
-from genesis.checkpoint_reference import Reference
-from genesis.compilation import check_compilation, choose_compilation, read_compilation
-from genesis.determinism import AUTO as AUTO_DETERMINISTIC
-from genesis.determinism import check_deterministic, choose_deterministic
-from genesis.device import CPU, count_devices, find_kind, leave_memory_unfilled
-from genesis.errors import UserError
-from genesis.precision import AUTO, choose_precision, unify_precision
+from genesis.base.determinism import AUTO as AUTO_DETERMINISTIC
+from genesis.base.determinism import check_deterministic, choose_deterministic
+from genesis.base.device import CPU, count_devices, find_kind, leave_memory_unfilled
+from genesis.base.errors import UserError
+from genesis.generate.checkpoint_reference import Reference
+from genesis.model.compilation import check_compilation, choose_compilation, read_compilation
+from genesis.model.precision import AUTO, choose_precision, unify_precision
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 
 PrecisionName = Literal["auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true", "bf16", "32", "16", 32, 16]

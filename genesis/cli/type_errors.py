@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from genesis.recipe_imports import find_refusal
+from genesis.recipe.imports import find_refusal
 
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
 _ONE: Final = re.compile(

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from genesis.arguments import Parser
-from genesis.checkpoint_reference import find_checkpoint
+from genesis.base.arguments import Parser
+from genesis.base.run_directory import RunDirectory
 from genesis.export.staging import check_is_new
 from genesis.export.upcycle import UpcycleOptions, upcycle
+from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.model.mixture import SCORES
-from genesis.run_directory import RunDirectory
 
 _DESCRIPTION = """Makes a mixture of experts from a dense model: each expert begins as a copy of the dense feed-forward
 part, and routers begin at random. The mixture gives the logits of the dense model, which is proved before it is

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis_callbacks.checkpoint import list_checkpoints
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from genesis.arguments import read_size
-from genesis.cache_directory import find_cache_directory
+from genesis.base.arguments import read_size
+from genesis.base.cache_directory import find_cache_directory
+from genesis.base.errors import UserError
 from genesis.data.remote import RemoteFile, download
 from genesis.data.store import StoreOptions, WriteError
-from genesis.errors import UserError
-from genesis_callbacks.files import sync_directory
-from genesis_callbacks.locks import lock_file
+from genesis_callbacks.base.files import sync_directory
+from genesis_callbacks.base.locks import lock_file
 
 _POLL_SECONDS = 0.1
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -8,8 +8,8 @@ from threading import Lock
 
 import torch
 
+from genesis.base.device import is_host, record_timer
 from genesis.data.window import AccumulationWindow
-from genesis.device import is_host, record_timer
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
+from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.conversation import Conversation, find_unused_fields, load_conversation
 from genesis.chat.learned import find_recorded
 from genesis.chat.marks import UnclearMarkError
@@ -26,11 +28,9 @@ from genesis.data.manifest import MANIFEST_NAME, ChatRecord
 from genesis.data.row_notes import MAX_REFUSED, RefusedRow, RowNotes, SkippedCounter, count_all, strip_place
 from genesis.data.shards import EncodedDocuments
 from genesis.data.sources import BadRow, Document, SourceOptions
-from genesis.errors import UserError
-from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import read_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import read_file
 
 
 @dataclass(frozen=True)

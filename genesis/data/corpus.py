@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
+from genesis.base.errors import UserError, blaming_directory
 from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
 from genesis.data.shards import (
     HASH_ALGORITHM,
@@ -40,9 +41,8 @@ from genesis.data.shards import (
     shard_path,
     stored_dtype,
 )
-from genesis.errors import UserError, blaming_directory
 from genesis.tokenizer.open import find_format, has_tokenizer, list_file_names, open_tokenizer
-from genesis_callbacks.untrusted import path_below
+from genesis_callbacks.base.untrusted import path_below
 
 MAX_OPEN_MAPS: Final = 1_000
 _STAT_THREADS: Final = 16

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.chat.learned import build_prompt_form, find_recorded
 from genesis.chat.render import read_template
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
@@ -29,7 +30,6 @@ from genesis.data.training_data import (
     refuse_skips,
 )
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from genesis.base.errors import UserError
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks, TrainWindows
 from genesis.data.plans import hash_shards
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
 
 
 def identify_sequences(data: CorpusData) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.data.corpus import Corpus, TokenSource, find_fault
 from genesis.data.manifest import SPLITS, CorpusManifest, ShardRecord, Split, read_manifest
 from genesis.data.packing import Packing, PackingFigures
 from genesis.data.pairs import find_source_fault
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
-from genesis.errors import UserError
-from genesis.progress import stage
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 

@@ -21,12 +21,12 @@ from jaxtyping import Bool, Int32, Int64, Integer
 from numpy import ndarray
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends
 from genesis.data.plans import SourcePlan
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
 
 Item = TypeVar("Item")
 

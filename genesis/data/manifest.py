@@ -18,10 +18,10 @@ from typing import Any, Final, Literal, Self, overload
 
 from blake3 import blake3
 
-from genesis.errors import UserError
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
+from genesis.base.errors import UserError
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
 
 SCHEMA_VERSION: Final = 5
 MANIFEST_NAME: Final = "manifest.json"

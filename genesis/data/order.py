@@ -28,9 +28,9 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from genesis.base.errors import UserError
 from genesis.data.shuffle import encrypt_32_bits, permute
 from genesis.data.skipped import Range, Ranges, clip, plan_skips
-from genesis.errors import UserError
 
 ORDER_VERSION: Final = 1
 """Raised whenever the same (seed, mix, position) would give another sequence."""

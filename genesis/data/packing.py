@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 from numpy import ndarray
 
-from genesis.progress import numbered
+from genesis.base.progress import numbered
 
 Packing = Literal["chunk", "best_fit", "pad"]
 Chunks = deque[Int64[ndarray, " sequences"]]

@@ -15,8 +15,8 @@ from blake3 import blake3
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import TokenSource
-from genesis.errors import UserError
 
 _REMEDY: Final = "fetch the corpus again or prepare it again with --restart"
 

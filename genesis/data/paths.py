@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from genesis.errors import UserError
-from genesis.run_directory import RunDirectory
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import read_file
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import read_file
 
 TOKENIZER_PATHS: Final = (("data", "corpus"), ("data", "stream", "tokenizer"), ("data", "prompts", "tokenizer"))
 """The keys of a recipe that may lead to the tokenizer of the run, in the order in which they are tried."""

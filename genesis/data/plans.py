@@ -32,6 +32,8 @@ from blake3 import blake3
 from jaxtyping import Int64, Integer
 from numpy import ndarray
 
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes
 from genesis.data.manifest import SourceRecord
 from genesis.data.packing import (
@@ -46,12 +48,10 @@ from genesis.data.packing import (
     pack_documents,
 )
 from genesis.data.shards import hash_index, index_path, remedy
-from genesis.errors import UserError
-from genesis.progress import stage
-from genesis_callbacks.files import create_file, sync_directory
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import open_file, read_file
+from genesis_callbacks.base.files import create_file, sync_directory
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.locks import lock_file, open_lock
+from genesis_callbacks.base.untrusted import open_file, read_file
 
 PLANS_DIRECTORY: Final = "packing"
 BLOCK_DOCUMENTS: Final = 1 << 21

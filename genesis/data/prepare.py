@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from genesis.base.errors import UserError
+from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
 from genesis.data.conversations import ChatSetup, ConversationCounts, limit_conversations, open_chat_setup
@@ -51,15 +53,13 @@ from genesis.data.tokenize_worker import (
     explain_write_error,
     staged_path,
 )
-from genesis.errors import UserError
-from genesis.run_directory import CHAT_TEMPLATE_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import has_hash, has_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_file
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.locks import lock_file, open_lock
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"

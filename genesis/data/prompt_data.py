@@ -15,6 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids, write_defaults
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
@@ -34,10 +35,9 @@ from genesis.data.training_data import (
     refuse_skips,
 )
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
-from genesis_callbacks.untrusted import read_file
+from genesis_callbacks.base.untrusted import read_file
 
 
 @dataclass(frozen=True)

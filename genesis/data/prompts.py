@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
+from genesis.base.errors import UserError, check_is_named
 from genesis.chat.conversation import load_conversation
 from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
@@ -27,7 +28,6 @@ from genesis.data.sources import (
     refuse_pairs,
     refuse_skipping,
 )
-from genesis.errors import UserError, check_is_named
 
 _SPAN_BYTES = 1 << 40
 """A file is read in one span: prompts are few and are kept in memory."""

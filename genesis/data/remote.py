@@ -13,8 +13,8 @@ from fsspec.implementations.http import HTTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
+from genesis.base.errors import UserError
 from genesis.data.store import Store, StoreOptions, WriteError, is_hub, is_s3, is_url, run_limited
-from genesis.errors import UserError
 
 _BLOCK_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
-from genesis.errors import UserError, printable
-from genesis.progress import numbered
+from genesis.base.errors import UserError, printable
+from genesis.base.progress import numbered
 
 MAX_REFUSED: Final = 10
 """Rows that an error names, at most."""

@@ -19,10 +19,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.manifest import MANIFEST_NAME, ShardRecord
-from genesis.errors import UserError
-from genesis_callbacks.files import create_file, sync_directory
-from genesis_callbacks.untrusted import check_file, open_file, path_below, read_file
+from genesis_callbacks.base.files import create_file, sync_directory
+from genesis_callbacks.base.untrusted import check_file, open_file, path_below, read_file
 
 HASH_ALGORITHM = "blake3"
 SHARD_SUFFIX = ".ds"

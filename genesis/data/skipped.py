@@ -6,7 +6,7 @@ the windows that it overlaps.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]

@@ -23,7 +23,7 @@ import fsspec
 from fsspec.asyn import get_loop
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 T = TypeVar("T")
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
@@ -31,7 +32,6 @@ from genesis.data.training_data import (
     moved_position,
 )
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 

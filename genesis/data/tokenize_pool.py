@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
 from genesis.data.row_notes import BadRowsError
 from genesis.data.tokenize_worker import Failure, FinishedPart, Job, Progress, Setup
-from genesis.errors import UserError
-from genesis.processes import PipedWorker
 
 _WORKER_MODULE = "genesis.data.tokenize_worker"
 

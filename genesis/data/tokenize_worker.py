@@ -18,6 +18,8 @@ from typing import Any, Self
 import numpy as np
 from blake3 import blake3
 
+from genesis.base.errors import RunEndedError, UserError, find_remedy
+from genesis.base.processes import serve_pipe
 from genesis.chat.render import RenderedChat
 from genesis.data.conversations import ChatSetup, ConversationCounts, EncodedChats, join_rendered
 from genesis.data.manifest import SPLITS, ShardRecord, Split
@@ -32,8 +34,6 @@ from genesis.data.row_notes import (
 )
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import BadRow, Document, SourceOptions, Span, read_rows
-from genesis.errors import RunEndedError, UserError, find_remedy
-from genesis.processes import serve_pipe
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.processes import PipedWorker, serve_pipe
+from genesis.base.progress import stage
 from genesis.data.sources import SourceOptions, sample_texts
-from genesis.errors import RunEndedError, UserError
-from genesis.processes import PipedWorker, serve_pipe
-from genesis.progress import stage
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 _MODULE: Final = "genesis.data.tokenizer_training"

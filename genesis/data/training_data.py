@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import Mix, SequenceOrder
@@ -19,7 +20,6 @@ from genesis.data.packing import Packing
 from genesis.data.pairs import PairSet
 from genesis.data.skipped import Ranges, clip, describe
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 

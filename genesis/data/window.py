@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from genesis.loss import IGNORE_INDEX
+from genesis.model.loss import IGNORE_INDEX
 
 __all__ = ["IGNORE_INDEX", "MicroBatch", "AccumulationWindow"]
 

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from genesis.checkpoint_reference import verify_shown
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.evaluate.questions import Progress, Question, UnanswerableError, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
+from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import find_learned_template, load_decoder, load_tokenizer, require_tokenizer
-from genesis.run_directory import RunDirectory
+from genesis_callbacks.base.events import EventLog
 from genesis_callbacks.checkpoint import (
     MANIFEST_NAME,
     CheckpointError,
@@ -24,7 +25,6 @@ from genesis_callbacks.checkpoint import (
     read_committed_hash,
     read_manifest,
 )
-from genesis_callbacks.events import EventLog
 
 
 class Display(Protocol):

@@ -14,7 +14,7 @@ from typing import Final
 
 import tqdm
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 _VARIABLES: Final = {
     "DO_NOT_TRACK": "1",

@@ -17,15 +17,15 @@ from blake3 import blake3
 from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TokenStream
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
 from genesis.data.validation_windows import ValidationWindows
-from genesis.errors import UserError
 from genesis.evaluate.results import Measure
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 ALL: Final = "all"

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import wandb
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.run_directory import find_tensorboard_version, find_wandb_run, tensorboard_directory
 from genesis.evaluate.results import Result
-from genesis.run_directory import find_tensorboard_version, find_wandb_run, tensorboard_directory
 from genesis_callbacks.checkpoint import Manifest
 
 try:

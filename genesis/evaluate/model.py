@@ -10,8 +10,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from genesis.base.errors import UserError
 from genesis.chat.render import ChatRenderer
-from genesis.errors import UserError
 from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens
 from genesis.evaluate.plan import Request
 from genesis.evaluate.questions import UnanswerableError

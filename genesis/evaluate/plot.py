@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from genesis.evaluate.results import Result
 from genesis.evaluate.table import select_shown
-from genesis_callbacks.files import replace_file
+from genesis_callbacks.base.files import replace_file
 
 PLOT_NAME = "evaluations.png"
 _PANELS_ACROSS = 3

@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.paths import find_path, read_path
-from genesis.errors import UserError
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.results import Measure
 from genesis.evaluate.score import default_batch_tokens

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.errors import UserError
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import read_file
+from genesis.base.errors import UserError
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import read_file
 
 METRICS_NAME: Final = "metrics.csv"
 SCHEMA_VERSION: Final = 1

@@ -8,9 +8,9 @@ import datasets
 import pyarrow as pa
 from blake3 import blake3
 
-from genesis.errors import UserError
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import check_file, path_below, read_file
+from genesis.base.errors import UserError
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import check_file, path_below, read_file
 
 _MAX_BYTES: Final = 1 << 30
 """Limit of a file of rows: all of them are in memory."""

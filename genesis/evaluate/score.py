@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from genesis.device import send
-from genesis.errors import UserError
+from genesis.base.device import send
+from genesis.base.errors import UserError
 from genesis.evaluate.plan import (
     Head,
     Request,
@@ -28,8 +28,8 @@ from genesis.evaluate.plan import (
     plan_branches,
     plan_context,
 )
-from genesis.loss import chunk_tokens
 from genesis.model.decoder import Decoder, KVCache
+from genesis.model.loss import chunk_tokens
 
 _BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
 _LEAST_PLACES: Final = 512

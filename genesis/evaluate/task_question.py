@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.questions import Answer, ChatQuestion, Progress, Question

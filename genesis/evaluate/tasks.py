@@ -23,9 +23,9 @@ import lm_eval.utils
 import yaml
 from lm_eval.tasks import TaskManager
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
-from genesis_callbacks.untrusted import read_file
+from genesis_callbacks.base.untrusted import read_file
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")

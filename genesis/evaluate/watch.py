@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.answer import Display, Settings, answer_questions, read_hashes
 from genesis.evaluate.log import RunLog
 from genesis.evaluate.questions import Question

@@ -9,8 +9,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from genesis.checkpoint_reference import verify_shown
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.card import describe_reading
 from genesis.export.proof import (
     PROVE_ADAPTER_MODULE,
@@ -28,6 +27,7 @@ from genesis.export.reading import (
 )
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES
+from genesis.generate.checkpoint_reference import verify_shown
 from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
 from genesis.huggingface.directory import CONFIG_NAME as BASE_CONFIG_NAME
 from genesis.huggingface.family import IMPORTED_AS, Family

@@ -14,20 +14,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.checkpoint_reference import verify_shown
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
+from genesis.base.run_directory import RunDirectory
 from genesis.export.importing import save_weights
 from genesis.export.proof import write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.export.texts import SCRIPTS
+from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder, load_tokenizer
 from genesis.huggingface.family import OUTPUT_WEIGHT
 from genesis.model.decoder import DecoderConfig
 from genesis.model.initial import draw_block
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis.progress import stage
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import extend_tokenizer

@@ -8,18 +8,18 @@ from typing import Any, Final
 import torch
 import yaml
 
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.data.paths import list_candidates, read_path
 from genesis.data.usage import DataUsage, read_data_usage
-from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tensors import Source
 from genesis.huggingface.directory import read_json
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
-from genesis.recipe_yaml import dump_yaml
-from genesis.run_directory import RunDirectory
+from genesis.recipe.yaml import dump_yaml
 from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_state, trace_ancestors

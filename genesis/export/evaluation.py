@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+from genesis.base.run_directory import RunDirectory
 from genesis.evaluate.results import Result, read_results
 from genesis.export.tensors import Source
-from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import read_committed_hash
 
 HEADS: Final = ("task", "metric", "value", "shots", "limit", "items")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from genesis.checkpoint_reference import verify_shown
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.adapter import read_adapter
 from genesis.export.card import describe_reading, write_card
 from genesis.export.proof import (
@@ -21,6 +20,7 @@ from genesis.export.proof import (
 from genesis.export.reading import check_choice, find_reading, write_generation_config, write_tokenizer
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
+from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder
 from genesis.huggingface.directory import (
     CARD_NAME,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, DATA_SUFFIXES, INDEX_NAME, WEIGHTS_NAME, explain_other_formats
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_index

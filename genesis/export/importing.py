@@ -13,7 +13,9 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from genesis.errors import UserError, blaming
+from genesis.base.errors import UserError, blaming
+from genesis.base.progress import Stage, stage
+from genesis.base.run_directory import RunDirectory
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
@@ -24,13 +26,12 @@ from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
-from genesis.progress import Stage, stage
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, check_directory, read_file
 from genesis_callbacks.checkpoint import (
     Ancestor,
     Ranks,
@@ -41,7 +42,6 @@ from genesis_callbacks.checkpoint import (
     local_shards,
     save_blocking,
 )
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_directory, read_file
 
 _WIDENED_NAME: Final = "weights.float32"
 

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from genesis.available_memory import available_memory
-from genesis.errors import RunEndedError, UserError, blaming
+from genesis.base.available_memory import available_memory
+from genesis.base.errors import RunEndedError, UserError, blaming
+from genesis.base.processes import start_program
+from genesis.base.progress import SentStages, stage
 from genesis.huggingface.directory import PROOF_NAME
-from genesis.processes import start_program
-from genesis.progress import SentStages, stage
 
 Layout = Literal["huggingface", "safetensors"]
 TokenizerOrigin = Literal["run", "unproved", "none"]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.progress import sent_as_lines, stage
 from genesis.export.proof import answer_request
 from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
 from genesis.export.texts import SCRIPTS
@@ -37,7 +38,6 @@ from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis.progress import sent_as_lines, stage
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt

@@ -19,7 +19,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.progress import sent_as_lines, stage
 from genesis.export.proof import answer_request
 from genesis.export.proof_size import plan_proof
 from genesis.export.prove import PACKAGES, count_parameters, prove_tokenizer
@@ -39,7 +40,6 @@ from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
-from genesis.progress import sent_as_lines, stage
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from genesis.base.errors import UserError
 from genesis.chat.learned import find_stop_ids
-from genesis.errors import UserError
 from genesis.export.proof import Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.generate.load import find_learned_template, load_tokenizer
@@ -17,8 +17,8 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import has_hash, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.untrusted import read_file
 from genesis_callbacks.checkpoint import Manifest
-from genesis_callbacks.untrusted import read_file
 
 
 @dataclass(frozen=True)

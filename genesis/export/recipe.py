@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.base.run_directory import RunDirectory
 from genesis.data.sizes import AUTO
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import dump_decoder_config
-from genesis.recipe_yaml import dump_yaml
-from genesis.run_directory import RunDirectory
+from genesis.recipe.yaml import dump_yaml
 
 _NUM_EPOCHS: Final = 3
 _RATES: Final = {"lr": 2e-5, "adapter_lr": 2e-4}

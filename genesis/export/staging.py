@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from genesis.errors import UserError
-from genesis_callbacks.files import sync_directory
-from genesis_callbacks.locks import lock_file
-from genesis_callbacks.run_directory import COMMITTED_NAME
+from genesis.base.errors import UserError
+from genesis_callbacks.base.files import sync_directory
+from genesis_callbacks.base.locks import lock_file
+from genesis_callbacks.base.run_directory import COMMITTED_NAME
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
-from genesis.progress import stage
+from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.checkpoint import (
     DIGEST_MODULUS,
     CorruptCheckpointError,
@@ -28,7 +29,6 @@ from genesis_callbacks.checkpoint import (
     read_tensors,
     restore_shards,
 )
-from genesis_callbacks.files import create_file, sync_directory
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CODES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

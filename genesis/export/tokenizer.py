@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.export.texts import SCRIPTS
-from genesis.progress import stage
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.huggingface import open_library
 from genesis.tokenizer.tokenizer import Tokenizer

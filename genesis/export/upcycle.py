@@ -14,21 +14,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from genesis.available_memory import available_memory
-from genesis.checkpoint_reference import verify_shown
-from genesis.errors import RunEndedError, UserError
+from genesis.base.available_memory import available_memory
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.progress import stage
+from genesis.base.run_directory import RunDirectory
 from genesis.export.importing import save_weights
 from genesis.export.proof import write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
+from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder, load_tokenizer
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.feed_forward import DenseConfig
 from genesis.model.initial import INIT_STD, draw_block, fill_normal
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis.progress import stage
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.files import write_files
 from genesis_callbacks.checkpoint import Ancestor, Manifest, read_committed_hash, read_tensors
 

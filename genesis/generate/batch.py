@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from genesis.device import send
-from genesis.errors import UserError
+from genesis.base.device import send
+from genesis.base.errors import UserError
 from genesis.generate.sample import RowSampler, SamplingOptions
 from genesis.model.decoder import Decoder, KVCache, project
 

@@ -2,7 +2,7 @@
 
 import re
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
 
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from genesis.base.device import read_capability
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.chat.learned import describe_other_template, find_recorded, find_stop_ids
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_template
-from genesis.checkpoint_reference import read_reference
 from genesis.data.paths import TOKENIZER_PATHS, find_path, list_candidates, read_path
-from genesis.device import read_capability
-from genesis.errors import UserError
+from genesis.generate.checkpoint_reference import read_reference
 from genesis.generate.shared import SharedBases
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
 from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_config
@@ -26,7 +27,6 @@ from genesis.model.attend.flash_limits import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_linear_layers
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis.run_directory import RunDirectory
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def load_decoder(
     Adapters stay separate from the weights of their base; the checkpoint's reference names the base.
 
     Args:
-        path: A run, a checkpoint or an export, in any form that `genesis.checkpoint_reference` reads. Of a run, the
+        path: A run, a checkpoint or an export, in any form that `checkpoint_reference` reads. Of a run, the
             newest valid checkpoint is loaded, and damaged checkpoints stay in their place.
         tokenizer: A tokenizer's file or directory; None for the one that `load_tokenizer` finds, or the export's own.
         device: The device of the decoder.

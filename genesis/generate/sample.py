@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from genesis.device import send
+from genesis.base.device import send
 from genesis.generate.sampling_options import SamplingOptions as SamplingOptions
 
 _SUM_BITS = 62

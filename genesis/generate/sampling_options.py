@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 
 @dataclass(frozen=True)

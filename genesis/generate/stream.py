@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request, check_is_number, plan_budgets
 from genesis.generate.sample import SamplingOptions
 from genesis.model.decoder import Decoder

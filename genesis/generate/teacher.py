@@ -10,10 +10,10 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from genesis.available_memory import available_memory
-from genesis.checkpoint_reference import LATEST, Reference, read_reference
-from genesis.device import is_host, read_free_memory
-from genesis.errors import UserError
+from genesis.base.available_memory import available_memory
+from genesis.base.device import is_host, read_free_memory
+from genesis.base.errors import UserError
+from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
 from genesis.huggingface.weights import open_tensors
@@ -21,8 +21,8 @@ from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
 from genesis.tokenizer.open import find_format, has_hash, has_same_ids, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.untrusted import check_file
 from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
-from genesis_callbacks.untrusted import check_file
 
 _HASH_SHOWN: Final = 16
 _WEIGHTS_SUFFIX: Final = ".safetensors"
@@ -79,7 +79,7 @@ class TeacherReference:
 
 
 def find_teacher(given: str | Path, recorded_hash: str | None = None) -> TeacherReference:
-    """Returns the teacher that a value names (`genesis.checkpoint_reference`); its weights are not read.
+    """Returns the teacher that a value names (`genesis.generate.checkpoint_reference`); its weights are not read.
 
     Args:
         given: A run, a checkpoint or an export.

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.mixture import MixtureTable
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.family import Family
 from genesis.model.decoder import DecoderConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.mixture import MixtureConfig
 
 TRAINING_FIELDS: Final = ("balance_loss", "z_loss", "balance_bias_rate")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import read_json, reads_directory
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.huggingface.weights import open_tensors

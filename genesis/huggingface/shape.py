@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import (
     INDEX_NAME,
     MAX_JSON_BYTES,
@@ -22,8 +22,8 @@ from genesis.huggingface.directory import (
 )
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import open_file, path_below, read_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import open_file, path_below, read_file
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from genesis.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend.cache import KEYS_STEP, suits_lengths
 from genesis.model.attend.mask import needs_expanded_keys
 from genesis.model.attend.metadata import (

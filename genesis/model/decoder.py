@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.device import send
-from genesis.errors import UserError
+from genesis.base.device import send
+from genesis.base.errors import UserError
 from genesis.model.attend.metadata import AttentionMetadata, CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig, build_layers_metadata

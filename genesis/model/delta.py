@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend.metadata import CachedTokens, document_offsets, document_positions
 from genesis.model.delta_kernel import run_kernel, suits_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked, step

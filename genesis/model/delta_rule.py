@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from genesis.device import kind_of
+from genesis.base.device import kind_of
 
 CHUNK_TOKENS: Final = 64
 _EPS: Final = 1e-6

@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.device import find_missing_compiler
-from genesis.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
+from genesis.base.device import find_missing_compiler
 from genesis.model.attend.cache import distrust_lengths
 from genesis.model.attend.metadata import CachedTokens, document_offsets
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
@@ -16,6 +15,7 @@ from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import DecoderConfig
 from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked
+from genesis.model.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
 from genesis.model.proof_memory import prove_once
 from genesis_callbacks.checkpoint import DeviceProof
 

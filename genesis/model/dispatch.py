@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from genesis.device import kind_of
+from genesis.base.device import kind_of
 
 
 class Order(NamedTuple):

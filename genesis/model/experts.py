@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
-from genesis.device import read_capability
+from genesis.base.device import read_capability
 from genesis.model.initial import InitialValues
 from genesis.model.part import ParameterGroup, Part
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from genesis.device import kind_of
+from genesis.base.device import kind_of
 from genesis.model.initial import InitialValues
 from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts
 

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genesis.device import has_float8, is_host
-from genesis.errors import UserError
+from genesis.base.device import has_float8, is_host
+from genesis.base.errors import UserError
 from genesis.model.adapter import check_patterns, choose_by_name, find_linears, find_stacks, list_names
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import Part

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.dispatch import combine, sort_by_expert, spread
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 
-from genesis.device import kind_of
-from genesis.errors import UserError
+from genesis.base.device import kind_of
+from genesis.base.errors import UserError
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.initial import InitialValues
 
 

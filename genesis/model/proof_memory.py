@@ -18,10 +18,10 @@ from typing import Final
 import torch
 
 from genesis import __version__
-from genesis.cache_directory import find_cache_directory
-from genesis.device import name_device, read_capability
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.untrusted import read_file
+from genesis.base.cache_directory import find_cache_directory
+from genesis.base.device import name_device, read_capability
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.untrusted import read_file
 
 _DRIVERS: Final = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 
 import yaml
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
@@ -17,8 +17,8 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.norm import NormConfig
-from genesis.recipe_yaml import load_yaml
-from genesis_callbacks.untrusted import read_text
+from genesis.recipe.yaml import load_yaml
+from genesis_callbacks.base.untrusted import read_text
 
 DECODER_PREFIX: Final = "model.decoder."
 """The prefix of the decoder's tensors in a checkpoint."""

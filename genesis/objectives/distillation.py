@@ -13,8 +13,8 @@ from typing import Final
 
 from torch import Tensor
 
+from genesis.base.errors import UserError, check_is_named
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation_loss import sum_distillation

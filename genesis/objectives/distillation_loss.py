@@ -26,7 +26,7 @@ from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from genesis.loss import IGNORE_INDEX, add_product, normalise, split_chunks
+from genesis.model.loss import IGNORE_INDEX, add_product, normalise, split_chunks
 
 
 class TeacherClasses(NamedTuple):
@@ -101,7 +101,7 @@ def sum_distillation(
 ) -> DistillationSums:
     """Returns the sums over the labels that are not `IGNORE_INDEX`.
 
-    Dtypes are those of `genesis.loss.sum_cross_entropy`, and so is the manner: gradients are computed in the forward.
+    Dtypes are those of `genesis.model.loss.sum_cross_entropy`, and gradients are computed in the forward as there.
 
     Args:
         hidden: What the student gives to its head.
@@ -111,7 +111,7 @@ def sum_distillation(
         temperature: T.
         share: a, from 0 (cross-entropy alone) to 1 (the teacher alone).
     """
-    # As in `genesis.loss`: autocast does not cast a custom Function, and inside it would cast the float32 products.
+    # As in `genesis.model.loss`: autocast does not cast a custom Function; inside it would cast float32 products.
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
     flat = TeacherClasses(classes.ids.flatten(0, -2), classes.log_probs.flatten(0, -2), classes.log_rest.flatten())
@@ -125,7 +125,7 @@ def sum_distillation(
 
 
 class _SumDistillation(torch.autograd.Function):
-    """Computes the sums and the gradients of the loss chunk by chunk, as `genesis.loss` does for the cross-entropy."""
+    """Computes the sums and gradients of the loss chunk by chunk, as `genesis.model.loss` does for cross-entropy."""
 
     @staticmethod
     def forward(

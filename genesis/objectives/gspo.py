@@ -37,11 +37,11 @@ from jaxtyping import Float, Float32, Float64, Int64
 from numpy import ndarray
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
-from genesis.loss import token_losses
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
+from genesis.model.loss import token_losses
 from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
 
 ANSWERS: Final = "answers"

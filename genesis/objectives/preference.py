@@ -36,12 +36,12 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from genesis.base.errors import UserError, check_is_named
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError, check_is_named
-from genesis.loss import token_losses
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
+from genesis.model.loss import token_losses
 from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
 from genesis.objectives.reference import ReferenceLogProbs
 

@@ -17,9 +17,9 @@ from blake3 import blake3
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from genesis.errors import UserError, find_remedy
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.untrusted import read_file
+from genesis.base.errors import UserError, find_remedy
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.untrusted import read_file
 
 _VERSION: Final = 1
 _DIGEST_BYTES: Final = 32

@@ -32,14 +32,14 @@ from jaxtyping import Int64, Shaped, UInt64
 from numpy import ndarray
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.teacher import name_classes
-from genesis_callbacks.files import replace_file, replacing
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, check_file, open_file, path_below, read_file
+from genesis_callbacks.base.files import replace_file, replacing
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.locks import lock_file, open_lock
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, check_file, open_file, path_below, read_file
 
 CACHE_NAME: Final = "cache.json"
 IDENTITY_NAME: Final = "made_for.json"

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Protocol
 
 from torch import nn
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.part import ADAPTERS, EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 from genesis.optim.optimizer import GroupedOptimizer
 

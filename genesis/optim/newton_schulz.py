@@ -11,7 +11,7 @@ from jaxtyping import BFloat16, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 # The coefficients of torch's own Muon: a quintic whose slope at zero is as steep as convergence allows.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

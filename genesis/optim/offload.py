@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.optim.piece_memory import (
     MOMENTS,
     DiskPieces,
@@ -28,7 +28,7 @@ from genesis.optim.piece_memory import (
     Passage,
     PieceMemory,
 )
-from genesis.transfers import CopyLane, Mark, Traffic, mark_now
+from genesis.optim.transfers import CopyLane, Mark, Traffic, mark_now
 
 PIECE_BYTES: Final = 32 * 2**20
 """Bytes of a piece of one moment: enough for the full rate of a bus, and little beside what training holds."""

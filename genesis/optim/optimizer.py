@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from genesis.device import is_host
+from genesis.base.device import is_host
 from genesis.optim.newton_schulz import (
     COEFFICIENTS,
     EPS,
@@ -28,7 +28,7 @@ from genesis.optim.newton_schulz import (
 )
 from genesis.optim.offload import PIECE_BYTES, Slices, StateOffload
 from genesis.optim.piece_memory import DiskRates
-from genesis.transfers import Traffic
+from genesis.optim.transfers import Traffic
 
 _MATRIX_DIMS: Final = 2
 

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from genesis.errors import RunEndedError, UserError
-from genesis.transfers import HostMemory, Mark, Traffic
+from genesis.base.errors import RunEndedError, UserError
+from genesis.optim.transfers import HostMemory, Mark, Traffic
 from genesis_callbacks.checkpoint import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass
 
 NUM_SLOTS: Final = 4

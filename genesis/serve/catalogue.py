@@ -9,15 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genesis.checkpoint_reference import LATEST, Reference, read_reference
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
+from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.huggingface.directory import PROOF_NAME, is_export
 from genesis.huggingface.peft import CONFIG_NAME as ADAPTER_NAME
 from genesis.huggingface.peft import is_adapter_export, read_peft_config
 from genesis.huggingface.shape import find_family
 from genesis.model.recipe import build_decoder_config
-from genesis.run_directory import RunDirectory
 from genesis.serve.errors import ApiError
+from genesis_callbacks.base.untrusted import open_file
 from genesis_callbacks.checkpoint import (
     COMMITTED_NAME,
     CheckpointError,
@@ -27,7 +28,6 @@ from genesis_callbacks.checkpoint import (
     read_committed_hash,
     read_manifest,
 )
-from genesis_callbacks.untrusted import open_file
 
 _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 

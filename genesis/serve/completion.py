@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt

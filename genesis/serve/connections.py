@@ -20,7 +20,7 @@ from typing import Final
 
 from aiohttp import StreamReader, web
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 MAX_CONNECTIONS: Final = 512
 MIN_CONNECTIONS: Final = 8

@@ -3,10 +3,10 @@
 import datetime
 from functools import lru_cache
 
+from genesis.base.errors import RunEndedError, UserError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
-from genesis.errors import RunEndedError, UserError
 from genesis.serve.errors import ApiError
 from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 
 class ApiError(UserError):

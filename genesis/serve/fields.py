@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from genesis.serve.errors import ApiError
-from genesis_callbacks.json_text import RepeatedKeyError, load_json
+from genesis_callbacks.base.json_text import RepeatedKeyError, load_json
 
 
 @dataclass(frozen=True)

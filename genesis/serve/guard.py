@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.serve.errors import ApiError
 
 MIN_TOKEN_CHARS = 16

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.load import Loaded
 from genesis.serve.catalogue import Entry
 from genesis.serve.errors import busy, stopping

@@ -16,8 +16,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
-from genesis.errors import UserError
-from genesis.processes import PipedWorker, serve_pipe
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker, serve_pipe
 from genesis.serve.errors import ApiError, busy
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts
 from genesis.serve.repeats import RepeatFilter

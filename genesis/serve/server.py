@@ -14,8 +14,8 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from genesis.base.errors import UserError
 from genesis.chat.pool import POOL
-from genesis.errors import UserError
 from genesis.generate.load import Loaded
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.completion import Completion, error_event

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded
 from genesis.generate.prompt_scores import ScoredToken, score_prompt

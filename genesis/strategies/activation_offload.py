@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genesis.transfers import CopyLane, HostMemory, Mark, Traffic, mark_now
+from genesis.optim.transfers import CopyLane, HostMemory, Mark, Traffic, mark_now
 
 
 class _Held:

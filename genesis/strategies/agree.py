@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from genesis.errors import QuietExit, RunEndedError, UserError
-from genesis.progress import numbered
+from genesis.base.errors import QuietExit, RunEndedError, UserError
+from genesis.base.progress import numbered
 from genesis_callbacks.checkpoint import Ranks
 
 T = TypeVar("T")

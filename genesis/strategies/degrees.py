@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 _REST: Final = -1
 _NOT_THERE_YET: Final = {"cp": "context", "tp": "tensor", "pp": "pipeline"}

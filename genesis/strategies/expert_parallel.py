@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
 from genesis.model.mixture import Mixture

@@ -10,16 +10,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from genesis.available_memory import available_memory
-from genesis.device import is_host
-from genesis.errors import UserError
-from genesis.offload_share import read_directory, read_share
+from genesis.base.available_memory import available_memory
+from genesis.base.device import is_host
+from genesis.base.errors import UserError
 from genesis.optim import GroupedOptimizer
+from genesis.optim.offload_share import read_directory, read_share
 from genesis.optim.piece_memory import DiskRates, explain_directory
+from genesis.optim.transfers import Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.agree import attempt_on_all
 from genesis.strategies.host_units import count_host_units
-from genesis.transfers import Traffic
 
 
 class HostOffload:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from genesis.device import is_host, record_timer
-from genesis.transfers import Traffic
+from genesis.base.device import is_host, record_timer
+from genesis.optim.transfers import Traffic
 
 
 def count_host_units(model: nn.Module, device: torch.device, traffic: Traffic) -> None:

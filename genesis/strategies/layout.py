@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genesis.model.decoder import Decoder
 from genesis.model.part import Part
-from genesis.recomputation import ActivationCheckpointing, check_checkpointing, check_groups
+from genesis.model.recomputation import ActivationCheckpointing, check_checkpointing, check_groups
 from genesis.strategies.activation_offload import ActivationOffload
 
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from genesis.compilation import CompileBlocks, resolve_compilation
+from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
+from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
+from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim import GroupedOptimizer
-from genesis.recomputation import ActivationCheckpointing
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out

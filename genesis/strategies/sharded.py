@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
-from genesis.compilation import CompileBlocks, resolve_compilation
+from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
-from genesis.expert_share import check_expert_share
-from genesis.loss import sum_cross_entropy
+from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.expert_share import check_expert_share
+from genesis.model.loss import sum_cross_entropy
+from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective, SumHead
-from genesis.offload_share import read_cpu_offload
-from genesis.recomputation import ActivationCheckpointing
+from genesis.optim.offload_share import read_cpu_offload
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8

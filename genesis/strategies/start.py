@@ -25,8 +25,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from genesis.errors import QuietExit, RunEndedError
-from genesis.parent import (
+from genesis.base.errors import QuietExit, RunEndedError
+from genesis.base.parent import (
     LAUNCHER_NAME,
     NONCE_NAME,
     LauncherKind,
@@ -35,7 +35,7 @@ from genesis.parent import (
     launcher_kind,
     outlive_parent,
 )
-from genesis.processes import without_input
+from genesis.base.processes import without_input
 from genesis_callbacks.checkpoint import Ranks, compare_mappings, hash_bytes
 
 EXIT_STATUS = 70

@@ -13,7 +13,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 DEFAULT_SECONDS: Final = 1800.0
 _GRACE_SECONDS: Final = 300.0

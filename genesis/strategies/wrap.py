@@ -26,15 +26,15 @@ from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from genesis.compilation import compile_each_shape
-from genesis.device import CPU, find_kind
-from genesis.errors import UserError
+from genesis.base.device import CPU, find_kind
+from genesis.base.errors import UserError
 from genesis.model.attend.metadata import AttentionMetadata
+from genesis.model.compilation import compile_each_shape
 from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
-from genesis.offload_share import spread_units
-from genesis.recomputation import ActivationCheckpointing, check_groups
+from genesis.model.recomputation import ActivationCheckpointing, check_groups
+from genesis.optim.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
 from genesis.strategies.recompute import apply_recomputation

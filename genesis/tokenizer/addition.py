@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.huggingface import (
     GENERATION_NAME,

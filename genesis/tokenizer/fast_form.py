@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 FAST_NAME: Final = "tokenizer.json"
 CONFIG_NAME: Final = "tokenizer_config.json"

@@ -6,10 +6,10 @@ from typing import Final
 
 from blake3 import blake3
 
-from genesis.errors import UserError
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES
-from genesis_callbacks.untrusted import read_file as read_bounded
+from genesis.base.errors import UserError
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES
+from genesis_callbacks.base.untrusted import read_file as read_bounded
 
 TRAIN_REMEDY: Final = "create one with `genesis tokenizer train`"
 

@@ -22,12 +22,12 @@ import tokenizers
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.limits import check_claims, check_stop_ids, iterate_steps
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.panics import refusing_panics
-from genesis_callbacks.json_text import load_json
+from genesis_callbacks.base.json_text import load_json
 
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"

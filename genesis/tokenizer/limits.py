@@ -7,7 +7,7 @@ a step that replaces may double each text. The limits are far above what tokeniz
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 
 _MAX_UNUSED_IDS: Final = 65_536
 """Ids without a token that a vocabulary may have: some models leave gaps."""

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final
 
-from genesis.errors import UserError, blaming
+from genesis.base.errors import UserError, blaming
 from genesis.tokenizer.addition import TokenAddition, extend_huggingface, extend_sentencepiece
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files

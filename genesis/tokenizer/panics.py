@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
-from genesis.errors import UserError, is_panic
+from genesis.base.errors import UserError, is_panic
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -21,7 +21,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
 from genesis.tokenizer.limits import check_charsmap

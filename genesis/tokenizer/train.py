@@ -20,8 +20,8 @@ from typing import Any
 
 import sentencepiece
 
-from genesis.errors import UserError
-from genesis_callbacks.files import replace_file
+from genesis.base.errors import UserError
+from genesis_callbacks.base.files import replace_file
 
 MODEL_NAME = "tokenizer.model"
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)

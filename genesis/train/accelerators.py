@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 
-from genesis.device import count_devices, is_available, select_device
+from genesis.base.device import count_devices, is_available, select_device
 
 
 class TorchAccelerator(Accelerator):

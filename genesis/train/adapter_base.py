@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.checkpoint_reference import LATEST, Reference, read_reference
-from genesis.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named
+from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters

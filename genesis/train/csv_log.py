@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from genesis.errors import naming
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.untrusted import open_file
+from genesis.base.errors import naming
+from genesis_callbacks.base.files import replace_file
+from genesis_callbacks.base.untrusted import open_file
 
 
 class CSVLog(Logger):

@@ -21,6 +21,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
+from genesis.base.device import is_host
+from genesis.base.errors import QuietExit, UserError, check_is_named
 from genesis.data.clock import CopyClock
 from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
@@ -37,8 +39,6 @@ from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
-from genesis.device import is_host
-from genesis.errors import QuietExit, UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows

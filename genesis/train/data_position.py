@@ -17,10 +17,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
-from genesis.progress import numbered
 from genesis.strategies.layout import layout_strategy
 from genesis.train.logged_values import is_log_step
 from genesis.train.planned_steps import count_steps_left

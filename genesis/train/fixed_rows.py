@@ -6,7 +6,7 @@ could compute other bits than one that was never killed.
 
 import lightning.pytorch as pl
 
-from genesis.device import is_host
+from genesis.base.device import is_host
 from genesis.model.attend.table import AUTO, FLEX
 
 

@@ -4,12 +4,12 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.device import is_host
-from genesis.errors import UserError
+from genesis.base.device import is_host
+from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.float8 import ALIGNMENT, Float8Options, check_device, choose_layers, convert_layers, load_torchao
+from genesis.model.precision import FULL
 from genesis.objectives.objective import Objective
-from genesis.precision import FULL
 
 
 def prepare_float8(strategy: Strategy, objective: Objective, *, has_adapter: bool, seq_len: int | None) -> None:

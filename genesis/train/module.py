@@ -21,11 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from genesis.base.determinism import UNREPEATABLE
+from genesis.base.device import is_host, read_capability
+from genesis.base.errors import RunEndedError, UserError
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
-from genesis.determinism import UNREPEATABLE
-from genesis.device import is_host, read_capability
-from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AttentionName, resolve_kernel
@@ -33,12 +33,12 @@ from genesis.model.balance import has_balance_biases, split_loads, update_balanc
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.initial import is_unset, mark_unset
+from genesis.model.precision import product_dtype
 from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
-from genesis.precision import product_dtype
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy

@@ -17,8 +17,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from genesis.optim.transfers import Traffic
 from genesis.train.logged_values import is_log_step, log_exactly
-from genesis.transfers import Traffic
 
 
 class OffloadLog(pl.Callback):

@@ -2,11 +2,11 @@
 
 from typing import Final
 
+from genesis.base.errors import UserError
 from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
-from genesis.errors import UserError
-from genesis.run_length import count_steps_of_tokens
+from genesis.recipe.run_length import count_steps_of_tokens
 
 TRAINER_MAX_EPOCHS: Final = "trainer.max_epochs"
 DATA_MAX_EPOCHS: Final = "data.max_epochs"

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torchmetrics import Metric
 
-from genesis.errors import UserError
-from genesis.precision import AUTO, FULL, MIXED
+from genesis.base.errors import UserError
+from genesis.model.precision import AUTO, FULL, MIXED
 from genesis.strategies import Replicated, Sharded
 
 _TRAINABLE: Final = (MIXED, FULL, "16-mixed", "bf16-true")

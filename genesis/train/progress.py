@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from genesis.console import Console
+from genesis.base.console import Console
+from genesis.base.progress import Stage, numbered, stage
 from genesis.data.corpus_data import CorpusData
-from genesis.progress import Stage, numbered, stage
 from genesis_callbacks import TokenCounters
 
 _REFRESH_SECONDS = 0.5

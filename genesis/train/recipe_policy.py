@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
-from genesis.compilation import unify_compilation
-from genesis.deprecated_options import rename_in_recipe
-from genesis.determinism import unify_deterministic
+from genesis.base.determinism import unify_deterministic
 from genesis.model.attend.table import FLASH
+from genesis.model.compilation import unify_compilation
+from genesis.model.precision import unify_precision
 from genesis.model.recipe import unify_decoder
 from genesis.optim.build import read_adapter_decay
-from genesis.precision import unify_precision
+from genesis.recipe.deprecated import rename_in_recipe
 from genesis_callbacks.checkpoint import DriftPolicy
 from genesis_callbacks.schedule import Schedule, ScheduleOptions
 

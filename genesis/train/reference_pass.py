@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
-from genesis.errors import UserError
 from genesis.model.adapter import adapters_off, has_adapters, is_adapter_tensor
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.preference import DPO, sum_answers

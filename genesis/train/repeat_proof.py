@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from genesis.device import is_host, name_device
-from genesis.errors import UserError
+from genesis.base.device import is_host, name_device
+from genesis.base.errors import UserError
 from genesis_callbacks.checkpoint import digest_tensor
 
 LOSS = "the loss"

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from genesis.base.errors import UserError
 from genesis.data.prompts import Prompt
-from genesis.errors import UserError
 
 _MAX_REASON = 300
 _LARGEST = 3e38

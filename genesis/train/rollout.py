@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.prompt_data import Group, PromptData
 from genesis.data.prompts import Prompt
 from genesis.data.window import AccumulationWindow
-from genesis.errors import RunEndedError, UserError
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sample import SamplingOptions
 from genesis.model.adapter import AdapterConfig
@@ -45,7 +46,6 @@ from genesis.objectives.gspo import (
     compare_rewards,
     score_tokens,
 )
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
@@ -53,7 +53,7 @@ from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.reward import Reward
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks.files import replace_file
+from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.phases import in_phase, note_progress
 from genesis_callbacks.step_parts import timing

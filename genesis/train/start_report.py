@@ -6,6 +6,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from genesis.base.progress import numbered
 from genesis.data.corpus import TokenSource
 from genesis.data.corpus_data import CorpusData
 from genesis.data.packing import FEW_HELD_OUT, KEPT_WHOLE, Packing
@@ -14,7 +15,6 @@ from genesis.data.prompt_data import PromptData
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData
 from genesis.optim.build import OptimizerOptions
-from genesis.progress import numbered
 from genesis_callbacks import SkipAwareLR
 from genesis_callbacks.schedule import lr_factor
 

@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from genesis.errors import UserError
-from genesis.run_directory import find_tensorboard_version
+from genesis.base.errors import UserError
+from genesis.base.run_directory import find_tensorboard_version
 
 try:
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

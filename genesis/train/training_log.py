@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 import lightning.pytorch as pl
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.balance import LayerBalance, measure_balance
 from genesis.model.decoder import Decoder
 from genesis.model.router import ENTROPY, list_figures

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
-from genesis.errors import UserError
-from genesis.run_directory import find_wandb_run
+from genesis.base.errors import UserError
+from genesis.base.run_directory import find_wandb_run
 
 
 class WandbLogger(LightningWandbLogger):

@@ -8,6 +8,7 @@ import matplotlib.image
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.bench.checkpoint import MODELS, Team
 from genesis.bench.checkpoint_modes import (
     BASELINE,
@@ -27,7 +28,6 @@ from genesis.bench.workers.checkpoint_protocol import Farewell, Task, Turn, coun
 from genesis.bench.workers.checkpoint_saves import CoreWriter, PlanlessPipeline
 from genesis.bench.workers.protocol import Workload
 from genesis.cli.main import main
-from genesis.errors import UserError
 from genesis.model.describe import describe
 from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_shards
 from genesis_callbacks.checkpoint.one_save import Progress

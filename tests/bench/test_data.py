@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.bench.data import main
-from genesis.errors import UserError
 
 SMALL = [
     *("--tokens", "300000", "--pairs", "1", "--seconds", "0.02", "--sparse_share", "0.0002"),

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.bench import evaluate
 from genesis.bench.evaluate_tasks import MAX_NEW_TOKENS, NUM_EXAMPLES, TASKS, make_requests, read_pairs
-from genesis.errors import UserError
 from tests.evaluate.support import make_text
 from tests.tiny_runs import build_decoder
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.bench.experts import choose_contenders, main
 from genesis.bench.workers.experts_loop import build_own
-from genesis.errors import UserError
 from genesis.model.describe import describe
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import find_routers

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from genesis.base.errors import UserError
 from genesis.bench.finetune import main, pack_rows, pair_rows, summarise
 from genesis.bench.workers.finetune_protocol import IGNORE_INDEX
 from genesis.bench.workers.genesis_finetuner import build_window, build_window_of_pairs
 from genesis.bench.workers.protocol import Burst
 from genesis.chat.render import RenderedChat
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import write_tokenizer
 

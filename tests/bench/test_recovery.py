@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.bench.recovery import Recovery, divide, main
-from genesis.errors import UserError
-from genesis_callbacks.events import Event
+from genesis_callbacks.base.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from genesis.base.errors import UserError
+from genesis.base.processes import Ending
+from genesis.base.scrub import scrub_all
 from genesis.bench import device_parts, device_repeat, session, session_plan
 from genesis.bench.session import main, read_tests
 from genesis.bench.session_plan import USUAL_SECONDS, SessionPart, plan_session
-from genesis.errors import UserError
-from genesis.processes import Ending
-from genesis.scrub import scrub_all
 
 ANSWER = (
     "import json, sys, time; time.sleep(float(sys.argv[2])); "

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.bench.contenders import Contender, Worker, choose_contenders
 from genesis.bench.pairs import compare_pairs, find_interval_rank, rotate_order
 from genesis.bench.step import MODELS, count_flops_per_token, main, read_recipe
 from genesis.bench.workers.protocol import Workload
-from genesis.errors import UserError
 
 
 @pytest.mark.bench

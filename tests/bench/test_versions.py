@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.bench.versions import BEFORE, NOW, format_page, main
-from genesis.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import genesis
+from genesis.base.errors import RunEndedError, UserError
 from genesis.chat import pool
 from genesis.chat.pool import POOL
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
-from genesis.errors import RunEndedError, UserError
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 SOUND = "{{ messages[0].content }}"
@@ -201,7 +201,7 @@ def test_a_worker_imports_little() -> None:
 def test_only_a_worker_compiles_a_chat_template() -> None:
     """Pages and lm-eval's tasks have templates of their own."""
     root = Path(genesis.__file__).parent
-    others = {"report/page.py", "evaluate/tasks.py", "evaluate/task_question.py"}
+    others = {"operations/report/page.py", "evaluate/tasks.py", "evaluate/task_question.py"}
     found = {
         str(file.relative_to(root)): re.findall(r"^(?:from|import) (jinja2|genesis\.chat\.sandbox)\b", text, re.M)
         for file in root.rglob("*.py")

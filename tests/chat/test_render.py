@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.chat.marks import UnclearMarkError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.template import ChatTemplate, ConversationError
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from tests.chat.support import CHATML, SMOLLM3, write_tokenizer

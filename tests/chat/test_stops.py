@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.chat import pool
 from genesis.chat.learned import (
     build_prompt_form,
@@ -18,7 +19,6 @@ from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.chat.stops import check_ends, describe_ends, find_turn_ends
 from genesis.chat.template import ChatTemplate
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, find_control
 from tests.chat.support import CHATML, MISTRAL, OLMO2, SMOLLM3, write_tokenizer

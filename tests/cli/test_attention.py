@@ -11,19 +11,19 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from genesis.checkpoint_reference import read_reference
+from genesis.base.errors import RunEndedError, UserError
 from genesis.cli import attention
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.trainer import read_recipe
-from genesis.errors import RunEndedError, UserError
+from genesis.generate.checkpoint_reference import read_reference
 from genesis.model.attend import fa4
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import FLASH, KERNELS, choose_kernel
 from genesis.strategies import Replicated
 from genesis.strategies.agree import agree_on_kernel
 from genesis.train.module import GenesisModule
+from genesis_callbacks.base.manifest import MANIFEST_NAME
 from genesis_callbacks.checkpoint import find_drift, read_manifest
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 from genesis_callbacks.testing import run_ranks
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN

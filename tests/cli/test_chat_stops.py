@@ -14,7 +14,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
-from genesis.run_directory import RunDirectory
+from genesis.base.run_directory import RunDirectory
 from tests.chat.support import CHATML
 from tests.cli.conftest import Genesis
 from tests.cli.test_chat import build_chat_recipe, prepare

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from genesis.cli.main import main
 from genesis.train.recipe_policy import RECIPE_POLICY
+from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.checkpoint import (
     DirectoryLock,
     Ranks,
@@ -34,7 +35,6 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint.best import Measured, mark_best, rank
 from genesis_callbacks.checkpoint.compare import max_abs_difference
-from genesis_callbacks.checkpoint.hashing import hash_bytes
 from tests.cli.conftest import Genesis
 from tests.planted import Payload, plant_pickles
 

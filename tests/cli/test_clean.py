@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.cli.clean import build_stage
 from genesis.cli.main import main
 from genesis.data.clean.plan import STAGES
-from genesis.errors import UserError
 from tests.cli.conftest import Genesis
 from tests.data.corpus_support import write_jsonl
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
-from genesis import compilation
-from genesis.compilation import choose_compilation, read_compilation, unify_compilation
+from genesis.model import compilation
+from genesis.model.compilation import choose_compilation, read_compilation, unify_compilation
 from genesis_callbacks.checkpoint import read_manifest
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe

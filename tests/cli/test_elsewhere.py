@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from genesis.serve.catalogue import Catalogue
-from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.base.event_reader import read_events
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.data.stream.streams import make_texts, make_tokenizer, write_files

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from genesis_callbacks.event_reader import EventFollower, read_events
-from genesis_callbacks.events import Event
+from genesis_callbacks.base.event_reader import EventFollower, read_events
+from genesis_callbacks.base.events import Event
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import DEVNULL, run_genesis, start_genesis
 

@@ -8,8 +8,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from genesis_callbacks.base.manifest import MANIFEST_NAME
 from genesis_callbacks.checkpoint import read_tensors
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 from tests.cli.conftest import Genesis
 from tests.cli.test_bad_input import check_is_one_line
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from genesis_callbacks.base.manifest import MANIFEST_NAME
 from genesis_callbacks.checkpoint import read_manifest, verify
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 from tests.commands import run_genesis
 from tests.golden.files import GOLDEN
 

@@ -13,7 +13,7 @@ from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.export.recipe import build_recipe as build_imported
 from genesis.model.decoder import DecoderConfig
-from genesis.recipe_yaml import load_yaml
+from genesis.recipe.yaml import load_yaml
 from genesis.train import progress
 from tests.chat.support import write_tokenizer
 from tests.cli.conftest import Genesis

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from genesis import __version__
+from genesis.base.errors import RunEndedError, UserError
 from genesis.cli import main as main_module
 from genesis.cli import table
 from genesis.cli.command_record import COLUMNS, RECORD, Record, find_options, read_record
 from genesis.cli.main import main
 from genesis.cli.table import COMMANDS, Command
-from genesis.errors import RunEndedError, UserError
 from genesis_callbacks.checkpoint import DriftError
 from tests.cli.conftest import Genesis
 
@@ -181,7 +181,7 @@ def test_only_the_form_of_the_doctor_that_trains_imports_what_trains(
     monkeypatch.setattr(table, "_find", lambda target: found.append(target) or (lambda: None))
     (command,) = [command for command in COMMANDS if command.name == "doctor"]
     command.load(arguments)
-    assert found == ["genesis.doctor.environment:make_quiet", f"{module}:main"]
+    assert found == ["genesis.operations.doctor.environment:make_quiet", f"{module}:main"]
 
 
 def test_a_group_alone_lists_its_commands_and_is_a_misuse(genesis: Genesis) -> None:

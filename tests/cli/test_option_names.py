@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from genesis.base.errors import UserError
 from genesis.cli import option_names
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import RECORD, OptionNames, check
 from genesis.cli.option_values import is_known_type
-from genesis.errors import UserError
 from tests.cli.conftest import Genesis
 from tests.cli.test_main import modules_after
 from tests.cli.tiny import build_recipe, write_recipe

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from genesis.errors import UserError
-from genesis.run_directory import RunDirectory
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 
 NAMES = ("evaluations", "crashes", "supervisor", "mirrors", "bases", "chat", "events", "heartbeats", "hangs")
 

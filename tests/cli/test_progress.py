@@ -7,8 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from genesis.base.progress import Stage, shown_by, stage
 from genesis.cli.progress import Bars, Lines, describe
-from genesis.progress import Stage, shown_by, stage
 
 TALKER = """
 import sys

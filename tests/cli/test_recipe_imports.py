@@ -12,8 +12,8 @@ import jsonargparse
 import pytest
 
 from genesis.cli import import_gate, supervise_recipe
-from genesis.recipe_imports import VARIABLE
-from genesis.recipe_yaml import find_imports
+from genesis.recipe.imports import VARIABLE
+from genesis.recipe.yaml import find_imports
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.tiny import build_recipe, write_recipe
 
@@ -271,19 +271,19 @@ IMPORTERS = {
     "callbacks/src/genesis_callbacks/__init__.py": "its own modules",
     "callbacks/src/genesis_callbacks/_flight_recorder.py": "one module of torch",
     "callbacks/src/genesis_callbacks/checkpoint/__init__.py": "its own modules",
-    "callbacks/src/genesis_callbacks/checkpoint/manifest.py": "torch",
+    "callbacks/src/genesis_callbacks/base/manifest.py": "torch",
     "callbacks/src/genesis_callbacks/checkpoint/verify.py": "its own module",
     "genesis/cli/start_fit.py": "torchmetrics",
     "genesis/cli/table.py": "the module of a command",
-    "genesis/demo/finetune.py": "one of its own modules",
-    "genesis/doctor/parts.py": "its own modules",
+    "genesis/operations/demo/finetune.py": "one of its own modules",
+    "genesis/operations/doctor/parts.py": "its own modules",
     "genesis/model/attend/fa4.py": "an optional package",
     "genesis/model/delta_kernel.py": "an optional package",
     "genesis/model/float8.py": "an optional package",
     "genesis/strategies/float8_gather.py": "an optional package",
     "genesis/strategies/replicated.py": "one module of torch",
-    "genesis/supervise/forked_writer.py": "one module of ours",
-    "genesis/supervise/launcher.py": "modules that its supervisor names, by a socket of the same user",
+    "genesis/operations/supervise/forked_writer.py": "one module of ours",
+    "genesis/operations/supervise/launcher.py": "modules that its supervisor names, by a socket of the same user",
     "genesis/tokenizer/train.py": "one module of SentencePiece",
     "genesis/train/reward.py": "what --allow_reward_code allows",
     "genesis/train/wandb_log.py": "an optional package",

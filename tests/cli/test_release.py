@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from tests.cli.conftest import Genesis
 from tests.cli.test_bad_input import check_is_one_line
-from tests.release.hub import TOKEN, Hub, serve_hub
+from tests.operations.release.hub import TOKEN, Hub, serve_hub
 
 WHAT = ("--repo", "some-lab/tiny", "--license", "mit")
 
@@ -22,7 +22,7 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is logged in, whoever runs the tests."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    for module in ("huggingface_hub.constants", "genesis.release.leaks"):
+    for module in ("huggingface_hub.constants", "genesis.operations.release.leaks"):
         monkeypatch.setattr(f"{module}.HF_TOKEN_PATH", str(tmp_path / "no-token"))
 
 
@@ -125,7 +125,7 @@ def test_a_path_in_the_card_is_refused_unless_it_may_be_public(
 
 
 def test_without_the_extra_the_command_names_it(genesis: Genesis, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("genesis.cli.release", "genesis.release.upload"):
+    for module in ("genesis.cli.release", "genesis.operations.release.upload"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     check_is_one_line(genesis("release", "a", "b", *WHAT), "needs huggingface_hub", "genesis-lm[release]")

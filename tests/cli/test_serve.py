@@ -8,8 +8,8 @@ import socket
 import openai
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.cli.serve import main
-from genesis.errors import UserError
 from tests.serve.support import START_SECONDS, start
 
 TOKEN = "a-token-of-some-length"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from genesis.cache_directory import find_cache_directory
+from genesis.base.cache_directory import find_cache_directory
 from genesis.cli.surroundings import prepare_process
-from genesis.recipe_yaml import FastRecipeLoader, dump_yaml, load_yaml
+from genesis.recipe.yaml import FastRecipeLoader, dump_yaml, load_yaml
 from tests.cli.conftest import Genesis
 
 NAME = "\u00fcber"

@@ -11,14 +11,14 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator
 
-from genesis.checkpoint_reference import Reference, read_reference
+from genesis.base.determinism import UNREPEATABLE
+from genesis.base.errors import UserError
 from genesis.cli import fit_checks
 from genesis.cli.fit_checks import check_same_model, report_other_choices
 from genesis.cli.supervise_recipe import read_recipe as read_facts_of
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
-from genesis.determinism import UNREPEATABLE
-from genesis.errors import UserError
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+from genesis.generate.checkpoint_reference import Reference, read_reference
+from genesis_callbacks.base.manifest import MANIFEST_NAME
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN
 

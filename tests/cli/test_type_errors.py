@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from genesis.arguments import Bytes
+from genesis.base.arguments import Bytes
 from genesis.cli.help import describe_type
 from genesis.cli.type_errors import explain_types
 from genesis.data.sources import SourceOptions

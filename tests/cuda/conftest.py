@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from genesis.device import count_devices, is_available
-from genesis.doctor.fits import SIZES
-from genesis.doctor.probe import Probe, Task
+from genesis.base.device import count_devices, is_available
+from genesis.operations.doctor.fits import SIZES
+from genesis.operations.doctor.probe import Probe, Task
 
 KIND = os.environ.get("GENESIS_TEST_DEVICE", "cuda")
 

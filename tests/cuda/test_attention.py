@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.device import read_capability
-from genesis.loss import sum_cross_entropy
+from genesis.base.device import read_capability
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import KERNELS, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.strategies.wrap import apply_wrappers
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.device import find_missing_compiler, has_bfloat16
-from genesis.doctor.probe import Probe, SkippedError
-from genesis.doctor.training import VARIANTS, train_on_all, watch_waits
-from genesis.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
+from genesis.base.device import find_missing_compiler, has_bfloat16
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts, suits_grouped
+from genesis.model.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
 from genesis.model.norm import RMSNorm
+from genesis.operations.doctor.probe import Probe, SkippedError
+from genesis.operations.doctor.training import VARIANTS, train_on_all, watch_waits
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis_callbacks.checkpoint import prove_device
 from tests.killed_run import kill_alone

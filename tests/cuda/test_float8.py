@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from genesis.device import has_float8
-from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
-from genesis.doctor.probe import Task
+from genesis.base.device import has_float8
 from genesis.model.float8 import Float8Options, list_float8_proofs
+from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded
 from genesis.train.module import GenesisModule

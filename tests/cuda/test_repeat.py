@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.doctor.fits import SIZES, RandomWindows, Size, build_strategy, build_trainer
-from genesis.doctor.probe import Task
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model import attention
+from genesis.operations.doctor.fits import SIZES, RandomWindows, Size, build_strategy, build_trainer
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.train.module import GenesisModule
 from tests.train.test_repeat_proof import attend_in_any_order

@@ -5,8 +5,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions, Span, find_files, plan_spans, read_documents, read_entries
-from genesis.errors import UserError
 from tests.data.corpus_support import make_texts
 
 TEXTS = make_texts(40, seed=1)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.cache import CacheOptions, _lock, open_copy
 from genesis.data.remote import RemoteFile, list_files
 from genesis.data.store import StoreError
-from genesis.errors import UserError
 from tests.data.store_support import FaultyStore
 
 SIZE = 100_000

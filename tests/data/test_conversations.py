@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.chat import pool
 from genesis.chat.learned import find_recorded, find_stop_ids, write_defaults
 from genesis.chat.options import ChatOptions
@@ -25,7 +26,6 @@ from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.tokenize_worker import FinishedPart, Job, Progress, Setup, tokenize
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from tests.chat.support import CHATML, SMOLLM3, write_tokenizer

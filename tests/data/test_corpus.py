@@ -10,9 +10,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import TokenSource, open_corpus
 from genesis.data.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from genesis.errors import UserError
 from tests.data.corpora import BOS, EOS, FAKE_TOKENIZER, make_documents, write_corpus
 from tests.golden.files import GOLDEN
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfFileSystem, constants
 
+from genesis.base.errors import UserError
 from genesis.data.manifest import read_manifest
 from genesis.data.remote import RemoteFile, download, list_files
 from genesis.data.sources import SourceOptions, plan_spans, read_documents
 from genesis.data.sources.files import find_files
 from genesis.data.store import StoreError
-from genesis.errors import UserError
 from tests.data.dataset_hub import DatasetHub, serve_datasets
 
 NAME, URL = "some-lab/texts", "hf://datasets/some-lab/texts"

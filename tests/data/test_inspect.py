@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.cli.main import main
 from genesis.data.corpus import find_fault, open_corpus
 from genesis.data.inspect import draw_samples, verify_corpus
 from genesis.data.manifest import read_manifest, write_manifest
 from genesis.data.plans import measure_source
 from genesis.data.prepare import prepare_corpus
-from genesis.errors import UserError
 from tests.data.corpus_support import make_options, make_texts, make_tokenizer
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from genesis.base.errors import UserError
 from genesis.cli.data import inspect_main, verify_main
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
@@ -18,7 +19,6 @@ from genesis.data.packing import Packing, PackingFigures
 from genesis.data.plans import measure_source, open_plan, write_plan
 from genesis.data.shards import EncodedDocuments, ShardWriter, labels_path, publish_shard
 from genesis.data.validation_windows import ValidationWindows
-from genesis.errors import UserError
 from tests.data.corpora import BOS, EOS, FIRST_PIECE
 from tests.data.stream.streams import count_pairs, rows_of
 

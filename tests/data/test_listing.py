@@ -7,9 +7,9 @@ import os
 import pytest
 import zstandard
 
+from genesis.base.errors import UserError
 from genesis.data.row_notes import RefusedRow, explain_refused
 from genesis.data.sources import SourceOptions, find_files, list_source, plan_spans, read_documents, read_entries
-from genesis.errors import UserError
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 
 NOBODY = 65534

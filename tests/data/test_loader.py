@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.loader import (
     Ranks,
@@ -27,7 +28,6 @@ from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
 from genesis.data.validation_windows import ValidationWindows
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
 from genesis.model.attend.metadata import document_offsets
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data import order as order_module
 from genesis.data.order import MAX_PERIOD, MAX_ROUNDED_PERIOD, SequenceOrder, build_order, weigh_sequences
-from genesis.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "order.json"
 GOLDEN_ORDERS = {

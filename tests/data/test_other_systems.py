@@ -17,6 +17,7 @@ import torch
 import zstandard
 from safetensors.torch import save
 
+from genesis.base.errors import UserError
 from genesis.data.sources import (
     DamagedFileError,
     SourceOptions,
@@ -29,7 +30,6 @@ from genesis.data.sources import (
     sample_texts,
 )
 from genesis.data.sources.binary import find_binary
-from genesis.errors import UserError
 
 
 def _gzip(data: bytes) -> bytes:

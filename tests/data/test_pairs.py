@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer
 from genesis.chat.template import ChatTemplate
@@ -27,7 +28,6 @@ from genesis.data.shards import hash_file
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import IGNORE_INDEX
-from genesis.errors import UserError
 from genesis.evaluate.heldout import open_validation_set
 from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import CHATML

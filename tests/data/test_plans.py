@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data import plans as plans_module
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.packing import Packing, pack_documents
@@ -21,7 +22,6 @@ from genesis.data.plans import (
     open_plan,
     write_plan,
 )
-from genesis.errors import UserError
 from tests.data.corpora import make_documents, write_corpus
 
 SEQ_LEN = 16

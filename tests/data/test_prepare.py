@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
+from genesis.base.errors import UserError
 from genesis.data.manifest import read_manifest
 from genesis.data.plans import list_plans
 from genesis.data.prepare import PrepareProgress, plan_units, prepare_corpus
 from genesis.data.shards import hash_file, iterate_documents
 from genesis.data.sources import InputFile, SourceOptions
 from genesis.data.tokenize_worker import is_validation
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from tests.commands import run_module
 from tests.data.corpus_support import make_options, make_texts, make_tokenizer, read_tree, write_jsonl

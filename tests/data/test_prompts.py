@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.prompt_data import Group, PromptData, pack_groups, unpack_groups
 from genesis.data.prompts import PromptOptions, find_reward_file
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from tests.chat.support import CHATML, write_tokenizer
 
 QUESTION = {"role": "user", "content": "What is two and two?"}

@@ -9,9 +9,9 @@ import time
 import fsspec
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.remote import RemoteFile, download, file_name, list_files, strip_local
 from genesis.data.store import StoreError, StoreOptions, is_url, plan_wait_seconds
-from genesis.errors import UserError
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 
 DATA = random.Random(0).randbytes(300_000)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data.order import SequenceOrder, build_order
 from genesis.data.skipped import count, merge, plan_skips, read_ranges
-from genesis.errors import UserError
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda each: (each[0], sum(each))), max_size=4)
 

@@ -15,6 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data.sources import (
     DamagedFileError,
     SourceOptions,
@@ -24,7 +25,6 @@ from genesis.data.sources import (
     read_entries,
     sample_texts,
 )
-from genesis.errors import UserError
 from tests.data.corpus_support import make_texts, make_tokenizer, read_tree, without_stages
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 from tests.data.stream import streams

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.cli.tokenizer import train_main
 from genesis.data.sources import BadRow, SourceOptions, find_files, plan_spans, read_documents, read_rows
-from genesis.errors import UserError
 
 TEXTS = ["one", "zwei é", "", "one"]
 RUNS = pa.RunEndEncodedArray.from_arrays(pa.array([1, 2, 4], pa.int32()), pa.array(["one", "zwei é", "one"]))

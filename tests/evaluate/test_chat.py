@@ -11,11 +11,11 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.chat.template import ConversationError
 from genesis.cli.evaluate import main
-from genesis.errors import UserError
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.questions import ChatQuestion
 from genesis.evaluate.task_question import TaskQuestion

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import open_corpus
-from genesis.errors import UserError
 from genesis.evaluate.heldout import measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.results import Measure
 from genesis.model.decoder import Decoder

@@ -7,7 +7,7 @@ import lm_eval.evaluator
 import pytest
 from lm_eval.models.huggingface import HFLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.complete import spell
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.tasks import load_tasks

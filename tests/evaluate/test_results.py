@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.plot import plot_results
 from genesis.evaluate.results import Measure, Result, read_results, select_comparable, write_metrics, write_result
 from genesis.evaluate.table import MAX_COLUMNS, build_table

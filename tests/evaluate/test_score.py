@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate import score
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.evaluate.rows import read_split
 from genesis.evaluate.tasks import load_tasks
 from tests.evaluate.support import write_choices, write_rows, write_task
@@ -210,7 +210,7 @@ def test_without_a_network_a_process_prints_nothing_else_about_a_task_of_the_hub
             "from genesis.evaluate.environment import make_quiet",
             "make_quiet()",
             "from genesis.evaluate.tasks import load_tasks",
-            "from genesis.errors import UserError",
+            "from genesis.base.errors import UserError",
             "try:",
             "    load_tasks('hellaswag')",
             "except UserError as error:",

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from genesis.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.load import load_decoder

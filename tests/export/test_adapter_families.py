@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory

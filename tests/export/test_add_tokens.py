@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from genesis.base.errors import UserError
 from genesis.cli.main import main
-from genesis.errors import UserError
 from genesis.export.add_tokens import AddTokensOptions, add_tokens, fill_rows
 from genesis.export.importing import save_weights
 from genesis.export.texts import SCRIPTS

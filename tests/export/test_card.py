@@ -14,6 +14,7 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
+from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint import (
     Ranks,
     RunMetadata,
@@ -23,7 +24,6 @@ from genesis_callbacks.checkpoint import (
     read_manifest,
     save_blocking,
 )
-from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 from tests.tiny_runs import SHAPE, build_decoder
 from tests.tokenizer.test_huggingface import smollm

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from genesis.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError
 from genesis.export import export as export_module
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import run_proof

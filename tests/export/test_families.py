@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory, save_weights
 from genesis.generate.load import load_decoder
-from genesis.loss import sum_cross_entropy
+from genesis.model.loss import sum_cross_entropy
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 90,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from genesis.available_memory import available_memory
+from genesis.base.available_memory import available_memory
+from genesis.base.errors import UserError
 from genesis.cli.import_ import main as import_main
 from genesis.cli.main import main
-from genesis.errors import UserError
 from genesis.export.hub import HubModel, download_model, read_hub_model
 from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from genesis_callbacks.checkpoint import read_manifest, read_tensors

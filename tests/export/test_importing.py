@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory, read_tokenizer
 from genesis.generate.load import load_decoder

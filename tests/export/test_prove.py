@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from genesis.base.errors import UserError
 from genesis.cli.export import print_proof
-from genesis.errors import UserError
 from genesis.export import prove
 from genesis.export.proof_size import ProofSize
 from genesis.tokenizer.open import open_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_fast_tokenizer, compare_tokenizers
 from genesis.tokenizer.fast_form import FAST_NAME

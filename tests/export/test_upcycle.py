@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from genesis.base.errors import RunEndedError, UserError
 from genesis.cli.main import main
-from genesis.errors import RunEndedError, UserError
 from genesis.export import upcycle as module
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import save_weights

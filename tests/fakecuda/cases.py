@@ -15,7 +15,6 @@ from torch._dynamo.backends.common import aot_autograd
 
 from genesis import device, loss
 from genesis.data.loader import SequenceFormat
-from genesis.doctor import training as doctor
 from genesis.evaluate.heldout import HeldOut, TextSource, measure_held_out
 from genesis.evaluate.plan import Request as ScoreRequest
 from genesis.evaluate.score import Scorer
@@ -27,7 +26,8 @@ from genesis.model import norm as norms
 from genesis.model.attend import fa4
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.precision import choose_precision
+from genesis.model.precision import choose_precision
+from genesis.operations.doctor import training as doctor
 from genesis_callbacks.checkpoint import digest as digests
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.fits import SHAPE, run_fit

@@ -24,11 +24,11 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
 
-from genesis import loss
+from genesis.base.errors import UserError
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
+from genesis.model import loss
 from genesis.model.attend import fa4, flex
 from genesis.model.attend.table import AttentionName
 from genesis.model.attention import AttentionConfig, RopeScaling

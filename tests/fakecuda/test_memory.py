@@ -7,13 +7,13 @@ from typing import Any, Final
 import pytest
 import torch
 
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from tests.fakecuda.client import FakeDevice
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.memory import CountLiveBytes, LiveBytes
 from tests.golden.files import read_golden
-from tests.plan.measure import measure_allocated_peak
+from tests.operations.plan.measure import measure_allocated_peak
 
 GOLDEN: Final = "fakecuda/peak-memory.txt"
 TOLERANCE: Final = 0.01

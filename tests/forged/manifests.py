@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from genesis_callbacks.checkpoint.hashing import hash_bytes
+from genesis_callbacks.base.hashing import hash_bytes
 from tests.forged.operators import ALIEN, Case, Forge, forge_files, forge_json, rewrite
 
 STEP: Final = "step-00000000"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import genesis.data.prepare
-import genesis.supervise.mirror_restore  # noqa: F401
-from genesis import processes
+import genesis.operations.supervise.mirror_restore  # noqa: F401
+from genesis.base import processes
 from genesis.cli.main import main
 from genesis.export import importing, proof
 from tests.forged import sound
@@ -190,7 +190,7 @@ class Runner:
 
 
 class ForkedWorker:
-    """Does what `genesis.processes.start_worker` does, by a fork."""
+    """Does what `genesis.base.processes.start_worker` does, by a fork."""
 
     def __init__(self, module: str, descriptor: int) -> None:
         self.returncode: int | None = None

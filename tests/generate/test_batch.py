@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.cli.generate import Printer, main
-from genesis.errors import UserError
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.open import open_tokenizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from genesis.base.errors import UserError
 from genesis.cli.generate import main
-from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import Layout
 from genesis.generate.ids import parse_ids

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from genesis.checkpoint_reference import find_checkpoint
+from genesis.base.errors import UserError
 from genesis.cli.generate import main
-from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate import load
+from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.generate.load import load_decoder
 from genesis.model.delta import GatedDeltaConfig
 from genesis_callbacks.checkpoint import DeviceProof

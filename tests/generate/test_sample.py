@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.sample import RowSampler, SamplingOptions
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.batch import plan_budgets
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface import weights
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape

@@ -19,7 +19,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import read_shape

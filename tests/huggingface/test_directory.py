@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights

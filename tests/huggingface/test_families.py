@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import write_shape
 from genesis.model.decoder import Decoder, DecoderConfig

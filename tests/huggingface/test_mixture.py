@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
 from genesis.huggingface.family import Family
 from genesis.huggingface.shape import FAMILIES, find_family, read_shape, write_shape

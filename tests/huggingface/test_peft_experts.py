@@ -16,7 +16,7 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import (

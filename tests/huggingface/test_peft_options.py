@@ -7,7 +7,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.peft import read_peft_config
 

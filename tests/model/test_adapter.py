@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.model.adapter import (
     AdaptedLinear,

@@ -11,16 +11,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import rms_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import write_shape
-from genesis.loss import sum_cross_entropy
 from genesis.model import initial
 from genesis.model.attend import flash
 from genesis.model.attend.metadata import AttentionMetadata, document_mask, document_offsets, document_positions
 from genesis.model.attend.table import attend
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import INIT_STD
+from genesis.model.loss import sum_cross_entropy
 from genesis_callbacks.testing import run_ranks
 
 TINY = DecoderConfig(

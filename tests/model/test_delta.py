@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.cli.model import describe_main
-from genesis.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe, describe_training

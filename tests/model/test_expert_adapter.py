@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.adapter import (
     AdapterConfig,
     adapters_off,

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.loss import sum_cross_entropy
 from genesis.model.attend import fa4
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import KERNELS, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.strategies.wrap import apply_wrappers
 from tests.golden.files import GOLDEN
 from tests.model.test_flex import EXACT, PACKINGS, SHAPE, make_ids

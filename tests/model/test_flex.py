@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
-from genesis.compilation import compile_each_shape
-from genesis.loss import sum_cross_entropy
 from genesis.model.attend import flex
 from genesis.model.attend.metadata import Rows
 from genesis.model.attend.table import attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata, build_layers_metadata
+from genesis.model.compilation import compile_each_shape
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.strategies.wrap import apply_wrappers
 
 PACKINGS: dict[str, list[list[int]]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.adapter import find_linears
 from genesis.model.balance import LayerBalance, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache

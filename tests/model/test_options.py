@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache

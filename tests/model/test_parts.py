@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.huggingface.shape import find_family
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, Decoder, DecoderConfig, Parts

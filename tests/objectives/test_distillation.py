@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from genesis.data.window import IGNORE_INDEX, MicroBatch
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.objective import BYTES, TOKENS, Objective, ObjectiveSums, prepare

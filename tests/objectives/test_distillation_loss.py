@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from genesis.loss import IGNORE_INDEX, chunk_tokens, sum_cross_entropy
+from genesis.model.loss import IGNORE_INDEX, chunk_tokens, sum_cross_entropy
 from genesis.objectives.distillation_loss import read_classes, sum_distillation
 
 VOCAB = 50
@@ -75,7 +75,7 @@ def test_chunks_have_no_effect(monkeypatch):
     cut = run(*problem, **settings)
     hidden, weight, labels, teacher = problem
     hidden.grad = weight.grad = None
-    monkeypatch.setattr("genesis.loss.MIN_CHUNK_TOKENS", 1 << 20)
+    monkeypatch.setattr("genesis.model.loss.MIN_CHUNK_TOKENS", 1 << 20)
     whole = run(hidden, weight, labels, teacher, **settings)
     for ours, theirs in zip(cut, whole, strict=True):
         assert error(ours, theirs.double()) < 1e-6

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
+from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.gspo import ADVANTAGE, ANSWERS, GSPO, REFERENCE, compare_rewards
 from genesis.objectives.objective import HeadResult, ObjectiveSums
 

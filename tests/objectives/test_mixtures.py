@@ -9,8 +9,8 @@ from torch import Tensor
 
 from genesis.data.loader import build_window
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.objective import Objective

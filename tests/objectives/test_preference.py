@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from genesis.base.errors import UserError
 from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs

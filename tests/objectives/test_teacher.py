@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.teacher import check_teacher_fits, find_teacher, load_teacher
 from genesis.model.decoder import Decoder

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import open_corpus
 from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.plans import write_plan
-from genesis.errors import UserError
 from genesis.generate.teacher import find_teacher
 from genesis.objectives import teacher_cache
 from genesis.objectives.teacher import LOG_PROBS, LOG_REST, find_classes

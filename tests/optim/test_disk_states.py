@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.optim.piece_memory import DiskRates, OffloadError
+from genesis.optim.transfers import Traffic
 from genesis.strategies.host_memory import HostOffload, describe_disk
-from genesis.transfers import Traffic
 from genesis_callbacks.checkpoint import FileMemory, SaveFailedError, find_file_memory
 from genesis_callbacks.testing import run_ranks
 from tests.optim.test_offload import CPU, PAGE, build, differences, shard, values

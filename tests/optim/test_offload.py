@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.optim.offload import NUM_BUFFERS, Piece, StateOffload, check_room, choose
 from genesis.optim.piece_memory import Passage
-from genesis.transfers import Traffic
+from genesis.optim.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.optim.test_optimizer import ADAMW, MUON, _decoder, _train, _whole
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from genesis.base.errors import UserError
 from genesis.cli.serve import _count_models, _read_adapters
-from genesis.errors import UserError
 from genesis.generate.load import load_decoder
 from genesis.generate.shared import SharedBases
 from genesis.huggingface.llama import LLAMA

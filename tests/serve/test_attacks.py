@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
+from genesis.base.run_directory import RunDirectory
 from genesis.generate.load import load_decoder
-from genesis.run_directory import RunDirectory
 from genesis.serve import connections
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.connections import Connections, count_connections

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.serve.catalogue import Catalogue, read_losses
 from genesis.serve.errors import ApiError
 from tests.tiny_runs import build_decoder, save

@@ -14,12 +14,12 @@ import openai
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.chat import pool
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.chat.template import ChatTemplate
 from genesis.cli.chat import Chat, run_chat
-from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.strategies.degrees import Degrees, groups_along, list_divisors, place_on
 
 SIZES = st.integers(1, 3)

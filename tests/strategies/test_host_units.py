@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
+from genesis.optim.transfers import Traffic
 from genesis.strategies.host_units import count_host_units, find_groups
-from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from genesis.model.decoder import Decoder
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.optim.piece_memory import _DiskPassage
+from genesis.optim.transfers import CopyLane, PinWarning, Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.wrap import apply_wrappers
-from genesis.transfers import CopyLane, PinWarning, Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.fakecuda.compiler import find_compiler
 from tests.train.support import TINY

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Sharded

@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from genesis.errors import UserError
-from genesis.loss import sum_cross_entropy
+from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import MixtureConfig
+from genesis.model.recomputation import check_groups
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import TOKENS
-from genesis.recomputation import check_groups
+from genesis.optim.transfers import Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import train_in_turn
 from genesis.strategies.wrap import ShardOptions, apply_wrappers
-from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.fakecuda.compiler import find_compiler
 from tests.train.support import SEQ_LEN, TINY, whole, window_of_rank

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from genesis.errors import RunEndedError
-from genesis.parent import LAUNCHER_NAME, NONCE_NAME
+from genesis.base.errors import RunEndedError
+from genesis.base.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies import start as start_module
 from genesis.strategies.start import Start, StartOfRank, find_stray, read_start

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch

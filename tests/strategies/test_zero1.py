@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_strategy, build_trainer, loader
 

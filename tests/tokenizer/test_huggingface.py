@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.tokenizer.files import write_files

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.tokenizer.limits import check_charsmap
 from genesis.tokenizer.open import open_tokenizer

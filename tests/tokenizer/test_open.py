@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.files import hash_files, write_files
 from genesis.tokenizer.open import build_tokenizer, has_tokenizer, open_tokenizer
 

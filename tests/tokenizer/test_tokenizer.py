@@ -7,7 +7,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME
 from genesis.tokenizer.inspect import find_unused, measure_texts

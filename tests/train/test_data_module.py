@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, TrainWindows
 from genesis.data.packing import Packing
 from genesis.data.plans import measure_source, write_plan
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis.train.data_module import CorpusDataModule

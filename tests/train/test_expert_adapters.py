@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX
-from genesis.errors import UserError
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, is_adapter_tensor
 from genesis.model.decoder import Decoder

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
+from genesis.base.errors import UserError
 from genesis.data.window import AccumulationWindow, MicroBatch
-from genesis.errors import UserError
 from genesis.model import float8
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig

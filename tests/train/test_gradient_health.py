@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genesis_callbacks import GradientHealth, TokenCounters
-from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_strategy, build_trainer, loader
 

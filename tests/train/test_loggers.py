@@ -7,7 +7,7 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.train import tensorboard_log
 from genesis.train.tensorboard_log import TensorBoardLogger
 from genesis.train.wandb_log import WandbLogger

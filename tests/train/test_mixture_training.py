@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX
-from genesis.errors import UserError
 from genesis.model.balance import RouterCollapseWarning
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture, MixtureConfig

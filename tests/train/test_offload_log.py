@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.strategies import Replicated, Sharded
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import TINY, build_module, build_strategy, build_trainer, loader

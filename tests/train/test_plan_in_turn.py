@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from genesis.base.errors import QuietExit, UserError
 from genesis.data import plans
 from genesis.data.corpus_data import CorpusData
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
-from genesis.errors import QuietExit, UserError
 from genesis.train.data_module import make_plan_in_turn
 from genesis_callbacks.testing import run_ranks
 from tests.chat.support import write_tokenizer

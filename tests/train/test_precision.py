@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genesis.errors import UserError
-from genesis.precision import choose_precision, unify_precision
+from genesis.base.errors import UserError
+from genesis.model.precision import choose_precision, unify_precision
 from genesis.train import precision
 from genesis.train.gradients import global_gradient_norm
 from genesis_callbacks.testing import run_ranks

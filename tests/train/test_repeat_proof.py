@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from genesis.determinism import UNREPEATABLE
-from genesis.doctor import fits
-from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, Size, build_strategy
-from genesis.doctor.probe import Task
-from genesis.errors import QuietExit, UserError
-from genesis.key_blocks import KEY_BLOCK
+from genesis.base.determinism import UNREPEATABLE
+from genesis.base.errors import QuietExit, UserError
 from genesis.model import attention
+from genesis.model.key_blocks import KEY_BLOCK
+from genesis.operations.doctor import fits
+from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, Size, build_strategy
+from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule

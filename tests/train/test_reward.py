@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.data.prompts import Prompt
-from genesis.errors import UserError
 from genesis.train.reward import Reward, load_reward
 
 CODE = """

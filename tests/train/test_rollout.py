@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.base.errors import RunEndedError, UserError
 from genesis.data.window import IGNORE_INDEX
-from genesis.errors import RunEndedError, UserError
 from genesis.generate.batch import Batch
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from genesis.base.errors import UserError
 from genesis.data.loader import Ranks
 from genesis.data.prompts import PromptOptions
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingData
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
-from genesis.errors import UserError
 from genesis.train.data_module import CorpusDataModule
 from tests.data.pair_corpora import write_pair_corpus
 from tests.train import test_data_module as corpora

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule

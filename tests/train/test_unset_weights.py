@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from genesis.errors import RunEndedError
+from genesis.base.errors import RunEndedError
 from genesis.model.initial import is_unset, mark_unset
 from genesis.train.module import GenesisModule
 from tests.train.support import build_module, build_strategy, build_trainer, loader

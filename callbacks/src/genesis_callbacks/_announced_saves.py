@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ._checkpoint_watch import SavedCheckpoint
 from .async_process_checkpoint import AsyncProcessCheckpoint
-from .events import EventLog
+from .base.events import EventLog
 
 
 def find_savers(trainer: Trainer) -> Iterator[AsyncProcessCheckpoint | ModelCheckpoint]:

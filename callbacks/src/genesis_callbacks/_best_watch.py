@@ -6,9 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from .base.checkpoint_errors import CheckpointError
+from .base.run_directory import step_of
 from .checkpoint.best import Measured, MonitorMode, mark_best, rank, read_best
-from .checkpoint.errors import CheckpointError
-from .run_directory import step_of
 
 
 class BestWatch:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .base.run_directory import is_staging_name
 from .checkpoint.contents import find_format
-from .run_directory import is_staging_name
 
 Holding = Literal["all", "weights"]
 Fingerprint = tuple[tuple[str, int, int, int], ...]

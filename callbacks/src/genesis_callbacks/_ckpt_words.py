@@ -10,8 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ._restore_route import LAST, LATEST
+from .base.checkpoint_errors import CheckpointError
 from .checkpoint.best import find_best, read_best
-from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import list_checkpoints, list_committed
 
 BEST = "best"

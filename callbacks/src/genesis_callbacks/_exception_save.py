@@ -8,7 +8,7 @@ from ._boundary import Boundary
 from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
 from ._save_warnings import SaveFailedWarning
-from .checkpoint.errors import CheckpointError, SaveFailedError
+from .base.checkpoint_errors import CheckpointError, SaveFailedError
 from .checkpoint.pipeline import SavePipeline
 from .checkpoint.save_target import Snapshot
 

@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 
 from ._trainer_restore import Restore
 from ._trainer_state import read_counters
+from .base.events import EventLog
 from .checkpoint.ranks import Ranks
-from .events import EventLog
 
 
 class FitEvents:

@@ -19,16 +19,16 @@ from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, SlowDeviceWar
 from ._step_watch import StepWatch
 from ._trainer_state import SnapshotCache, take_snapshot
 from ._triggers import may_skip, read_moment
+from .base.checkpoint_errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
+from .base.run_directory import checkpoint_name
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.device import DevicePath, is_host
-from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
 from .checkpoint.one_save import Progress
 from .checkpoint.pipeline import SavePipeline
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 from .phases import in_phase
-from .run_directory import checkpoint_name
 
 _NUM_RECENT = 8
 

@@ -26,10 +26,11 @@ from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from ._triggers import Vote, is_interval_over
 from ._votes import VoteExchange
+from .base.checkpoint_errors import CheckpointError, ExistingCheckpointsError
+from .base.manifest import Ancestor
 from .checkpoint.collect import MODEL_PREFIX, SWAPPED_PREFIX, name_parameters, read_mesh
 from .checkpoint.commit import supersede
 from .checkpoint.device_proof import DeviceReport
-from .checkpoint.errors import CheckpointError, ExistingCheckpointsError
 from .checkpoint.job import Outcome
 from .checkpoint.lineage import (
     DirectoryLock,
@@ -39,7 +40,6 @@ from .checkpoint.lineage import (
     remove_abandoned,
     wait_for_orphans,
 )
-from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import RunMetadata, SaveTarget

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from .json_text import load_json
+from .base.json_text import load_json
 
 _DUMPS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _LIMIT_SECONDS: Final = 2.0

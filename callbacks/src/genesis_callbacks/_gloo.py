@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .errors import RunEndedError
+from .base.errors import RunEndedError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR

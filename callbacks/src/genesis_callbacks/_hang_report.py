@@ -9,11 +9,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from .errors import printable
-from .files import replace_file
-from .json_text import load_json
+from .base.errors import printable
+from .base.files import replace_file
+from .base.json_text import load_json
+from .base.untrusted import open_file
 from .phases import PHASES, Phase
-from .untrusted import open_file
 
 _FOREIGN_PARTS: Final = ("/torch/", "/lightning/", "/genesis_callbacks/")
 _COLLECTIVE_PARTS: Final = ("/torch/distributed/", "/torch/nn/parallel/")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .checkpoint.errors import CheckpointError
+from .base.checkpoint_errors import CheckpointError
 from .checkpoint.roles import RankRole
 
 

@@ -16,11 +16,11 @@ import threading
 import warnings
 from pathlib import Path
 
+from .base.events import EventLog
+from .base.locks import lock_file
+from .base.run_directory import RunDirectory
+from .base.untrusted import read_text
 from .checkpoint.descriptor import PrivateDescriptor
-from .events import EventLog
-from .locks import lock_file
-from .run_directory import RunDirectory
-from .untrusted import read_text
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strate
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from .checkpoint.errors import CheckpointError
+from .base.checkpoint_errors import CheckpointError
 
 _NOT_SAVED: dict[type[Strategy], str] = {
     FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",

@@ -15,12 +15,12 @@ from ._compat import LoadCheckpoint, NothingToRestore
 from ._fit_session import ORPHAN_SECONDS
 from ._save_options import SaveOptions
 from ._trainer_restore import Restore
+from .base.checkpoint_errors import CheckpointError
+from .base.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 from .checkpoint.drift import DriftPolicy
-from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import find_holder, find_latest, list_checkpoints, wait_for_orphans
 from .checkpoint.ranks import Ranks, WorldRanks
 from .checkpoint.verify import VerifyLevel
-from .run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 
 LATEST, LAST = "latest", "last"
 

@@ -19,6 +19,9 @@ from ._data_position import (
 from ._live_names import LiveNames, name_live, name_optimizer_groups
 from ._rank_role import read_rank_role
 from ._trainer_state import HasRankState
+from .base.checkpoint_errors import CheckpointError
+from .base.manifest import Ancestor, Manifest, read_committed_hash
+from .base.run_directory import checkpoint_name
 from .checkpoint.collect import (
     MODEL_PREFIX,
     SWAPPED_PREFIX,
@@ -32,10 +35,8 @@ from .checkpoint.collect import (
     prepare_optimizer,
 )
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
-from .checkpoint.errors import CheckpointError
 from .checkpoint.groups import check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
-from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
 from .checkpoint.overlaps import separate_shared
 from .checkpoint.plan import LocalShard
 from .checkpoint.ranks import Ranks
@@ -46,7 +47,6 @@ from .checkpoint.scope import SaveScope
 from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport, describe_model, name_classes
-from .run_directory import checkpoint_name
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
 

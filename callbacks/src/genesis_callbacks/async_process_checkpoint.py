@@ -61,6 +61,8 @@ from ._signals import stop_training
 from ._start_notices import describe_start
 from ._triggers import is_save_due, read_moment
 from ._validation import shield_validation, unshield_validation
+from .base.events import EventLog
+from .base.run_directory import RunDirectory, read_run_dir
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
@@ -69,9 +71,7 @@ from .checkpoint.ranks import WorldRanks
 from .checkpoint.rng import read_rng_state
 from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
-from .events import EventLog
 from .restore_report import RestoreReport
-from .run_directory import RunDirectory, read_run_dir
 
 __all__ = [
     "LATEST",

@@ -29,11 +29,11 @@ from ._checkpoint_watch import PATIENCE_SECONDS, CheckpointWatch, Found, Holding
 from ._expectation_history import ExpectationHistory
 from ._finite_reader import FiniteReader
 from ._refused_strategies import refuse_to_compare
+from .base.checkpoint_errors import CheckpointError
+from .base.errors import RunEndedError
 from .checkpoint.contents import Contents, read_contents
-from .checkpoint.errors import CheckpointError
 from .checkpoint.expect import find_problems, name_buffers
 from .checkpoint.ranks import Ranks, WorldRanks
-from .errors import RunEndedError
 
 _VERIFIED = "checkpoint/verified"
 _BAD = "checkpoint/bad"

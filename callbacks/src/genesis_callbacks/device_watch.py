@@ -24,8 +24,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
+from .base.errors import UserError
 from .checkpoint.device import is_host, read_device_uuid
-from .errors import UserError
 
 try:
     import pynvml

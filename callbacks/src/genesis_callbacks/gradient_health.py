@@ -30,12 +30,12 @@ from torch.optim import Optimizer
 
 from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
+from .base.errors import UserError
+from .base.events import EventLog
+from .base.run_directory import read_run_dir
 from .checkpoint.device import is_host, record_event
-from .errors import UserError
-from .events import EventLog
 from .gradients import find_nonfinite, measure_norms, weigh_gradient
 from .host_group import HostGroup, Pending
-from .run_directory import read_run_dir
 from .token_counters import TokenCounters
 
 __all__ = ["GradientHealth", "NonfiniteGradientWarning", "SpikeDetector", "find_gradient_health"]

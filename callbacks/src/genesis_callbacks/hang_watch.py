@@ -25,13 +25,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ._argument_types import checking
 from ._flight_recorder import describe_last, read_flight_record
 from ._hang_report import HangReport, Verdict, find_missing, locate, read_main_frame, read_reports, write_report
-from .errors import UserError
-from .events import EventLog
-from .files import replace_file
+from .base.errors import UserError
+from .base.events import EventLog
+from .base.files import replace_file
+from .base.run_directory import RunDirectory
 from .heartbeat import Heartbeat, Progress
 from .heartbeats import HeartbeatRecord, read_heartbeats
 from .phases import PHASES, Phase
-from .run_directory import RunDirectory
 
 __all__ = ["EXIT_STATUS", "HangWatch", "HangLimits", "choose_limit"]
 

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ._argument_types import checking
+from .base.run_directory import read_run_dir
 from .heartbeats import HeartbeatRecord, write_heartbeat
 from .phases import Phase, PhaseListener
-from .run_directory import read_run_dir
 from .token_counters import DEFAULT_UNIT, TokenCounters
 
 __all__ = ["Heartbeat", "HeartbeatWarning", "Progress"]

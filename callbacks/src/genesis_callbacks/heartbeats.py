@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ._plain_values import read_count, read_entries, read_number
-from .errors import printable
-from .json_text import load_json
+from .base.errors import printable
+from .base.json_text import load_json
+from .base.plain_values import read_count, read_entries, read_number
+from .base.run_directory import RunDirectory
+from .base.untrusted import read_file
 from .phases import PHASES, Phase
-from .run_directory import RunDirectory
-from .untrusted import read_file
 
 __all__ = ["HeartbeatRecord", "Phase", "read_heartbeats", "write_heartbeat"]
 

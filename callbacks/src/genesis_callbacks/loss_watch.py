@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._argument_types import checking
 from ._log_lines import is_log_step
-from .errors import UserError
+from .base.errors import UserError
 
 __all__ = ["LossWarning", "LossWatch", "judge_losses"]
 

@@ -41,9 +41,9 @@ from ._compat import dump_memory_snapshot, local_tensor
 from ._log_lines import is_log_step, log_exact
 from ._process_figures import DiskMeter, read_major_faults, read_peak_resident_bytes, read_resident_bytes
 from .async_process_checkpoint import AsyncProcessCheckpoint
+from .base.files import replace_file
+from .base.run_directory import RunDirectory, read_run_dir
 from .checkpoint.device import is_host, read_device_memory
-from .files import replace_file
-from .run_directory import RunDirectory, read_run_dir
 
 __all__ = ["MemoryWatch", "OutOfMemoryWarning"]
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .base.manifest import Manifest
 from .checkpoint.collect import MODEL_PREFIX
-from .checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True)

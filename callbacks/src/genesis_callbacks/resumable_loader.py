@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from .errors import UserError
+from .base.errors import UserError
 
 __all__ = ["ResumableLoader"]
 

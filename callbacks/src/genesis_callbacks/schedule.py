@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from genesis_callbacks.errors import UserError
+from .base.errors import UserError
 
 __all__ = ["Clock", "Schedule", "ScheduleOptions", "Shape", "lr_factor"]
 

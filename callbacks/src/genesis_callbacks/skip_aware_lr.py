@@ -19,11 +19,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from genesis_callbacks.errors import UserError
 from genesis_callbacks.schedule import Clock, Schedule, ScheduleOptions, lr_factor
 from genesis_callbacks.token_counters import TokenCounters
 
 from ._argument_types import checking
+from .base.errors import UserError
 
 LR = "optim/lr"
 LR_OF_GROUP = "optim/lr_{name}"

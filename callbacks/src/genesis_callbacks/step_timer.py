@@ -39,7 +39,7 @@ from ._compat import ignore_actions, ignore_backward, listen_to_actions, listen_
 from ._last_gradient import LastGradient
 from ._log_lines import is_log_step, log_exact
 from ._step_timeline import StepTimeline
-from .errors import UserError
+from .base.errors import UserError
 from .step_parts import PARTS, Part, PartListener
 
 __all__ = ["StepTimeWarning", "StepTimer"]

@@ -24,9 +24,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from ._argument_types import checking
 from ._log_lines import is_log_step, log_exact
+from .base.errors import UserError
 from .checkpoint.device import is_host, name_device
 from .device_peaks import choose_peak_type, compute_mfu, read_peak_flops
-from .errors import UserError
 from .host_group import HostGroup
 from .step_parts import Part, PartListener
 from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ranks_per_batch

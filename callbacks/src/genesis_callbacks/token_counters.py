@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from genesis_callbacks._log_lines import is_log_step, log_exact
-from genesis_callbacks.errors import RunEndedError, UserError
 from genesis_callbacks.host_group import HostGroup, Pending
 
 from ._argument_types import checking
+from .base.errors import RunEndedError, UserError
 
 STEP = "counters/step"
 UPDATES = "counters/updates"

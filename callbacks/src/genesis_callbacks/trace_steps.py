@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from ._argument_types import checking
 from ._compat import ignore_actions, listen_to_actions
-from .errors import UserError
-from .run_directory import RunDirectory, read_run_dir
+from .base.errors import UserError
+from .base.run_directory import RunDirectory, read_run_dir
 
 __all__ = ["TraceSteps", "TraceWarning"]
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
+from genesis.base.device import CPU
 from genesis.bench.workers.protocol import Gate, workload_from_json
 from genesis.bench.workers.windows import build_windows
-from genesis.device import CPU
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.loss import sum_cross_entropy
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies.wrap import apply_wrappers
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from genesis.base.device import read_peak_memory, synchronize
 from genesis.bench.workers.protocol import NoMoreStepsError, Workload
-from genesis.device import read_peak_memory, synchronize
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from genesis.bench.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
+from genesis_callbacks.base.run_directory import TRASH_NAME
 from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest, stager
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
-from genesis_callbacks.run_directory import TRASH_NAME
 
 _POLL_SECONDS = 0.005
 _WAIT_LIMIT_SECONDS = 300.0

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from genesis.base.device import CPU, name_collectives, name_device, select_device
+from genesis.base.run_directory import RunDirectory
 from genesis.bench.workers.checkpoint_protocol import (
     Farewell,
     Mode,
@@ -35,11 +37,9 @@ from genesis.bench.workers.protocol import ENDLESS, NoMoreStepsError
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
-from genesis.device import CPU, name_collectives, name_device, select_device
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.accelerators import build_accelerator
 from genesis.train.adapter_base import build_scope, find_adapter_base

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from genesis.base.device import CPU
 from genesis.bench.workers.protocol import Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.window import IGNORE_INDEX, MicroBatch
-from genesis.device import CPU
-from genesis.loss import sum_cross_entropy
 from genesis.model.balance import update_balance_biases
 from genesis.model.decoder import Decoder
+from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.model.router import LOAD, Routing, find_routers

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genesis.base.run_directory import RunDirectory
 from genesis.bench.workers.finetune_protocol import (
     BETA,
     FinetuneWorkload,
@@ -37,7 +38,6 @@ from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import DPO
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog

@@ -16,15 +16,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 
+from genesis.base.device import CPU, leave_memory_unfilled
+from genesis.base.run_directory import RunDirectory
 from genesis.bench.workers.options import read_fit_options
 from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
-from genesis.device import CPU, leave_memory_unfilled
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
-from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog

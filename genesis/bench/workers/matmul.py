@@ -10,8 +10,8 @@ import time
 
 import torch
 
+from genesis.base.device import synchronize
 from genesis.bench.workers.protocol import Gate, Workload, workload_from_json
-from genesis.device import synchronize
 
 _SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MAX_SHARE_OF_WINDOW = 0.25

@@ -7,8 +7,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from genesis.device import is_host
-from genesis.errors import UserError
+from genesis.base.device import is_host
+from genesis.base.errors import UserError
 from genesis.train.module import GenesisModule
 
 _OF_THE_SHAPE = {"decoder", "optimizer"}

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from genesis.device import limit_memory, name_device, read_peak_memory, synchronize
+from genesis.base.device import limit_memory, name_device, read_peak_memory, synchronize
 
 NUM_DISTINCT_WINDOWS = 64
 """Number of distinct windows of random tokens, which are used in turn: few enough for memory, too many to memorize."""

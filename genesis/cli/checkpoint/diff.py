@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from genesis.checkpoint_reference import find_checkpoint
+from genesis.base.console import Console
 from genesis.cli.checkpoint.shared import (
     CHECKPOINT_HELP,
     build_console,
@@ -18,7 +18,7 @@ from genesis.cli.checkpoint.shared import (
     format_number,
     print_json,
 )
-from genesis.console import Console
+from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,

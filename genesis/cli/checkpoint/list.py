@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 from rich.text import Text
 
-from genesis.checkpoint_reference import find_run
+from genesis.base.errors import UserError
 from genesis.cli.checkpoint.shared import (
     BAD,
     LEVELS,
@@ -23,7 +23,7 @@ from genesis.cli.checkpoint.shared import (
     print_json,
     without_path,
 )
-from genesis.errors import UserError
+from genesis.generate.checkpoint_reference import find_run
 from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, read_best, read_inventory
 
 _DESCRIPTION = """Lists the content of a run's checkpoint directory: committed checkpoints in the order of the run,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
+from genesis.generate.checkpoint_reference import find_run
 from genesis_callbacks.checkpoint import (
     CommittedCheckpoint,
     Retention,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import BAD, LEVELS, RUN_HELP, build_parser, hold_directory, print_json, without_path
+from genesis.generate.checkpoint_reference import find_run
 from genesis_callbacks.checkpoint import (
     Repair,
     apply_repair,

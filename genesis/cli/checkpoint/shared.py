@@ -12,10 +12,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from genesis.arguments import Parser
-from genesis.console import Console
-from genesis.errors import printable
-from genesis.progress import stage
+from genesis.base.arguments import Parser
+from genesis.base.console import Console
+from genesis.base.errors import printable
+from genesis.base.progress import stage
 from genesis_callbacks.checkpoint import CheckpointError, DirectoryLock, InventoryEntry, VerifyLevel, find_problems
 
 _PLAIN_WIDTH = 120  # not that of `genesis.cli.options`, which takes longer to import than a listing

@@ -10,7 +10,8 @@ from typing import Any
 from rich.filesize import decimal
 from rich.text import Text
 
-from genesis.checkpoint_reference import find_checkpoint
+from genesis.base.console import Console
+from genesis.base.errors import printable
 from genesis.cli.checkpoint.shared import (
     CHECKPOINT_HELP,
     build_console,
@@ -21,10 +22,9 @@ from genesis.cli.checkpoint.shared import (
     format_number,
     print_json,
 )
-from genesis.console import Console
 from genesis.data.usage import DataUsage, read_data_usage
-from genesis.errors import printable
-from genesis.recipe_yaml import dump_yaml
+from genesis.generate.checkpoint_reference import find_checkpoint
+from genesis.recipe.yaml import dump_yaml
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,

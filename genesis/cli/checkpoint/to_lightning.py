@@ -8,9 +8,9 @@ import argparse
 import json
 from pathlib import Path
 
-from genesis.arguments import Parser
-from genesis.checkpoint_reference import find_checkpoint
+from genesis.base.arguments import Parser
 from genesis.cli.checkpoint.shared import CHECKPOINT_HELP
+from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis_callbacks.checkpoint import CorruptCheckpointError, export_lightning_checkpoint
 
 _DESCRIPTION = """Writes one .ckpt file from a checkpoint, for use without this package: Model.load_from_checkpoint,

@@ -6,11 +6,11 @@ from typing import Any
 from rich.filesize import decimal
 
 import genesis_callbacks.checkpoint as engine  # its names that need torch import it when they are used
-from genesis.checkpoint_reference import read_reference
+from genesis.base.errors import UserError, printable
+from genesis.base.progress import stage
+from genesis.base.run_directory import RunDirectory
 from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, find_problems_shown, print_json, without_path
-from genesis.errors import UserError, printable
-from genesis.progress import stage
-from genesis.run_directory import RunDirectory
+from genesis.generate.checkpoint_reference import read_reference
 from genesis_callbacks.checkpoint import CheckpointError, find_problem, read_inventory
 
 _MAX_NAMED = 3

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from genesis.base.errors import UserError, find_remedy
 from genesis.data.clean.decontaminate import Decontamination
 from genesis.data.clean.execute import (
     Phase,
@@ -36,11 +37,10 @@ from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_ke
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
 from genesis.data.sources import InputFile, find_files, list_sources
 from genesis.data.sources.files import READING, check_reading
-from genesis.errors import UserError, find_remedy
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.locks import lock_file, open_lock
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"

@@ -16,10 +16,10 @@ from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
 from datatrove.utils.hashing import create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 
+from genesis.base.errors import UserError
 from genesis.chat.conversation import load_conversation
 from genesis.data.clean.words import HASH, Words
 from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_pairs, refuse_skipping
-from genesis.errors import UserError
 
 _INDEX_SUFFIX = ".index.hashes"
 """The suffix by which datatrove's filter finds index files."""

@@ -24,10 +24,10 @@ from datatrove.pipeline.dedup.minhash import (
 )
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.clean.documents import SOURCE, PassReader
 from genesis.data.clean.words import HASH, Words
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.base.untrusted import open_file
 
 CLUSTER = "minhash_cluster_id"
 """The key of a document's metadata in which datatrove records the group of near-duplicates."""

@@ -26,9 +26,9 @@ from genesis.data.sources import SourceOptions, Span, read_entries
 from genesis.data.sources.files import kind_of
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.files import replace_file, replacing
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, open_file, read_text
+from genesis_callbacks.base.files import replace_file, replacing
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, open_file, read_text
 
 CONVERSATION = "conversation"
 """The key of a document's metadata with its conversation as it is written; the text holds only what is said."""

@@ -25,10 +25,10 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 from tqdm import tqdm
 
-from genesis.errors import UserError
-from genesis.processes import PipedWorker, run_program, serve_pipe, without_input
-from genesis_callbacks.locks import lock_file, open_lock
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker, run_program, serve_pipe, without_input
+from genesis_callbacks.base.locks import lock_file, open_lock
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 Executor = Literal["local", "slurm", "ray"]
 

@@ -14,8 +14,8 @@ from datatrove.pipeline.filters import C4QualityFilter, GopherQualityFilter, Gop
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
+from genesis.base.errors import UserError
 from genesis.data.clean.words import Words
-from genesis.errors import UserError
 
 LANGUAGE = "language"
 """The key of a document's metadata in which the language filter records the language."""

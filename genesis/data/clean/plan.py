@@ -10,6 +10,7 @@ from pathlib import Path
 
 from datatrove.pipeline.base import PipelineStep
 
+from genesis.base.errors import UserError
 from genesis.data.clean.decontaminate import Decontamination, EvaluationIndex
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
 from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter, TokenCounter
@@ -34,7 +35,6 @@ from genesis.data.sources import (
     refuse_pairs,
     refuse_skipping,
 )
-from genesis.errors import UserError
 
 CLEAN_DIRECTORY = ".clean"
 _MIN_SPAN_BYTES = 1 << 16

@@ -18,12 +18,12 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from genesis import __version__
+from genesis.base.errors import UserError
 from genesis.data.clean.dedup import CLUSTER, read_kept
 from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
 from genesis.data.clean.stages import EXAMPLE_CHARACTERS
-from genesis.errors import UserError
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import MAX_DOCUMENT_BYTES, read_text
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
 
 MANIFEST_NAME = "manifest.json"
 _REPORT_NAME = "report.json"

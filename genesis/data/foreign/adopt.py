@@ -23,6 +23,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
 from genesis.data.foreign.token_file import TokenFile
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, check_source_name, write_manifest
@@ -36,12 +37,11 @@ from genesis.data.shards import (
     stored_dtype,
     token_dtype,
 )
-from genesis.errors import UserError
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.files import create_file, sync_directory
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.base.files import create_file, sync_directory
+from genesis_callbacks.base.untrusted import open_file
 
 SHARD_TOKENS: Final = 1 << 24
 _TOKENS_PER_BLOCK: Final = 1 << 20

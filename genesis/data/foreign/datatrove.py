@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
 from genesis.data.shards import INDEX_ENTRY, shard_files
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import read_text
+from genesis_callbacks.base.untrusted import read_text
 
 _DTYPES = {2: "uint16", 4: "uint32"}
 

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.datatrove import read_datatrove
 from genesis.data.foreign.flat import read_flat
 from genesis.data.foreign.huggingface import SPLITS_NAME, STATE_NAME, list_arrow_files, read_arrow
 from genesis.data.foreign.megatron import read_megatron
 from genesis.data.foreign.token_file import TokenFile
-from genesis.errors import UserError
 
 ForeignFormat = Literal["datatrove", "megatron", "flat", "huggingface"]
 

@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.token_file import TOKEN_DTYPES, TokenFile, file_size, one_run
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.base.untrusted import open_file
 
 _LLMC_HEADER: Final = struct.Struct("<256i")
 _LLMC_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}

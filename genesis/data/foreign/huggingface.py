@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.arrow_file import open_stream
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
-from genesis.errors import UserError
-from genesis_callbacks.json_text import load_json
-from genesis_callbacks.untrusted import read_file
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import read_file
 
 STATE_NAME: Final = "state.json"
 SPLITS_NAME: Final = "dataset_dict.json"

@@ -24,9 +24,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.base.untrusted import open_file
 
 _MAGIC: Final = b"MMIDIDX\0\0"
 _OLD_MAGIC: Final = b"TNTIDX\0\0"

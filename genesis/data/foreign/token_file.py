@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import check_file, open_file
+from genesis.base.errors import UserError
+from genesis_callbacks.base.untrusted import check_file, open_file
 
 TOKEN_DTYPES: Final = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 """Types that tokens may have on disk, as numpy names them."""

@@ -17,7 +17,7 @@ from genesis.data.sources.binary import find_binary
 from genesis.data.sources.entry import DamagedFileError
 from genesis.data.sources.files import InputFile, Span, compression_of
 from genesis.data.store import is_url
-from genesis_callbacks.untrusted import open_file
+from genesis_callbacks.base.untrusted import open_file
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 """Exceptions that readers raise for truncated and damaged files."""

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.chat.conversation import leave_out_keys, read_conversation
 from genesis.chat.pair import is_pair, read_pair
 from genesis.chat.template import ConversationError
 from genesis.data.sources.binary import guess_encodings
 from genesis.data.sources.options import SourceOptions
-from genesis.errors import UserError
 
 
 class DamagedFileError(UserError):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from genesis.base.errors import UserError
 from genesis.data.remote import file_name, list_files, strip_local
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.data.sources.walk import NO_TARGET, FoundFile, is_hidden, match_files, walk_files
 from genesis.data.store import is_url
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import RefusedFileError, open_file
+from genesis_callbacks.base.untrusted import RefusedFileError, open_file
 
 Compression = Literal[".gz", ".zst"]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from genesis.base.errors import UserError
 from genesis.chat.conversation import Form
 from genesis.chat.options import OnBadRow
 from genesis.data.manifest import check_source_name
-from genesis.errors import UserError
 
 ChatForm = Form | Literal["auto", "pairs"]
 Kind = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]

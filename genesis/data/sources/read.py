@@ -6,6 +6,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from genesis.base.errors import UserError
 from genesis.data.sources.blocks import DAMAGE, read_blocks, refuse_binary
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import (
@@ -22,7 +23,6 @@ from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
 from genesis.data.sources.tables import TABLES, plan_row_groups, row_entries
 from genesis.data.store import is_url
-from genesis.errors import UserError
 
 _MAX_SEARCHED_BYTES: Final = 1 << 28
 """Bytes that are searched for a separator; of more text without one, nothing is reported."""

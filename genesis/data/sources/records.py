@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.data.sources.blocks import Delimiter, read_blocks, split_records
 from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
 from genesis.data.sources.files import READING, Span, compression_of, kind_of
 from genesis.data.sources.json_values import split_values
 from genesis.data.sources.options import Kind, SourceOptions
-from genesis.errors import UserError
-from genesis_callbacks.json_text import load_json
+from genesis_callbacks.base.json_text import load_json
 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _HTML_DOCTYPE: Final = b"<!doctype html"

@@ -4,12 +4,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from genesis.base.errors import UserError
 from genesis.data.row_notes import RowNotes, SkippedCounter, strip_place
 from genesis.data.sources.entry import Document
 from genesis.data.sources.files import Listing, Span, list_source
 from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations
 from genesis.data.sources.read import describe_left_out, plan_spans, read_rows
-from genesis.errors import UserError
 
 _SPAN_BYTES: Final = 4 << 20
 

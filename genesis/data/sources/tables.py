@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from genesis.base.errors import UserError
 from genesis.data.arrow_file import ArrowFile
 from genesis.data.sources.binary import find_binary, guess_encodings
 from genesis.data.sources.blocks import open_local, read_head, refuse_binary
@@ -22,8 +23,7 @@ from genesis.data.sources.csv_table import CsvFile
 from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
 from genesis.data.sources.files import InputFile, Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
-from genesis.errors import UserError
-from genesis_callbacks.untrusted import check_file
+from genesis_callbacks.base.untrusted import check_file
 
 TABLES: Final[frozenset[Kind]] = frozenset(("parquet", "arrow", "csv", "tsv"))
 """The kinds of tables."""

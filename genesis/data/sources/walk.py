@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from fsspec.utils import glob_translate
 
-from genesis_callbacks.files import find_irregular_kind
+from genesis_callbacks.base.files import find_irregular_kind
 
 NO_TARGET: Final = "a link without a target"
 

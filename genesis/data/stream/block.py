@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
+from genesis.base.errors import UserError
 from genesis.data.packing import Packing, fill_row, mark_piece_ends, pack_documents
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import (
@@ -33,7 +34,6 @@ from genesis.data.sources import (
     read_entries,
 )
 from genesis.data.stream.lanes import shuffle
-from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 _BATCH_BYTES: Final = 1 << 18

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from genesis.base.errors import UserError
 from genesis.data.sources import Span
-from genesis.errors import UserError
 
 _NUM_LANES: Final = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Candidates for the number of lanes, divisible by many world sizes."""

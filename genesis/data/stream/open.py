@@ -6,6 +6,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Final
 
+from genesis.base.errors import UserError
 from genesis.data.packing import Packing
 from genesis.data.remote import file_name
 from genesis.data.sources import InputFile, Listing, SourceOptions, Span, list_source, plan_spans
@@ -14,7 +15,6 @@ from genesis.data.stream.block import BlockRecipe, LanePart
 from genesis.data.stream.lanes import choose_num_lanes, deal_spans
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.worker import LaneSource
-from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _MAX_SPAN_BYTES: Final = 4 << 20

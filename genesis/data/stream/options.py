@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions, check_sources, refuse_conversations
-from genesis.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from multiprocessing.connection import Pipe, wait
 from threading import Condition, Thread
 from typing import Final, Protocol
 
+from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
 from genesis.data.stream.block import Block
 from genesis.data.stream.worker import BlockMaker, Failure, Job, Made, Setup
-from genesis.errors import UserError
-from genesis.processes import PipedWorker
 
 _JOBS_IN_FLIGHT: Final = 2
 """Number of jobs that a worker has at a time: the current one and the next one, so that it never waits for a job."""

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
+from genesis.base.errors import UserError
 from genesis.data.sources.files import READING
 from genesis.data.stream.block import Block, Cursor
 from genesis.data.stream.open import Stream
 from genesis.data.stream.worker import LaneSource
-from genesis.errors import UserError
 from genesis.tokenizer.open import has_hash
 
 STATE_VERSIONS: Final = range(1, READING + 1)

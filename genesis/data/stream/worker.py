@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+from genesis.base.errors import UserError
+from genesis.base.processes import serve_pipe
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
-from genesis.errors import UserError
-from genesis.processes import serve_pipe
 from genesis.tokenizer.open import build_tokenizer
 
 

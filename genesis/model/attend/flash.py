@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from genesis.device import CPU, kind_of
+from genesis.base.device import CPU, kind_of
 from genesis.model.attend.flash_limits import find_flash_obstacle
 from genesis.model.attend.kernel import AttentionKernel, Place
 from genesis.model.attend.mask import MaskKernel, attend_rows

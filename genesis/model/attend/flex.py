@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from genesis.compilation import compile_each_shape
 from genesis.model.attend.kernel import AMPERE, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, KeyBlocks, Rows, document_positions
+from genesis.model.compilation import compile_each_shape
 
 BLOCK_TOKENS: Final = 128
 """Queries, and keys, of a block."""

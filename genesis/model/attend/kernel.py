@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.device import kind_of, read_capability
+from genesis.base.device import kind_of, read_capability
 from genesis.model.attend.metadata import AttentionMetadata, Rows
 
 CUDA: Final = "cuda"

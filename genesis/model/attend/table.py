@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.model.attend.cache import attend_used
 from genesis.model.attend.fa4 import FA4Kernel
 from genesis.model.attend.flash import FlashKernel

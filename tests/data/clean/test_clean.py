@@ -22,6 +22,7 @@ import yaml
 import zstandard
 from blake3 import blake3
 
+from genesis.base.errors import UserError
 from genesis.data.clean.clean import clean_corpus
 from genesis.data.clean.decontaminate import Decontamination
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
@@ -32,7 +33,6 @@ from genesis.data.clean.report import CleanReport, read_report
 from genesis.data.manifest import read_manifest
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
-from genesis.errors import UserError
 from tests.data.corpus_support import make_tokenizer, read_tree, without_stages, write_jsonl
 
 DEADLINE_SECONDS = 120

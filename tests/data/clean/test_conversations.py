@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from genesis.base.errors import UserError
 from genesis.chat.options import ChatOptions
 from genesis.data.clean.clean import clean_corpus
 from genesis.data.clean.decontaminate import Decontamination
@@ -19,7 +20,6 @@ from genesis.data.clean.plan import CleanOptions
 from genesis.data.clean.report import CleanReport
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
-from genesis.errors import UserError
 from tests.chat.support import write_tokenizer
 
 WORDS = [

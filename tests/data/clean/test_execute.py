@@ -6,8 +6,8 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
+from genesis.base.errors import UserError
 from genesis.data.clean.execute import LocalOptions, Phase, check_complete, run_locally
-from genesis.errors import UserError
 
 
 class Refusal(PipelineStep):  # type: ignore[misc]

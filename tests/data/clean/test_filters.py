@@ -6,6 +6,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import get_filter_result
 
+from genesis.base.errors import UserError
 from genesis.data.clean.filters import (
     FIELDS,
     LANGUAGE,
@@ -17,7 +18,6 @@ from genesis.data.clean.filters import (
     Repetition,
     Score,
 )
-from genesis.errors import UserError
 
 PROSE = (
     "The river that runs past the old mill has been rising since the morning, and the people of the village have "

@@ -14,6 +14,7 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.cli.main import main
 from genesis.data.corpus import Corpus, StoredTokens, TokenSource, find_fault, open_corpus
 from genesis.data.foreign import adopt
@@ -27,7 +28,6 @@ from genesis.data.prepare import prepare_corpus
 from genesis.data.shards import little_endian
 from genesis.data.sources import SourceOptions
 from genesis.data.window import AccumulationWindow
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.data_module import CorpusDataModule
 from tests.data.corpus_support import make_options, make_texts, write_jsonl

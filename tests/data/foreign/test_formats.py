@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.foreign.datatrove import read_datatrove
 from genesis.data.foreign.find import find_token_files
 from genesis.data.foreign.flat import read_flat
 from genesis.data.foreign.huggingface import list_arrow_files, read_arrow
 from genesis.data.foreign.megatron import read_megatron
-from genesis.errors import UserError
 from tests.data.foreign.files import (
     write_bin,
     write_dataset,

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from genesis.base.errors import UserError
 from genesis.data.sources import (
     DamagedFileError,
     SourceOptions,
@@ -16,7 +17,6 @@ from genesis.data.sources import (
     read_documents,
     read_entries,
 )
-from genesis.errors import UserError
 
 TEXTS = [f"document {number}\n" + "wörd " * (number % 7) for number in range(40)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.block import BlockReader, Cursor
 from genesis.data.stream.worker import LaneSource
-from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from tests.data.stream.streams import (
     GLOBAL_BATCH,

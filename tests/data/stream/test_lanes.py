@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.base.errors import UserError
 from genesis.data.order import build_order
 from genesis.data.sources import InputFile, Span
 from genesis.data.stream.lanes import (
@@ -15,7 +16,6 @@ from genesis.data.stream.lanes import (
     lanes_at,
     shuffle,
 )
-from genesis.errors import UserError
 
 
 @given(num_lanes=st.integers(1, 64), position=st.integers(0, 10**9), count=st.integers(1, 300), seed=st.integers(0, 99))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.stream.block import Cursor
 from genesis.data.stream.pool import InlineSupply, WorkerPool
 from genesis.data.stream.worker import Job, Setup
-from genesis.errors import UserError
 from tests.data.stream.streams import make_stream, make_texts, write_files
 
 DEADLINE_SECONDS = 60

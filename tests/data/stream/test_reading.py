@@ -5,9 +5,9 @@ from hashlib import blake2b
 
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.usage import measure_usage
-from genesis.errors import UserError
 from genesis.tokenizer.open import hash_contents
 from tests.data.stream.streams import (
     GLOBAL_BATCH,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.errors import UserError
+from genesis.base.errors import UserError
 from genesis.tokenizer.files import hash_files
 from genesis.tokenizer.literal import LiteralControls
 from genesis.tokenizer.open import TokenizerFormat

@@ -8,20 +8,7 @@ directories with names that it did not give.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from genesis_callbacks.run_directory import (
-    COMMITTED_NAME,
-    MANIFEST_NAME,
-    PLACES_VARIABLE,
-    checkpoint_name,
-    is_checkpoint_name,
-    is_staging_name,
-    step_of,
-)
-
-from .best import Best, find_best, read_best, read_marked_names
-from .commit import supersede
-from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
-from .errors import (
+from ..base.checkpoint_errors import (
     BaseCheckpointError,
     CheckpointError,
     CorruptCheckpointError,
@@ -32,7 +19,31 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from .hashing import hash_bytes, hash_file
+from ..base.hashing import hash_bytes, hash_file
+from ..base.manifest import (
+    Ancestor,
+    BaseReference,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    dtype_name,
+    encode_manifest,
+    read_committed_hash,
+    read_manifest,
+)
+from ..base.run_directory import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    PLACES_VARIABLE,
+    checkpoint_name,
+    is_checkpoint_name,
+    is_staging_name,
+    step_of,
+)
+from .best import Best, find_best, read_best, read_marked_names
+from .commit import supersede
+from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .inventory import (
     InventoryEntry,
     Repair,
@@ -53,18 +64,6 @@ from .lineage import (
     find_latest,
     list_checkpoints,
     list_committed,
-)
-from .manifest import (
-    Ancestor,
-    BaseReference,
-    ChunkRecord,
-    FileRecord,
-    Manifest,
-    TensorRecord,
-    dtype_name,
-    encode_manifest,
-    read_committed_hash,
-    read_manifest,
 )
 from .retain import CommittedCheckpoint, Retention, apply_retention, name_bases, plan_removals
 from .roles import pick_data_sections

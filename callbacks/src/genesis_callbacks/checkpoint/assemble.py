@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genesis_callbacks.run_directory import MANIFEST_NAME, checkpoint_name
-
 from .._compat import build_dcp_metadata
-from .commit import commit
-from .durable_file import write_file
-from .errors import CheckpointError, CorruptCheckpointError, SaveFailedError
-from .hashing import HashAlgorithm
-from .manifest import (
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, SaveFailedError
+from ..base.hashing import HashAlgorithm
+from ..base.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
     Ancestor,
@@ -30,9 +26,12 @@ from .manifest import (
     encode_manifest,
     schema_for,
 )
+from ..base.run_directory import MANIFEST_NAME, checkpoint_name
+from ..base.safe_read import parse_json
+from .commit import commit
+from .durable_file import write_file
 from .plan import TensorShard
 from .retain import Retention, apply_retention
-from .safe_read import parse_json
 from .verify import verify
 from .write import Receipt
 

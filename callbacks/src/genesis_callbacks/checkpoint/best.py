@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from genesis_callbacks.files import replace_file
-from genesis_callbacks.run_directory import BEST_NAME, checkpoint_name, is_checkpoint_name
-
-from .errors import CorruptCheckpointError
+from ..base.checkpoint_errors import CorruptCheckpointError
+from ..base.files import replace_file
+from ..base.manifest import read_committed_hash
+from ..base.run_directory import BEST_NAME, checkpoint_name, is_checkpoint_name
+from ..base.safe_read import MAX_NOTE_BYTES, parse_json, read_file
 from .lineage import checkpoints_in
-from .manifest import read_committed_hash
-from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 MonitorMode = Literal["min", "max"]
 _MODES: dict[str, MonitorMode] = {"min": "min", "max": "max"}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .errors import UnsupportedStateError
-from .manifest import Manifest, TensorRecord
+from ..base.checkpoint_errors import UnsupportedStateError
+from ..base.manifest import Manifest, TensorRecord
 from .plan import LocalShard, PartsCache
 
 MODEL_PREFIX = "model."

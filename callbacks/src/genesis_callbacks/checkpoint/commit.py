@@ -10,9 +10,12 @@ import os
 import shutil
 from pathlib import Path
 
-from genesis_callbacks.events import EventLog
-from genesis_callbacks.files import sync_directory
-from genesis_callbacks.run_directory import (
+from ..base.checkpoint_errors import SaveFailedError
+from ..base.events import EventLog
+from ..base.files import sync_directory
+from ..base.hashing import hash_bytes
+from ..base.manifest import Manifest, encode_manifest
+from ..base.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
     TRASH_NAME,
@@ -21,11 +24,7 @@ from genesis_callbacks.run_directory import (
     is_staging_name,
     step_of,
 )
-
 from .durable_file import write_file
-from .errors import SaveFailedError
-from .hashing import hash_bytes
-from .manifest import Manifest, encode_manifest
 
 QUARANTINE_PREFIX = "quarantined-"
 SUPERSEDED_PREFIX = "superseded-"

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .manifest import Manifest, TensorRecord
+from ..base.manifest import Manifest, TensorRecord
 from .restore import read_recorded_tensors
 
 TensorVerdict = Literal["same", "changed", "reshaped", "only in A", "only in B"]

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from .errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
-from .manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
-from .safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
+from ..base.manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
+from ..base.safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
 
 # Size limits of our own files: bytes of the pickle per tensor or chunk, with long names, and for the rest.
 _MAX_BYTES_EACH = 4096

@@ -13,10 +13,9 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, Literal
 
-from genesis_callbacks.errors import printable
-
-from .errors import CheckpointError, DriftError
-from .manifest import Manifest
+from ..base.checkpoint_errors import CheckpointError, DriftError
+from ..base.errors import printable
+from ..base.manifest import Manifest
 
 Kind = Literal["free", "allow", "never"]
 Verdict = Literal["free", "allowed", "warned", "refused", "never"]

@@ -8,10 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from genesis_callbacks.errors import naming
-
-from .hashing import HashAlgorithm, build_hasher
-from .manifest import FileRecord
+from ..base.errors import naming
+from ..base.hashing import HashAlgorithm, build_hasher
+from ..base.manifest import FileRecord
 
 # The size of one write: a multiple of any disk's block, because O_DIRECT needs aligned memory, offsets and lengths.
 _BLOCK_BYTES = 8 << 20

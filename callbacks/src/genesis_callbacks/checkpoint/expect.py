@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..base.manifest import dtype_name
 from .collect import canonical_name, name_optimizer, name_parameters, state_holder
 from .contents import Contents, StoredTensor
-from .manifest import dtype_name
 
 _NUM_NAMED = 3
 

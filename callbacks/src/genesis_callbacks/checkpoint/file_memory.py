@@ -25,7 +25,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .errors import SaveFailedError
+from ..base.checkpoint_errors import SaveFailedError
 
 FILE_ALIGNMENT: Final = 4096
 """Memory, offsets and lengths of reads and writes past the page cache are multiples of this."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from ..base.checkpoint_errors import CheckpointError
 
 GroupNames = tuple[tuple[str, ...], ...]
 """The names of the parameters of each group, in the order of the groups."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from genesis_callbacks.run_directory import TRASH_NAME, is_checkpoint_name, is_staging_name
-
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
+from ..base.manifest import Ancestor, Manifest, read_committed_hash, read_manifest
+from ..base.run_directory import TRASH_NAME, is_checkpoint_name, is_staging_name
 from .commit import QUARANTINE_PREFIX, SUPERSEDED_PREFIX, discard, empty_trash, quarantine
-from .errors import CheckpointError, CorruptCheckpointError
 from .lineage import checkpoints_in
-from .manifest import Ancestor, Manifest, read_committed_hash, read_manifest
 from .verify import VerifyLevel, verify
 
 EntryState = Literal["committed", "staging", "quarantined", "superseded", "trash"]

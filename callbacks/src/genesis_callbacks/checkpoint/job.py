@@ -20,23 +20,22 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from genesis_callbacks.events import EventLog
-from genesis_callbacks.files import sync_directory
-from genesis_callbacks.locks import lock_file
-
-from ..errors import describe_error
+from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.errors import describe_error
+from ..base.events import EventLog
+from ..base.files import sync_directory
+from ..base.hashing import HashAlgorithm, hash_bytes
+from ..base.locks import lock_file
+from ..base.manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
+from ..base.safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .assemble import ManifestHeader, assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
 from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
 from .durable_file import write_file
-from .errors import CheckpointError, SaveFailedError
-from .hashing import HashAlgorithm, hash_bytes
-from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
 from .plan import TensorShard, merge_digests
 from .retain import Retention
-from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .scope import BoundScope
 from .stage import Placed, Staged
 from .write import Receipt, write_shard

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genesis_callbacks.files import staged_file
-from genesis_callbacks.run_directory import COMMITTED_NAME
-
+from ..base.checkpoint_errors import CheckpointError
+from ..base.files import staged_file
+from ..base.manifest import Manifest
+from ..base.run_directory import COMMITTED_NAME
 from .collect import MODEL_PREFIX, recorded_optimizer_state
-from .errors import CheckpointError
 from .groups import name_saved_groups
 from .lineage import find_latest
-from .manifest import Manifest
 from .restore import read_recorded_tensors
 from .state import read_state
 from .tagged_json import decode_tagged, named_tensors

@@ -10,16 +10,15 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from genesis_callbacks.files import find_irregular_kind
-from genesis_callbacks.locks import lock_file
-from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
-from genesis_callbacks.untrusted import open_descriptor
-
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
+from ..base.files import find_irregular_kind
+from ..base.locks import lock_file
+from ..base.manifest import Manifest, read_manifest
+from ..base.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
+from ..base.safe_read import reading
+from ..base.untrusted import open_descriptor
 from .commit import discard, quarantine, remove_empty_trash
 from .descriptor import PrivateDescriptor
-from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
-from .manifest import Manifest, read_manifest
-from .safe_read import reading
 from .verify import VerifyLevel, verify
 
 _ORPHAN_POLL_SECONDS = 0.05

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.event_reader import read_events
-from genesis_callbacks.events import Event, EventLog
-from genesis_callbacks.files import sync_directory
-from genesis_callbacks.run_directory import COMMITTED_NAME, checkpoint_name
-
+from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.errors import UserError
+from ..base.event_reader import read_events
+from ..base.events import Event, EventLog
+from ..base.files import sync_directory
+from ..base.manifest import read_committed_hash, read_manifest
+from ..base.run_directory import COMMITTED_NAME, checkpoint_name
 from .commit import discard
-from .errors import CheckpointError, SaveFailedError
 from .file_parts import PartsInFiles
 from .job import Outcome, failed_outcome, leave_failure
-from .manifest import read_committed_hash, read_manifest
 
 _NOTE_WAIT_SECONDS = 5.0
 _BEGIN_POLL_SECONDS = 0.002

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from genesis_callbacks.run_directory import checkpoint_name
-
 from .._compat import plain_write_counts
+from ..base.checkpoint_errors import SaveFailedError
+from ..base.manifest import Ancestor
+from ..base.run_directory import checkpoint_name
 from .device import DevicePath, find_device
-from .errors import SaveFailedError
 from .file_parts import PartsInFiles, WithFiles, leave_out_files
 from .inline import begin_together, perform_together
 from .job import (
@@ -32,7 +32,6 @@ from .job import (
     WriteJob,
     perform,
 )
-from .manifest import Ancestor
 from .one_save import OneSave, Progress
 from .plan import LocalShard, SavePlan, TensorShard, plan_save
 from .ranks import Ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._compat import MemoryLayout, local_chunks, local_layout, memory_layout
-from .errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
+from ..base.checkpoint_errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
 from .tiling import check_tiling
 
 TensorKind = Literal["parameter", "buffer", "optimizer", "state"]

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from .._gloo import new_gloo_group
-from ..errors import describe_error
-from .errors import CheckpointError, SaveFailedError
+from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.errors import describe_error
 
 T = TypeVar("T")
 ErrorType = type[CheckpointError] | type[SaveFailedError]

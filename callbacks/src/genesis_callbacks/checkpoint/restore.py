@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
+from ..base.manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
+from ..base.safe_read import open_regular, reading
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
-from .errors import CheckpointError, CorruptCheckpointError
-from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
 from .plan import LocalShard, TensorShard
 from .ranks import Ranks
 from .roles import read_roles
-from .safe_read import open_regular, reading
 from .state import read_state
 from .tagged_json import check_tagged
 from .tensor_places import TensorPlace, TensorPlaces, blaming_base

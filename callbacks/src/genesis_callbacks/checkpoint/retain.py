@@ -4,13 +4,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from genesis_callbacks.run_directory import is_checkpoint_name
-
+from ..base.checkpoint_errors import CorruptCheckpointError
+from ..base.manifest import read_committed_hash, read_manifest
+from ..base.run_directory import is_checkpoint_name
 from .best import read_marked_names
 from .commit import SUPERSEDED_PREFIX, discard
-from .errors import CorruptCheckpointError
 from .lineage import list_committed
-from .manifest import read_committed_hash, read_manifest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .errors import CorruptCheckpointError
+from ..base.checkpoint_errors import CorruptCheckpointError
 
 _KEY = "role"
 _MAX_NUMBER = 1 << 20

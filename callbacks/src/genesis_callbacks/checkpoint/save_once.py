@@ -4,8 +4,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from genesis_callbacks.run_directory import checkpoint_name
-
+from ..base.run_directory import checkpoint_name
 from .job import error_from
 from .one_save import Progress
 from .pipeline import SavePipeline

@@ -8,12 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from genesis_callbacks.events import EventLog
-
+from ..base.checkpoint_errors import CheckpointError
+from ..base.events import EventLog
+from ..base.hashing import HashAlgorithm
+from ..base.manifest import Ancestor
 from .assemble import ManifestHeader
-from .errors import CheckpointError
-from .hashing import HashAlgorithm
-from .manifest import Ancestor
 from .plan import LocalShard, SharedParts
 from .ranks import Ranks
 from .retain import Retention

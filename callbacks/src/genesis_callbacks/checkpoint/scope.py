@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.manifest import BaseReference, Manifest, TensorRecord, dtype_name, read_committed_hash, read_manifest
 from .collect import MODEL_PREFIX
-from .errors import CheckpointError, SaveFailedError
-from .manifest import BaseReference, Manifest, TensorRecord, dtype_name, read_committed_hash, read_manifest
 from .plan import LocalShard, TensorShard
 from .ranks import Ranks
 from .restore import digest_shards, find_misplaced

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base.manifest import Manifest
 from .groups import GroupNames, name_saved_groups
-from .manifest import Manifest
 from .restore import read_recorded_tensors
 from .roles import RankRole, SectionMatch, match_sections, read_roles
 from .state import read_state

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import naming
+from ..base.errors import naming
 from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
 from .plan import TensorShard
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import CorruptCheckpointError
-from .hashing import hash_bytes
-from .manifest import STATE_NAME, Manifest
-from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
+from ..base.checkpoint_errors import CorruptCheckpointError
+from ..base.hashing import hash_bytes
+from ..base.manifest import STATE_NAME, Manifest
+from ..base.safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 
 
 def read_state(path: Path, manifest: Manifest) -> list[Any]:

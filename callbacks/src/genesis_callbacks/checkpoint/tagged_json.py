@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
-from .manifest import dtype_from_name, dtype_name
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+from ..base.manifest import dtype_from_name, dtype_name
 
 TAG = "!"
 Json = dict[str, Any] | list[Any] | str | int | float | bool | None

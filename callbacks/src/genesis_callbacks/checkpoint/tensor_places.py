@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from genesis_callbacks.run_directory import PLACES_VARIABLE, RunDirectory, base_name
-
+from ..base.checkpoint_errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
+from ..base.manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
+from ..base.run_directory import PLACES_VARIABLE, RunDirectory, base_name
+from ..base.safe_read import reading
 from .commit import SUPERSEDED_PREFIX
-from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
-from .manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
-from .safe_read import reading
 
 _HASH_SHOWN = 23
 _NUM_READ = 4  # size of the cache of bases' manifests: a restore requests one tensor at a time

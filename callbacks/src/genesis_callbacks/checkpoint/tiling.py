@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from .errors import CorruptCheckpointError
+from ..base.checkpoint_errors import CorruptCheckpointError
 
 
 def blocks_overlap(

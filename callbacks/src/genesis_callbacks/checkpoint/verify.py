@@ -11,10 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
-from .hashing import hash_descriptor
-from .manifest import FileRecord, Manifest, read_manifest
-from .safe_read import open_regular, reading
+from ..base.checkpoint_errors import (
+    BaseCheckpointError,
+    CheckpointError,
+    CorruptCheckpointError,
+    UnreadableCheckpointError,
+)
+from ..base.hashing import hash_descriptor
+from ..base.manifest import FileRecord, Manifest, read_manifest
+from ..base.safe_read import open_regular, reading
 from .tensor_places import TensorPlaces, blaming_base, locate_bases
 from .tiling import check_tiling
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
+from ..base.manifest import ChunkRecord, Manifest, TensorRecord
 from .dcp_metadata import check_dcp_metadata
 from .digest import DIGEST_MODULUS, digest_chunk
-from .errors import CheckpointError, CorruptCheckpointError
-from .manifest import ChunkRecord, Manifest, TensorRecord
 from .restore import RecordedFiles, check_state
 
 _BLOCK_BYTES = 16 << 20

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ..base.hashing import HashAlgorithm
+from ..base.manifest import ChunkRecord, FileRecord
 from .durable_file import DurableFile
-from .hashing import HashAlgorithm
-from .manifest import ChunkRecord, FileRecord
 from .plan import TensorShard
 
 SHARD_NAME = "__{rank}_0.distcp"

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ..base.checkpoint_errors import SaveFailedError
 from .channel import Channel
-from .errors import SaveFailedError
 from .job import Outcome, WriteJob, hold_staging
 from .stage import SharedBuffer
 from .writer_start import signals_blocked, take_early_writer

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.untrusted import path_below
-
+from ...base.checkpoint_errors import CorruptCheckpointError
+from ...base.errors import UserError
+from ...base.manifest import DCP_METADATA_NAME
+from ...base.untrusted import path_below
 from ..dcp_metadata import InertRecord, InertTensorRecord, read_dcp_metadata
-from ..errors import CorruptCheckpointError
-from ..manifest import DCP_METADATA_NAME
 from .stored import Contents, StoredBlock, StoredTensor, measure
 from .torch_format import load_plain
 

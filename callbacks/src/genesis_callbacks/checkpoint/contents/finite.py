@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CorruptCheckpointError
-from ..safe_read import open_regular, reading
+from ...base.checkpoint_errors import CorruptCheckpointError
+from ...base.safe_read import open_regular, reading
 from .stored import Contents, StoredBlock
 
 _BLOCK_BYTES = 16 << 20

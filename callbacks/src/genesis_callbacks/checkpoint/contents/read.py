@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
-
-from ..errors import CheckpointError, CorruptCheckpointError
-from ..manifest import DCP_METADATA_NAME
+from ...base.checkpoint_errors import CheckpointError, CorruptCheckpointError
+from ...base.manifest import DCP_METADATA_NAME
+from ...base.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 from .dcp_format import LIGHTNING_META_NAME, read_dcp
 from .genesis_format import read_genesis
 from .safetensors_format import read_safetensors

@@ -7,11 +7,10 @@ from typing import Final
 
 import torch
 
-from genesis_callbacks.errors import UserError
-from genesis_callbacks.untrusted import path_below
-
-from ..errors import CorruptCheckpointError
-from ..safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file
+from ...base.checkpoint_errors import CorruptCheckpointError
+from ...base.errors import UserError
+from ...base.safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file
+from ...base.untrusted import path_below
 from .stored import Contents, StoredBlock, StoredTensor, measure
 
 _INDEX_PATTERN = "*.safetensors.index.json"

@@ -1,0 +1,1 @@
+"""What everything else stands on; no module here imports a sibling package."""

@@ -1,9 +1,0 @@
-"""The program of a rank that a part of the doctor starts: `python -m genesis.doctor.rank TASK VARIANT`."""
-
-import sys
-
-from genesis.doctor.probe import task_from_json
-from genesis.doctor.training import train_one_rank
-
-if __name__ == "__main__":
-    train_one_rank(task_from_json(sys.argv[1]), sys.argv[2])

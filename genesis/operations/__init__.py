@@ -1,0 +1,1 @@
+"""What runs a run: watches, copies, examines, predicts, reports and publishes it."""

@@ -1,0 +1,419 @@
+"""The debug protocol: everything that a recipe should prove before it costs money, in one process and two forked ranks.
+
+One fit of a few steps runs the checks of the model in front of its first step, is watched, and saves twice. A copy of
+its directory resumes. A third fit repeats one window. Then one rank and two ranks train the same steps.
+"""
+
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from rich.table import Table
+
+from genesis.base.device import is_host
+from genesis.base.errors import RunEndedError, UserError
+from genesis.base.progress import numbered
+from genesis.base.run_directory import RunDirectory
+from genesis.data.corpus_data import CorpusData
+from genesis.data.inspect import read_corpus_tokenizer
+from genesis.data.stream_data import StreamData
+from genesis.data.window import AccumulationWindow
+from genesis.operations.doctor.checks import Check, judge
+from genesis.operations.doctor.forked_ranks import NUM_RANKS, ForkedRanks, Step
+from genesis.operations.doctor.model_checks import CHECKS, Scene
+from genesis.operations.doctor.observe import Repeat, Watch
+from genesis.operations.doctor.planned import PlannedFit, plan_fit
+from genesis.operations.doctor.recipe import (
+    SINGLE,
+    SINGLE_NOTE,
+    Build,
+    BuiltRecipe,
+    Capacity,
+    Change,
+    ObjectiveName,
+    name_objective,
+    plan_cuts,
+    plan_float8,
+    plan_num_steps,
+    plan_strategy,
+)
+from genesis.operations.doctor.run_checks import (
+    Course,
+    Peak,
+    SavePlan,
+    check_checkpoint,
+    check_memory,
+    check_overfit,
+    check_resume,
+    find_position,
+    plan_save,
+)
+from genesis.operations.doctor.sample import show_sample
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.train.data_module import CorpusDataModule
+from genesis.train.module import GenesisModule
+from genesis_callbacks.checkpoint import checkpoint_name, find_latest
+
+_OVERFIT_LIMIT: Final = 0.1
+_OVERFIT_STEPS: Final = 200
+_LEARNING_RATES: Final = {"new": 1e-3, "adapter": 2e-3, "imported": 2e-4}
+"""The lowest learning rate with which one batch is overfitted."""
+_PEAK_STEP: Final = 2
+"""Before the first save; the moments of the optimizer exist by then."""
+_SPLIT_STEPS: Final = 3
+_SPLIT_ROWS: Final = 4
+_SPLIT_LIMIT_SECONDS: Final = 300.0
+_SPLIT_TOLERANCE: Final = 2e-3
+
+
+@dataclass
+class Examination:
+    """The results of the protocol.
+
+    Args:
+        checks: In the order of the table.
+        changes: What differs from the recipe.
+        sample: A row of the first batch.
+        notes: What holds for the whole examination.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    sample: Table | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def examine(
+    build: Build, directory: Path, capacity: Callable[[BuiltRecipe], Capacity], progress: Callable[[str], None]
+) -> Examination:
+    """Runs the protocol on a recipe.
+
+    Args:
+        build: Builds the recipe with options in place of its own.
+        directory: An empty directory on the disk of the checkpoints.
+        capacity: Returns what the device can do.
+        progress: Gets a line before each part.
+
+    Raises:
+        UserError: The recipe cannot be trained, for a reason that is the user's to correct.
+        RunEndedError: The disk is full, or the run ended for another reason of its environment.
+    """
+    ranks = ForkedRanks(build, directory)  # before this process computes
+    try:
+        return _Protocol(build, directory, capacity, progress, ranks).run()
+    finally:
+        ranks.close()
+
+
+class _Protocol:
+    def __init__(
+        self,
+        build: Build,
+        directory: Path,
+        capacity: Callable[[BuiltRecipe], Capacity],
+        progress: Callable[[str], None],
+        ranks: ForkedRanks,
+    ) -> None:
+        self._build, self._directory, self._capacity = build, directory, capacity
+        self._progress, self._ranks = progress, ranks
+        self._found = Examination()
+        self._options: dict[str, Any] = dict(SINGLE)
+        self._num_steps = 0
+        self._objective: ObjectiveName = "CrossEntropy"
+        self._is_new = True
+        self._straight = Watch()
+        self._planned: PlannedFit | None = None
+        self._resolved: Mapping[str, Any] = {}
+
+    def run(self) -> Examination:
+        self._progress("reading the recipe")
+        probe = self._build({**SINGLE, "run_dir": str(self._directory / "probe")})
+        self._plan(probe)
+        del probe
+        straight = self._train_straight()
+        if straight is not None:
+            self._resume(straight)
+        self._overfit()
+        self._split()
+        return self._found
+
+    def _plan(self, probe: BuiltRecipe) -> None:
+        resolved = self._resolved = probe.resolved
+        self._objective = name_objective(resolved)
+        self._is_new = probe.start is None
+        decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
+        capacity = self._capacity(probe)
+        changes = plan_cuts(resolved, decoder, adapter, capacity, is_new=self._is_new)
+        others = (plan_strategy(resolved), plan_float8(resolved))
+        self._found.changes = [*changes, *(change for change in others if change is not None)]
+        self._found.notes.append(SINGLE_NOTE)
+        self._options |= {change.key: change.now for change in self._found.changes}
+        self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong
+        data = {**resolved["data"], **{key.removeprefix("data."): value for key, value in self._options.items()}}
+        layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
+        self._num_steps = plan_num_steps(
+            replace(decoder, num_layers=layers),
+            adapter,
+            capacity,
+            data["global_batch_size"] * data["seq_len"],
+            data["seq_len"],
+        )
+
+    def _plan_fit(self, built: BuiltRecipe) -> None:
+        """Plans the fit with the recipe as it is built, which may be smaller than the whole one."""
+        try:
+            self._planned = plan_fit(built.resolved, is_host=is_host(built.trainer.strategy.root_device.type))
+        except UserError as error:
+            self._found.notes.append(f"figures that are not compared with a plan, which does not know them: {error}")
+
+    @contextmanager
+    def _time(self, *names: str, ends: tuple[type[Exception], ...] = ()) -> Iterator[list[Check]]:
+        """Collects the checks of a part; an error within becomes a failure of the checks that are still missing.
+
+        Args:
+            names: The names of the part's checks.
+            ends: Errors that end the examination instead.
+        """
+        collected: list[Check] = []
+        begin = time.perf_counter()
+        try:
+            yield collected
+        except ends:
+            raise
+        except Exception as error:  # any error of a user's recipe is what the check has found
+            done = {check.name for check in collected}
+            collected += [_describe_error(name, error) for name in names if name not in done]
+        seconds = (time.perf_counter() - begin) / max(len(collected), 1)
+        self._found.checks += [replace(check, seconds=check.seconds or seconds) for check in collected]
+
+    # ---- parts
+
+    def _train_straight(self) -> tuple[Course, int] | None:
+        num_steps, step = self._num_steps, self._num_steps // 2
+        self._progress(f"the model and its first batch, then {numbered(num_steps, 'steps')}")
+        run_dir = self._directory / "straight"
+        built = self._build(
+            {
+                **self._options,
+                "run_dir": str(run_dir),
+                "trainer.max_steps": num_steps,
+                "checkpoint.every_n_steps": step,
+                "checkpoint.save_at_end": True,
+            }
+        )
+        self._plan_fit(built)
+        watch = Watch(self._examine_model(built), peak_step=_PEAK_STEP)
+        remember = _RememberSave(built.module.adapter_config is not None)
+        with self._time("checkpoint", ends=(UserError, RunEndedError)) as checks:
+            with _quiet():
+                built.fit(watch, remember)
+            checkpoints = RunDirectory(run_dir).checkpoints
+            first = checkpoints / checkpoint_name(step)
+            assert remember.plan is not None
+            checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan, self._planned))
+            last = find_latest(run_dir)
+            assert last is not None
+            self._straight = watch
+            return Course(watch.windows, last, find_position(built.trainer)), step
+        return None
+
+    def _examine_model(self, built: BuiltRecipe) -> Callable[..., None]:
+        def examine_model(trainer: pl.Trainer, module: pl.LightningModule, window: AccumulationWindow) -> None:
+            scene = Scene(
+                trainer,
+                built.module,
+                built.data,
+                window,
+                _find_tokenizer(built.data),
+                self._objective,
+                self._is_new,
+            )
+            with self._time("sample") as checks:
+                check, self._found.sample = show_sample(scene)
+                checks.append(check)
+            for name, check_model in CHECKS.items():
+                with self._time(name) as checks:
+                    checks.append(check_model(scene))
+
+        return examine_model
+
+    def _resume(self, straight: tuple[Course, int]) -> None:
+        course, step = straight
+        self._progress(f"a resume from step {step}")
+        run_dir = self._directory / "resumed"
+        shutil.copytree(
+            self._directory / "straight",
+            run_dir,
+            ignore=shutil.ignore_patterns(course.last.name),
+            copy_function=_link,
+        )
+        watch = Watch(tensor_steps=range(step + 2, self._num_steps))
+        with self._time("resume") as checks:
+            built = self._build(
+                {
+                    **self._options,
+                    "run_dir": str(run_dir),
+                    "ckpt_path": "latest",
+                    "trainer.max_steps": self._num_steps,
+                    "checkpoint.every_n_steps": step,
+                    "checkpoint.save_at_end": True,
+                    "data.prefetch_windows": 0,  # windows that come and go would hide a tensor that stays
+                }
+            )
+            with _quiet():
+                built.fit(watch)
+            last = find_latest(run_dir)
+            assert last is not None
+            checks.append(check_resume(course, Course(watch.windows, last, find_position(built.trainer)), step))
+        with self._time("memory") as checks:
+            before, peak_bytes = self._straight, self._straight.peak_bytes
+            planned_bytes = None if self._planned is None else self._planned.step_bytes
+            peak = None if peak_bytes is None else Peak(peak_bytes, planned_bytes)
+            checks.append(check_memory(before.resident, before.allocated, watch.tensors, step, peak))
+
+    def _overfit(self) -> None:
+        self._progress("one batch, until it is overfitted")
+        options = {
+            **self._options,
+            "run_dir": str(self._directory / "overfit"),
+            "data.micro_batch_size": 1,
+            "data.global_batch_size": 1,
+            "trainer.max_steps": _OVERFIT_STEPS,
+            "checkpoint.every_n_steps": None,
+            "checkpoint.save_at_end": False,
+            **self._choose_rate(),
+        }
+        with self._time("overfit") as checks:
+            built = self._build(options)
+            what = "one pair" if self._objective == "DPO" else "one sequence"
+            repeat = Repeat(_OVERFIT_LIMIT)
+            _repeat_first_window(built.data)
+            if self._objective == "Distillation":
+                what += ", by its labels alone (teacher_share 0)"
+            with _quiet():
+                built.fit(repeat)
+            checks.append(check_overfit(repeat.losses, _OVERFIT_LIMIT, what))
+
+    def _choose_rate(self) -> dict[str, Any]:
+        """Returns a learning rate with which one batch is learned in a few steps, and no dropout."""
+        model = self._resolved["model"]
+        kind = "adapter" if model.get("adapter") else "new" if self._is_new else "imported"
+        options = self._without_dropout()
+        if model["optimizer"]["lr"] < _LEARNING_RATES[kind]:
+            options["model.optimizer.lr"] = _LEARNING_RATES[kind]
+        if self._objective == "Distillation":
+            options["model.objective.init_args.teacher_share"] = 0.0
+        return options
+
+    def _without_dropout(self) -> dict[str, Any]:
+        model = self._resolved["model"]
+        places = {"model.decoder": model["decoder"], "model.adapter": model.get("adapter") or {}}
+        return {f"{key}.dropout": 0.0 for key, values in places.items() if values.get("dropout")}
+
+    def _split(self) -> None:
+        self._progress(f"{_SPLIT_STEPS} steps on one rank and on {NUM_RANKS}")
+        common = {
+            **self._options,
+            "trainer.accelerator": "cpu",
+            "trainer.precision": "32-true",
+            "trainer.max_steps": _SPLIT_STEPS,
+            "data.micro_batch_size": 1,
+            "data.global_batch_size": _SPLIT_ROWS,
+            "checkpoint.every_n_steps": None,
+            "checkpoint.save_at_end": False,
+            **self._without_dropout(),
+        }
+        single = {**common, "run_dir": str(self._directory / "single"), "trainer.strategy": "replicated"}
+        sharded = {
+            **common,
+            "run_dir": str(self._directory / "sharded"),
+            "trainer.strategy": "sharded",
+            "trainer.devices": NUM_RANKS,
+        }
+        with self._time("sharded") as checks:
+            checks.append(check_split(*self._ranks.train(single, sharded, _SPLIT_LIMIT_SECONDS)))
+
+
+def check_split(single: Sequence[Step], sharded: Sequence[Step]) -> Check:
+    """Compares the steps of one rank with those of two, between which the model and the batch are split."""
+    differences = [
+        abs(two - one) / max(abs(one), 1e-12)
+        for before, now in zip(single, sharded, strict=True)
+        for one, two in zip(before, now, strict=True)
+    ]
+    worst = max(differences) if all(map(math.isfinite, differences)) else math.inf
+    first, other = single[0], sharded[0]
+    return judge(
+        "sharded",
+        worst <= _SPLIT_TOLERANCE,
+        f"loss and norm of {len(single)} steps differ by at most {worst:.1e}; first step: {first.loss:.4f} and "
+        f"{first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {NUM_RANKS}",
+        "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the number "
+        "of ranks",
+    )
+
+
+class _RememberSave(pl.Callback):
+    """Plans what a checkpoint must hold, from the live optimizers after the first step."""
+
+    def __init__(self, has_base: bool) -> None:
+        self._has_base = has_base
+        self.plan: SavePlan | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: Any) -> None:
+        if self.plan is None:
+            assert isinstance(pl_module, GenesisModule)
+            self.plan = plan_save(pl_module, trainer.optimizers, has_base=self._has_base)
+
+
+def _describe_error(name: str, error: Exception) -> Check:
+    text = " ".join(str(error).split()) or "no message"
+    found = text if isinstance(error, UserError | RunEndedError) else f"{type(error).__name__}: {text}"
+    return Check(name, "failed", found, "the part ended with this error; run it by `genesis fit` for the traceback")
+
+
+def _find_tokenizer(data: CorpusDataModule) -> Tokenizer | None:
+    training = data.training
+    if isinstance(training, CorpusData):
+        return read_corpus_tokenizer(training.corpus.path, training.corpus.manifest)
+    return training.stream.tokenizer if isinstance(training, StreamData) else None
+
+
+def _repeat_first_window(data: CorpusDataModule) -> None:
+    """Makes data give the content of the first window with a label again and again; the position moves on."""
+    training = data.training
+    read = training.window
+    kept: list[AccumulationWindow] = []
+
+    def read_again(position: int) -> AccumulationWindow:
+        window = read(position)
+        if not kept and window.num_valid_tokens:
+            kept.append(window)
+        return replace(kept[0], data_position=window.data_position) if kept else window
+
+    training.window = read_again  # type: ignore[method-assign]  # of this object alone
+
+
+def _link(source: str, target: str) -> str:
+    """Copies a file by a second name, where the file system can: checkpoints are never changed in place."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps warnings of a fit from the table: the checks name what is wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

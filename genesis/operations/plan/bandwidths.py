@@ -1,0 +1,115 @@
+"""The bandwidths of a machine: measured by `genesis doctor --device`, given by the user, or assumed."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.base.errors import UserError
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import read_text
+
+LINKS: Final = {"pcie": 12e9, "nvlink": 50e9, "nvswitch": 300e9}
+"""Assumed bytes per second in each direction of collectives: PCIe 4.0 x16 through the host's memory, the bridge of two
+workstation cards, and the switch of a server with eight."""
+_BETWEEN: Final = re.compile(r"(\w+) \d+ to \1 \d+")
+_TO_DEVICE: Final = re.compile(r"host to \w+ \d+, (pinned|pageable)")
+_TO_HOST: Final = re.compile(r"\w+ \d+ to host, (pinned|pageable)")
+_TO_DISK: Final = re.compile(r"write, with fsync")
+_FROM_DISK: Final = re.compile(r"read")
+_UNIT: Final = "GB/s"
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """One bandwidth.
+
+    Args:
+        bytes_per_second: In one direction.
+        source: Where it comes from.
+        is_measured: Whether it was measured.
+    """
+
+    bytes_per_second: float
+    source: str = "assumed"
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """What moves how fast.
+
+    Args:
+        between_devices: Between two devices, for collectives.
+        to_device: From the host's memory to a device.
+        to_host: From a device to the host's memory.
+        to_disk: To the disk of the checkpoints, flushed at the end; that of offloaded states is taken to be the same.
+        from_disk: From that disk.
+    """
+
+    between_devices: Bandwidth = Bandwidth(LINKS["pcie"], "assumed: pcie")
+    to_device: Bandwidth = Bandwidth(LINKS["pcie"])
+    to_host: Bandwidth = Bandwidth(5e9)
+    to_disk: Bandwidth = Bandwidth(1e9)
+    from_disk: Bandwidth = Bandwidth(2e9)
+
+    def named(self) -> dict[str, Bandwidth]:
+        """Returns each by its name in tables."""
+        return {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+
+
+def read_report(path: Path) -> Mapping[str, Any]:
+    """Returns the content of a report of `genesis doctor --device` or of a record of a benchmark.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    try:
+        content = load_json(read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"cannot read --rates {path}: {reason}") from None
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"--rates {path} is not JSON: give a report of `genesis doctor --device --out FILE`, or a record of "
+            "`genesis bench step`"
+        ) from None
+    return content if isinstance(content, Mapping) else {}
+
+
+def find_bandwidths(content: Mapping[str, Any], source: str) -> Bandwidths:
+    """Returns the bandwidths that a report has; the others are the assumed ones.
+
+    Of several devices the slowest counts, and of copies with the host those of pinned memory, if there are any.
+
+    Args:
+        content: The report.
+        source: Its name.
+    """
+    found = Bandwidths()
+    rates = _list_rates(content)
+    for name, pattern in (
+        ("between_devices", _BETWEEN),
+        ("to_device", _TO_DEVICE),
+        ("to_host", _TO_HOST),
+        ("to_disk", _TO_DISK),
+        ("from_disk", _FROM_DISK),
+    ):
+        matches = [(label, rate) for label, rate in rates if pattern.fullmatch(label)]
+        pinned = [rate for label, rate in matches if label.endswith("pinned")]
+        chosen = pinned or [rate for _, rate in matches]
+        if chosen:
+            found = replace(found, **{name: Bandwidth(min(chosen) * 1e9, f"measured: {source}", is_measured=True)})
+    return found
+
+
+def _list_rates(content: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Returns the figures of a report that are rates, by name; none if the file is something else."""
+    try:
+        figures = [figure for part in content.get("parts", ()) for figure in part.get("figures", ())]
+        rates = [(str(one["name"]), float(one["value"])) for one in figures if one.get("unit") == _UNIT]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+    return [(name, rate) for name, rate in rates if math.isfinite(rate) and rate > 0.0]

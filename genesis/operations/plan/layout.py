@@ -1,0 +1,190 @@
+"""How a run spreads over ranks and what it trains, as values: the input of every other module of the plan."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from genesis.base.errors import UserError
+from genesis.model.adapter import AdapterConfig
+from genesis.model.attend.table import FLEX
+from genesis.model.decoder import DecoderConfig
+from genesis.model.expert_share import check_expert_share
+from genesis.optim.offload_share import spread_units
+
+Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
+STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")
+SHARDED: Final = ("full", "grad_op", "hybrid")
+PRECISIONS: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+OBJECTIVES: Final = ("CrossEntropy", "DPO", "Distillation", "GSPO")
+FLOAT32_BYTES: Final = 4
+HALF_BYTES: Final = 2
+
+Checkpointing = Literal["none", "block"] | int
+"""The blocks whose activations the backward computes again, as `genesis.strategies.wrap` has it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a strategy spreads a model; the fields are options of `genesis.strategies`.
+
+    Args:
+        strategy: `one device`, DDP (`replicated`), DDP with spread optimizer states (`zero1`), or a form of FSDP2.
+        num_ranks: Ranks of the run.
+        ranks_per_shard_group: Ranks that share one copy of the model; all of them, except under `hybrid`.
+        cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory; 1
+            for the whole model.
+        activation_checkpointing: See `Checkpointing`.
+        blocks_per_recomputation: Blocks that are recomputed together.
+        activation_offload: Whether the inputs of recomputed blocks are in the host's memory.
+        optimizer_offload: Share of the optimizer's states that is in the host's memory, or on its disk.
+        has_states_on_disk: Whether that share is on the disk.
+        blocks_per_unit: Blocks that are gathered together.
+        max_gathers_in_flight: Units that are gathered or being gathered.
+        expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
+        gather_bytes: Bytes of an element of gathered parameters; None for the precision's default.
+        reduce_bytes: Bytes of an element in the reduction of gradients.
+        reduces_each: Whether gradients are reduced after every micro-batch.
+        keeps_gathered: Whether parameters stay gathered between the micro-batches of a window.
+        has_compiled_blocks: Whether blocks are compiled.
+    """
+
+    strategy: Strategy = "one device"
+    num_ranks: int = 1
+    ranks_per_shard_group: int = 1
+    cpu_offload: float = 0.0
+    activation_checkpointing: Checkpointing = "none"
+    blocks_per_recomputation: int = 1
+    activation_offload: bool = False
+    optimizer_offload: float = 0.0
+    has_states_on_disk: bool = False
+    blocks_per_unit: int = 1
+    max_gathers_in_flight: int = 2
+    expert_parallel: int = 1
+    gather_bytes: int | None = None
+    reduce_bytes: int = FLOAT32_BYTES
+    reduces_each: bool = False
+    keeps_gathered: bool = False
+    has_compiled_blocks: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.strategy in SHARDED
+
+    @property
+    def ranks_per_expert(self) -> int:
+        """Ranks that shard the same experts."""
+        return self.ranks_per_shard_group // self.expert_parallel
+
+    @property
+    def name(self) -> str:
+        """The strategy as tables name it."""
+        experts = f", experts over {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        share = "" if self.cpu_offload in (0.0, 1.0) else f" {self.cpu_offload:g}"
+        return f"{self.strategy}{experts}{f', offload{share}' if self.cpu_offload else ''}"
+
+    def list_offloaded(self, num_blocks: int) -> set[int | None]:
+        """Returns the numbers of the blocks that are in the host's memory, and None if all the rest is there, too."""
+        units = spread_units(-(-num_blocks // self.blocks_per_unit), self.cpu_offload)
+        blocks: set[int | None] = {index for index in range(num_blocks) if units[index // self.blocks_per_unit]}
+        return blocks | {None} if self.cpu_offload >= 1.0 else blocks
+
+    def check_experts(self, decoder: DecoderConfig, optimizer: str) -> None:
+        """Checks that ranks can share the experts.
+
+        Args:
+            decoder: The model.
+            optimizer: The name of the optimizer: Muon needs whole matrices.
+
+        Raises:
+            UserError: The model has no experts, or numbers do not divide each other.
+        """
+        check_expert_share(decoder.parts.feed_forward, self.expert_parallel, self.ranks_per_shard_group, optimizer)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Args:
+        decoder: The model.
+        adapter: Its adapters; None if all weights are trained.
+        base_bytes: Bytes of an element of frozen weights.
+        optimizer: `adamw` or `muon`.
+        objective: The class of the objective.
+        seq_len: Tokens of a sequence.
+        micro_batch_size: Sequences, or pairs, of a forward on a rank.
+        global_batch_size: Sequences, or pairs, of a step.
+        precision: The Trainer's precision.
+        is_cpu: Whether the device is a CPU.
+        attention: The kernel of attention, by its name in `genesis.model.attend.table`.
+        has_documents: Whether sequences have several documents.
+        teacher: The model that a student learns from, if it runs and its shape is known.
+        teacher_bytes: Bytes of an element of its weights.
+        teacher_top_k: Ids whose probabilities are kept for each token.
+        num_answer_rows: Answers that a rank writes at the same time.
+        max_grad_norm: Whether gradients are clipped does not change memory: they are scaled in place.
+    """
+
+    decoder: DecoderConfig
+    adapter: AdapterConfig | None = None
+    base_bytes: int = FLOAT32_BYTES
+    optimizer: str = "adamw"
+    objective: str = "CrossEntropy"
+    seq_len: int = 2048
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    precision: str = "bf16-mixed"
+    is_cpu: bool = False
+    attention: str = FLEX.name
+    has_documents: bool = True
+    teacher: DecoderConfig | None = None
+    teacher_bytes: int = FLOAT32_BYTES
+    teacher_top_k: int = 64
+    num_answer_rows: int = 0
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """Rows of tokens that a sequence of the batch may have: a pair of answers has two."""
+        return 2 if self.objective == "DPO" else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all ranks, with padding."""
+        return self.global_batch_size * self.rows_per_sequence * self.seq_len
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        """Returns the micro-batches of a window on one rank.
+
+        Raises:
+            UserError: They do not divide the global batch.
+        """
+        count, rest = divmod(self.global_batch_size, self.micro_batch_size * num_ranks)
+        if rest or not count:
+            raise UserError(
+                f"data.global_batch_size {self.global_batch_size} is not divisible into micro-batches of "
+                f"{self.micro_batch_size} on {num_ranks} ranks: choose a multiple of "
+                f"{self.micro_batch_size * num_ranks}"
+            )
+        return count
+
+
+def parameter_bytes(workload: Workload) -> int:
+    """Returns the bytes of an element of a trained parameter at rest: two only under a `true` precision of 16 bits."""
+    return HALF_BYTES if workload.precision in ("bf16-true", "16-true") else FLOAT32_BYTES
+
+
+def forward_weight_bytes(workload: Workload, layout: Layout) -> int:
+    """Returns the bytes of an element of trained weights as the forward sees them."""
+    own = parameter_bytes(workload)
+    if not layout.is_sharded:
+        return own
+    if layout.gather_bytes is not None:
+        return layout.gather_bytes
+    return HALF_BYTES if workload.precision == "bf16-mixed" else own
+
+
+def product_bytes(workload: Workload, layout: Layout) -> int:
+    """Returns the bytes of an element of the matrix products."""
+    if workload.precision in ("bf16-mixed", "16-mixed"):
+        return HALF_BYTES
+    return forward_weight_bytes(workload, layout)

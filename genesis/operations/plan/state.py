@@ -1,0 +1,218 @@
+"""The parameters of a rank and what belongs to them between steps: gradients and optimizer states, in bytes."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from genesis.base.errors import UserError
+from genesis.model.adapter import attach_adapters
+from genesis.model.decoder import Decoder
+from genesis.model.experts import Experts
+from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
+from genesis.optim.offload import choose
+from genesis.optim.piece_memory import MOMENTS
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model.
+
+    Args:
+        name: Its name.
+        shape: Its shape.
+        is_trained: Whether it is trained.
+        is_matrix: Whether Muon may update it.
+        block: The number of its block; None for the embedding, the last norm and the output weight.
+        element_bytes: Bytes of an element at rest.
+        is_expert: Whether it is a stack of a matrix for each expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool
+    is_matrix: bool
+    block: int | None
+    element_bytes: int
+    is_expert: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    def local_elements(self, layout: Layout) -> int:
+        """Returns the elements of the first rank, which has the most: FSDP2 cuts rows as torch.chunk."""
+        num_shards = self.num_shards(layout)
+        if layout.is_sharded and self.is_expert and layout.expert_parallel > 1:
+            held = self.shape[0] // layout.expert_parallel
+            # By experts, or by the rows or columns of each: FSDP2 divides these evenly.
+            return -(-held * math.prod(self.shape[1:]) // num_shards)
+        if num_shards == 1 or not self.shape:
+            return self.num_elements
+        return -(-self.shape[0] // num_shards) * math.prod(self.shape[1:])
+
+    def num_shards(self, layout: Layout) -> int:
+        """Returns the ranks whose shards are gathered together."""
+        if not layout.is_sharded:
+            return 1
+        return layout.ranks_per_expert if self.is_expert else layout.ranks_per_shard_group
+
+    def gathered_elements(self, layout: Layout) -> int:
+        """Returns the elements that a rank holds while the parameter is gathered, with the padding of shards."""
+        return self.num_shards(layout) * self.local_elements(layout)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder on the meta device and its parameters."""
+
+    decoder: Decoder
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The trained parameters."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
+
+
+@lru_cache(maxsize=8)
+def build_model(workload: Workload) -> Model:
+    """Returns the model of a workload, which allocates nothing. Only fields of the model itself matter.
+
+    Raises:
+        UserError: The decoder cannot have the adapters.
+    """
+    own = parameter_bytes(workload)
+    try:
+        with torch.device("meta"):
+            decoder = Decoder(workload.decoder)
+            if workload.adapter is not None:
+                base = torch.bfloat16 if workload.base_bytes == HALF_BYTES else torch.float32
+                attach_adapters(decoder, workload.adapter, base)
+    except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
+        raise UserError("the decoder has a tensor of more than 2^63 bytes: lower dim, ffn_dim or vocab_size") from None
+    groups = decoder.parameter_groups()
+    experts = {id(one) for part in decoder.modules() if isinstance(part, Experts) for one in part.parameters()}
+    parameters = tuple(
+        Parameter(
+            name,
+            tuple(parameter.shape),
+            parameter.requires_grad,
+            groups[name].kind == "matrix" and parameter.ndim in (2, 3),
+            int(name.split(".")[1]) if name.startswith("blocks.") else None,
+            min(own, parameter.element_size()),
+            id(parameter) in experts,
+        )
+        for name, parameter in decoder.named_parameters()
+    )
+    return Model(decoder, parameters)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a rank holds between steps.
+
+    Args:
+        weights: Trained weights.
+        frozen: Weights that are not trained.
+        gradients: Gradients of the trained weights in their place between steps.
+        optimizer: States of the optimizer.
+        moved: Those of them that are in the host's memory, or on its disk, by `optimizer_offload`.
+        low_precision_copy: Bytes of a copy of the weights in 16 bits, for the textbook's bill.
+    """
+
+    weights: int
+    frozen: int
+    gradients: int
+    optimizer: int
+    moved: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.frozen + self.gradients + self.optimizer
+
+
+def count_on_host(model: Model, workload: Workload, layout: Layout, rounded_to: int = 512) -> StateBytes:
+    """Returns the part of `count_state` that `cpu_offload` puts into the host's memory."""
+    offloaded = layout.list_offloaded(len(model.decoder.blocks))
+    some = replace(model, parameters=tuple(one for one in model.parameters if one.block in offloaded))
+    return count_state(some, workload, layout, rounded_to)
+
+
+def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: int = 512) -> StateBytes:
+    """Returns what the rank with the most holds between steps."""
+
+    def size(parameters: Iterable[Parameter], bytes_each: int | None = None) -> int:
+        return sum(
+            _round(parameter.local_elements(layout) * (bytes_each or parameter.element_bytes), rounded_to)
+            for parameter in parameters
+        )
+
+    trained = model.trained
+    return StateBytes(
+        weights=size(trained),
+        frozen=size(parameter for parameter in model.parameters if not parameter.is_trained),
+        gradients=size(trained),
+        optimizer=_count_optimizer(trained, workload, layout, rounded_to),
+        moved=_count_moved(trained, workload, layout, rounded_to),
+    )
+
+
+def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
+    """Returns the bytes of moments that `genesis.optim.offload` keeps away from the device."""
+    if not layout.optimizer_offload or layout.strategy == "zero1":
+        return 0
+    sizes = [
+        len(MOMENTS["muon" if workload.optimizer == "muon" and one.is_matrix else "adamw"])
+        * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
+        for one in trained
+    ]
+    return sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))
+
+
+def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
+    def states(parameter: Parameter) -> int:
+        moment = _round(parameter.local_elements(layout) * parameter.element_bytes, rounded_to)
+        if workload.optimizer == "muon" and parameter.is_matrix:
+            return moment
+        return 2 * moment + _round(FLOAT32_BYTES, rounded_to)
+
+    if layout.strategy != "zero1":
+        return sum(map(states, trained))
+    # ZeroRedundancyOptimizer gives each parameter, the largest first, to the rank that has the least so far.
+    elements = [0] * layout.num_ranks
+    of_rank = [0] * layout.num_ranks
+    for parameter in sorted(trained, key=lambda one: -one.num_elements):
+        rank = elements.index(min(elements))
+        elements[rank] += parameter.num_elements
+        of_rank[rank] += states(parameter)
+    return max(of_rank)
+
+
+def _round(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+@dataclass(frozen=True)
+class TextbookBill:
+    """The state of mixed precision as textbooks count it, for a model of so many parameters.
+
+    Two bytes for each weight and each gradient in 16 bits and eight for Adam's moments in float32; with master weights
+    in float32 four more. Genesis trains float32 weights and casts them: 16 bytes, of which 4 are the gradients'.
+    """
+
+    num_parameters: int
+
+    @property
+    def without_master_weights(self) -> int:
+        """Weights, gradients and moments."""
+        return 12 * self.num_parameters
+
+    @property
+    def with_master_weights(self) -> int:
+        """The same and float32 weights."""
+        return 16 * self.num_parameters
