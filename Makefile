@@ -131,7 +131,7 @@ check-rest: $(STAMP)
 	@$(BIN)/lint-imports
 	@$(BIN)/codespell
 	@$(BIN)/python .ci/phrases.py
-	@$(BIN)/python .ci/sizes.py
+	@$(BIN)/python .ci/budget.py
 
 # The documentation site, into build/site; warnings and broken links are errors.
 docs: $(STAMP)

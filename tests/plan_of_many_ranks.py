@@ -18,7 +18,8 @@ import torch
 
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import read_decoder_config
-from genesis_callbacks.checkpoint.plan import TensorShard, plan_save
+from genesis_callbacks.base.local_shards import TensorShard
+from genesis_callbacks.checkpoint.plan import plan_save
 
 _ROOT = Path(__file__).parents[1]
 _BY_INPUTS = ("attention.output.weight", "feed_forward.down.weight")

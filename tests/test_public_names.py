@@ -10,25 +10,26 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PUBLIC_MODULES = (
     "genesis_callbacks",
-    "genesis_callbacks.checkpoint",
-    "genesis_callbacks.device_peaks",
     "genesis_callbacks.base.errors",
     "genesis_callbacks.base.event_reader",
     "genesis_callbacks.base.events",
     "genesis_callbacks.base.files",
+    "genesis_callbacks.base.json_text",
+    "genesis_callbacks.base.local_shards",
+    "genesis_callbacks.base.locks",
+    "genesis_callbacks.base.run_directory",
+    "genesis_callbacks.base.untrusted",
+    "genesis_callbacks.checkpoint",
+    "genesis_callbacks.device_peaks",
     "genesis_callbacks.gradient_health",
     "genesis_callbacks.gradients",
     "genesis_callbacks.heartbeats",
     "genesis_callbacks.host_group",
-    "genesis_callbacks.base.json_text",
-    "genesis_callbacks.base.locks",
     "genesis_callbacks.phases",
-    "genesis_callbacks.base.run_directory",
     "genesis_callbacks.schedule",
     "genesis_callbacks.step_parts",
     "genesis_callbacks.symptoms",
     "genesis_callbacks.testing",
-    "genesis_callbacks.base.untrusted",
 )
 MEASURES_INTERNALS = Path("genesis/bench")
 """The benchmarks replace and time single parts of the engine, so they alone import internal modules."""

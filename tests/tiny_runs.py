@@ -12,15 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.train.adapter_base import build_scope, find_adapter_base
-from genesis_callbacks.checkpoint import (
-    Ranks,
-    RunMetadata,
-    SaveScope,
-    SaveTarget,
-    Snapshot,
-    local_shards,
-    save_blocking,
-)
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveScope, SaveTarget, Snapshot, save_blocking
 from genesis_callbacks.checkpoint.scope import bind_scope
 
 SHAPE = {

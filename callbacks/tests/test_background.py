@@ -19,13 +19,13 @@ from test_faults import KilledBefore
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.events import EventLog
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
     SaveTarget,
     Snapshot,
     find_latest,
-    local_shards,
     read_tensors,
     save_blocking,
     verify,

@@ -23,7 +23,6 @@ from genesis_callbacks._compat import (
     listen_to_actions,
     listen_to_backward,
     loader_generators,
-    local_chunks,
     log_step_values,
     offset_in_file,
     read_fetch_generators,
@@ -33,6 +32,7 @@ from genesis_callbacks._compat import (
     unroute_load_checkpoint,
 )
 from genesis_callbacks._validation import shield_validation, unshield_validation
+from genesis_callbacks.base.local_shards import local_chunks
 
 
 def test_a_plain_tensor_is_one_chunk_that_shares_its_memory():

@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import LocalShard, TensorShard, local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
     DirectoryInUseError,
     DirectoryLock,
-    LocalShard,
     QuarantineWarning,
     Ranks,
     Retention,
@@ -28,11 +28,9 @@ from genesis_callbacks.checkpoint import (
     SaveFailedError,
     SaveTarget,
     Snapshot,
-    TensorShard,
     UnreadableCheckpointError,
     find_latest,
     list_committed,
-    local_shards,
     read_manifest,
     read_tensors,
     restore_shards,

@@ -21,6 +21,7 @@ from plain_project import build_strategy, run_training, train, wait_until
 from test_background import SignalWriter, committed, find_writers
 
 from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     DirectoryLock,
@@ -30,7 +31,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_shards,
     one_save,
     read_tensors,
     save_blocking,

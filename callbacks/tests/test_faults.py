@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from plain_project import run_training
 
 from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     DirectoryLock,
@@ -22,7 +23,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_shards,
     read_tensors,
     save_blocking,
     verify,

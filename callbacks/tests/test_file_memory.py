@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     FILE_ALIGNMENT,
     FileMemory,
@@ -21,7 +22,6 @@ from genesis_callbacks.checkpoint import (
     Snapshot,
     find_file_memory,
     find_latest,
-    local_shards,
     read_manifest,
     read_tensors,
     restore_shards,

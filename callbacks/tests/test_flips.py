@@ -14,10 +14,10 @@ from plain_project import run_training
 
 from genesis_callbacks import _trainer_restore
 from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import LocalShard
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
-    LocalShard,
     QuarantineWarning,
     find_latest,
     read_tensors,

@@ -15,16 +15,8 @@ import torch
 from test_background import committed, find_writers, list_descriptors
 from test_fault_drills import mount, wait_until
 
-from genesis_callbacks.checkpoint import (
-    Ranks,
-    Retention,
-    SaveTarget,
-    Snapshot,
-    find_latest,
-    local_shards,
-    read_tensors,
-    verify,
-)
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import Ranks, Retention, SaveTarget, Snapshot, find_latest, read_tensors, verify
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.writer_process import WriterProcess

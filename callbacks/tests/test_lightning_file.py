@@ -9,6 +9,7 @@ from plain_project import PlainModel
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, export_lightning_checkpoint
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
@@ -16,7 +17,6 @@ from genesis_callbacks.checkpoint import (
     RunMetadata,
     SaveTarget,
     Snapshot,
-    local_shards,
     save_blocking,
 )
 

@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SaveScope, export_lightning_checkpoint
 from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import LocalShard, local_shards
 from genesis_callbacks.base.manifest import COMMITTED_NAME, MANIFEST_NAME
 from genesis_callbacks.checkpoint import (
     BaseCheckpointError,
     CheckpointError,
     CorruptCheckpointError,
-    LocalShard,
     Manifest,
     Ranks,
     Retention,
@@ -33,7 +33,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_shards,
     read_manifest,
     read_tensors,
     save_blocking,

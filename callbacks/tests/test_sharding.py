@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     Ranks,
@@ -14,7 +15,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     check_restored,
-    local_shards,
     read_manifest,
     read_tensors,
     restore_shards,

@@ -15,7 +15,8 @@ from simulated.project import train
 from test_digest import DTYPES, random_tensor
 
 from genesis_callbacks import AsyncProcessCheckpoint, StepTimer, _fit_saves, _step_timeline
-from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, local_shards, read_tensors, stager
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, read_tensors, stager
 from genesis_callbacks.checkpoint import digest as digest_module
 from genesis_callbacks.checkpoint.device import DevicePath
 from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     QuarantineWarning,
@@ -20,7 +21,6 @@ from genesis_callbacks.checkpoint import (
     Snapshot,
     UnreadableCheckpointError,
     find_latest,
-    local_shards,
     read_tensors,
     save_blocking,
     verify,

@@ -31,6 +31,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, check_directory, read_file
 from genesis_callbacks.checkpoint import (
     Ancestor,
@@ -39,7 +40,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     encode_tagged,
-    local_shards,
     save_blocking,
 )
 

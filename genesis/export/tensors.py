@@ -19,12 +19,11 @@ from genesis.base.progress import stage
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
 from genesis_callbacks.base.files import create_file, sync_directory
+from genesis_callbacks.base.local_shards import LocalShard, TensorShard
 from genesis_callbacks.checkpoint import (
     DIGEST_MODULUS,
     CorruptCheckpointError,
-    LocalShard,
     Manifest,
-    TensorShard,
     digest_chunk,
     read_tensors,
     restore_shards,

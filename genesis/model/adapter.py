@@ -26,7 +26,7 @@ from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, 
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
-from genesis_callbacks.checkpoint import local_shards
+from genesis_callbacks.base.local_shards import local_shards
 
 MAGNITUDE: Final = "lora_magnitude"
 ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from genesis.model.router import ENTROPY, LOAD, Router, find_routers
-from genesis_callbacks.checkpoint import local_shards
+from genesis_callbacks.base.local_shards import local_shards
 
 _COLLAPSED_SHARE: Final = 0.1
 """A router has collapsed if it uses less than this share of the experts beyond `top_k`."""

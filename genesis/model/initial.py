@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from genesis_callbacks.checkpoint import local_shards
+from genesis_callbacks.base.local_shards import local_shards
 
 INIT_STD: Final = 0.02
 BLOCK_ROWS: Final = 64

@@ -24,11 +24,10 @@ from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, r
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
+from genesis_callbacks.base.local_shards import LocalShard, local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
-    LocalShard,
     Manifest,
-    local_shards,
     read_committed_hash,
     read_manifest,
     restore_shards,

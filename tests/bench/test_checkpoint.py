@@ -29,7 +29,8 @@ from genesis.bench.workers.checkpoint_saves import CoreWriter, PlanlessPipeline
 from genesis.bench.workers.protocol import Workload
 from genesis.cli.main import main
 from genesis.model.describe import describe
-from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_shards
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 

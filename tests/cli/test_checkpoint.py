@@ -21,6 +21,7 @@ from torch import Tensor
 from genesis.cli.main import main
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     DirectoryLock,
     Ranks,
@@ -28,7 +29,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_drift,
-    local_shards,
     read_manifest,
     save_blocking,
     verify,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from genesis.cli.checkpoint.to_lightning import main
-from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, local_shards, save_blocking
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 

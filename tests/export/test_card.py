@@ -14,16 +14,9 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
-from genesis_callbacks.checkpoint import (
-    Ranks,
-    RunMetadata,
-    SaveTarget,
-    Snapshot,
-    local_shards,
-    read_manifest,
-    save_blocking,
-)
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, read_manifest, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 from tests.tiny_runs import SHAPE, build_decoder
 from tests.tokenizer.test_huggingface import smollm

@@ -14,7 +14,8 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
+from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, save_blocking
 
 WORDS = ["alpha", "beta", "gamma", "delta", "def", "return", "class", "\u00e9t\u00e9", "\u65e5\u672c"]
 SHAPE = {

@@ -33,26 +33,6 @@ Offsets = tuple[int, ...]
 LoadCheckpoint = Callable[..., dict[str, Any]]
 
 
-def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]]:
-    """Returns (offsets, sizes, data) of this rank's elements: all of a plain tensor, the shard of a DTensor.
-
-    The data shares memory with the live tensor. No communication.
-
-    Raises:
-        ValueError: The tensor waits for a reduction (a Partial placement), or its shard is no single block.
-    """
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())]
-    chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
-    local = tensor.to_local().detach()
-    if len(chunks) != 1:
-        raise ValueError(f"a local shard of {len(chunks)} blocks: only single blocks can be saved")
-    offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
-    if tuple(local.shape) != sizes:
-        raise ValueError(f"a local shard of shape {tuple(local.shape)} , but its placement requires {sizes}")
-    return [(offsets, sizes, local)]
-
-
 MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 
 

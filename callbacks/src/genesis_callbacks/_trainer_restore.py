@@ -20,6 +20,7 @@ from ._live_names import LiveNames, name_live, name_optimizer_groups
 from ._rank_role import read_rank_role
 from ._trainer_state import HasRankState
 from .base.checkpoint_errors import CheckpointError
+from .base.local_shards import LocalShard
 from .base.manifest import Ancestor, Manifest, read_committed_hash
 from .base.run_directory import checkpoint_name
 from .checkpoint.collect import (
@@ -38,7 +39,6 @@ from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.groups import check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.overlaps import separate_shared
-from .checkpoint.plan import LocalShard
 from .checkpoint.ranks import Ranks
 from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards
 from .checkpoint.rng import apply_rng_state, read_rng_state

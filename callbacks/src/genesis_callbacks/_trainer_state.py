@@ -15,6 +15,7 @@ from ._compat import hparams_name, loader_generators, read_fetch_generators, rea
 from ._data_position import write_states
 from ._rank_role import read_rank_role
 from ._state_dicts import LiveStateDict, read_loop_state
+from .base.local_shards import LocalShard, local_shards
 from .checkpoint.collect import (
     SWAPPED_PREFIX,
     NamedModel,
@@ -23,7 +24,6 @@ from .checkpoint.collect import (
 )
 from .checkpoint.job import ChangedPartsError
 from .checkpoint.known_tensors import KnownTensors
-from .checkpoint.plan import LocalShard, local_shards
 from .checkpoint.rng import read_rng_state
 from .checkpoint.roles import record_role
 from .checkpoint.save_target import Snapshot

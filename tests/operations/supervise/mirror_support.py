@@ -12,6 +12,7 @@ import torch
 from genesis.operations.supervise.mirror import Mirror, MirrorOptions
 from genesis.operations.supervise.mirror_open import open_place
 from genesis.operations.supervise.mirror_plan import MirrorRetention
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
@@ -20,7 +21,6 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     bind_scope,
-    local_shards,
     save_blocking,
 )
 

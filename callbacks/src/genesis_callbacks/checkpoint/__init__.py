@@ -73,6 +73,7 @@ from .verify import VerifyLevel, verify
 from .writer_start import start_writer_early, writer_environment
 
 if TYPE_CHECKING:
+    from ..base.local_shards import LocalShard, TensorShard, local_shards
     from .compare import TensorComparison, compare_tensors
     from .contents import Contents, find_format, find_non_finite, read_contents
     from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
@@ -80,7 +81,6 @@ if TYPE_CHECKING:
     from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
     from .file_memory import FILE_ALIGNMENT, NUM_COPIES, FileMemory, FileRoomError, Pass, find_file_memory
     from .lightning_file import export_lightning_checkpoint
-    from .plan import LocalShard, TensorShard, local_shards
     from .ranks import Ranks
     from .restore import check_restored, read_tensors, restore_shards
     from .save_once import save_blocking

@@ -14,6 +14,7 @@ from typing import Any
 from .._compat import build_dcp_metadata
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, SaveFailedError
 from ..base.hashing import HashAlgorithm
+from ..base.local_shards import TensorShard
 from ..base.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
@@ -30,7 +31,6 @@ from ..base.run_directory import MANIFEST_NAME, checkpoint_name
 from ..base.safe_read import parse_json
 from .commit import commit
 from .durable_file import write_file
-from .plan import TensorShard
 from .retain import Retention, apply_retention
 from .verify import verify
 from .write import Receipt

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.checkpoint_errors import UnsupportedStateError
+from ..base.local_shards import LocalShard
 from ..base.manifest import Manifest, TensorRecord
-from .plan import LocalShard, PartsCache
+from .plan import PartsCache
 
 MODEL_PREFIX = "model."
 SWAPPED_PREFIX = "swapped."

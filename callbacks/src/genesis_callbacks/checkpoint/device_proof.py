@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..base.local_shards import TensorShard
 from .device import DevicePath, PinError, build_stream, is_host, record_event, working_on
 from .digest import DigestScratch, digest_chunk
-from .plan import TensorShard
 from .stage import SharedBuffer, place_shards
 
 _DTYPE_NAMES = (

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.local_shards import LocalShard, TensorShard
 from .digest import digest_chunk
 from .file_memory import HeldCopy, find_file_memory, read_whole
 from .job import WriteJob
-from .plan import LocalShard, TensorShard
 from .stage import Placed, Staged
 
 

@@ -25,8 +25,17 @@ from ..base.errors import describe_error
 from ..base.events import EventLog
 from ..base.files import sync_directory
 from ..base.hashing import HashAlgorithm, hash_bytes
+from ..base.local_shards import TensorShard
 from ..base.locks import lock_file
-from ..base.manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
+from ..base.manifest import (
+    Ancestor,
+    ChunkRecord,
+    FileRecord,
+    TensorRecord,
+    dtype_from_name,
+    dtype_name,
+    read_manifest,
+)
 from ..base.safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .assemble import ManifestHeader, assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
@@ -34,7 +43,7 @@ from .commit import discard
 from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
 from .durable_file import write_file
-from .plan import TensorShard, merge_digests
+from .plan import merge_digests
 from .retain import Retention
 from .scope import BoundScope
 from .stage import Placed, Staged

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._compat import LayoutGuard, local_tensor
+from ..base.local_shards import LocalShard
 from .collect import (
     MODEL_PREFIX,
     NamedModel,
@@ -25,7 +26,7 @@ from .collect import (
     optimizer_parts,
     state_holder,
 )
-from .plan import LocalShard, PartsCache, SharedParts
+from .plan import PartsCache, SharedParts
 
 
 @dataclass(frozen=True)

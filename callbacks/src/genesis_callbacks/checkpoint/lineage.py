@@ -14,7 +14,13 @@ from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, Di
 from ..base.files import find_irregular_kind
 from ..base.locks import lock_file
 from ..base.manifest import Manifest, read_manifest
-from ..base.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
+from ..base.run_directory import (
+    CHECKPOINTS_NAME,
+    LOCK_NAME,
+    is_checkpoint_name,
+    is_staging_name,
+    step_of,
+)
 from ..base.safe_read import reading
 from ..base.untrusted import open_descriptor
 from .commit import discard, quarantine, remove_empty_trash

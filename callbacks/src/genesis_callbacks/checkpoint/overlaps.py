@@ -12,10 +12,10 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.local_shards import local_shards
 from ..base.manifest import Manifest, TensorRecord
 from .collect import MODEL_PREFIX, canonical_name, name_model
 from .digest import digest_chunk
-from .plan import local_shards
 from .restore import restore_shards
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from .._compat import plain_write_counts
 from ..base.checkpoint_errors import SaveFailedError
+from ..base.local_shards import LocalShard, TensorShard
 from ..base.manifest import Ancestor
 from ..base.run_directory import checkpoint_name
 from .device import DevicePath, find_device
@@ -33,7 +34,7 @@ from .job import (
     perform,
 )
 from .one_save import OneSave, Progress
-from .plan import LocalShard, SavePlan, TensorShard, plan_save
+from .plan import SavePlan, plan_save
 from .ranks import Ranks
 from .save_target import SaveTarget, Snapshot
 from .save_thread import SaveThread, perform_niced

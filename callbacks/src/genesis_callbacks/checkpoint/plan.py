@@ -1,46 +1,18 @@
 """Plans a save from the ranks' reports: checks that they hold every element, and assigns parts to writers. Pure."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import MemoryLayout, local_chunks, local_layout, memory_layout
-from ..base.checkpoint_errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
+from .._compat import MemoryLayout, local_layout, memory_layout
+from ..base.checkpoint_errors import CorruptCheckpointError, SaveFailedError
+from ..base.local_shards import LocalShard, TensorKind, TensorShard, local_shards
 from .tiling import check_tiling
 
-TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
 _OVERLAPPED_KINDS = ("parameter", "optimizer")
-
-
-@dataclass(frozen=True)
-class TensorShard:
-    """The description of a block of a named tensor that some rank holds; it can be sent to other ranks."""
-
-    name: str
-    kind: TensorKind
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the elements."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """A part with its live data, which shares memory with its tensor."""
-
-    part: TensorShard
-    data: Tensor
 
 
 class SharedParts:
@@ -75,29 +47,6 @@ class SavePlan:
     """The parts that each rank writes, in order."""
 
     shards_by_writer: tuple[tuple[TensorShard, ...], ...]
-
-
-def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard]:
-    """Returns the blocks of `tensor` that this rank holds; empty blocks are left out. No communication.
-
-    Raises:
-        UnsupportedStateError: The tensor cannot be saved as it is: sparse, quantized, or with a pending reduction.
-    """
-    # These have no plain elements in row-major order, which is all that a shard and its digest can hold.
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, not {tensor.type()}")
-    try:
-        chunks = local_chunks(tensor)
-    except (ValueError, RuntimeError) as error:
-        raise UnsupportedStateError(f"{name}: {error}") from error
-    shape = tuple(tensor.shape)
-    # An empty tensor keeps its empty block; otherwise the checkpoint would lack the tensor.
-    is_empty = math.prod(shape) == 0
-    return [
-        LocalShard(TensorShard(name, kind, shape, tensor.dtype, offsets, sizes), data)
-        for offsets, sizes, data in chunks
-        if is_empty or math.prod(sizes) > 0
-    ]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
+from ..base.local_shards import LocalShard, TensorShard
 from ..base.manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
 from ..base.safe_read import open_regular, reading
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
-from .plan import LocalShard, TensorShard
 from .ranks import Ranks
 from .roles import read_roles
 from .state import read_state

@@ -11,9 +11,10 @@ from typing import Any
 from ..base.checkpoint_errors import CheckpointError
 from ..base.events import EventLog
 from ..base.hashing import HashAlgorithm
+from ..base.local_shards import LocalShard
 from ..base.manifest import Ancestor
 from .assemble import ManifestHeader
-from .plan import LocalShard, SharedParts
+from .plan import SharedParts
 from .ranks import Ranks
 from .retain import Retention
 from .scope import BoundScope

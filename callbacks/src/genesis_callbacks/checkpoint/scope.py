@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
-from ..base.manifest import BaseReference, Manifest, TensorRecord, dtype_name, read_committed_hash, read_manifest
+from ..base.local_shards import LocalShard, TensorShard
+from ..base.manifest import (
+    BaseReference,
+    Manifest,
+    TensorRecord,
+    dtype_name,
+    read_committed_hash,
+    read_manifest,
+)
 from .collect import MODEL_PREFIX
-from .plan import LocalShard, TensorShard
 from .ranks import Ranks
 from .restore import digest_shards, find_misplaced
 from .verify import VerifyLevel, verify_some

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import naming
+from ..base.local_shards import TensorShard
 from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
-from .plan import TensorShard
 
 _COPIES = Path("the memory for the copies of a save")  # as errors name it: a limit of the size of files applies to it
 _ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, as typed views require

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..base.local_shards import LocalShard, TensorShard
 from .device import DevicePath, PinError, build_stream, find_device, is_host, record_event, working_on
 from .digest import DigestScratch, digest_chunk
-from .plan import LocalShard, TensorShard
 from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_shards
 
 

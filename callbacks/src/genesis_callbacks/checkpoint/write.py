@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..base.hashing import HashAlgorithm
+from ..base.local_shards import TensorShard
 from ..base.manifest import ChunkRecord, FileRecord
 from .durable_file import DurableFile
-from .plan import TensorShard
 
 SHARD_NAME = "__{rank}_0.distcp"
 

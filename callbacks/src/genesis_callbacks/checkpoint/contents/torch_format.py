@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ..._compat import offset_in_file
 from ...base.checkpoint_errors import CheckpointError, CorruptCheckpointError
-from ...base.safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, open_regular, reading
+from ...base.safe_read import (
+    MAX_PICKLE_BYTES,
+    MAX_PICKLE_MEMORY_BYTES,
+    check_pickle_size,
+    open_regular,
+    reading,
+)
 from .stored import Contents, StateByKey, StoredBlock, StoredTensor, measure
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth")
