@@ -59,7 +59,7 @@ _RESULTS: Final[dict[Any, Callable[..., Tensor]]] = {
 """Operators whose sizes torch does not know without values, where every value counts, or knows only slowly."""
 
 
-class Record(TorchDispatchMode):
+class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Records when storages begin and end to exist.
 
     Args:
@@ -72,7 +72,7 @@ class Record(TorchDispatchMode):
     """
 
     def __init__(self, rounded_to: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.events: list[Event] = []
         self.terms: dict[int, str] = {}
         self.casts: dict[int, nn.Parameter] = {}

@@ -18,6 +18,11 @@ from genesis.model.attend.metadata import AttentionMetadata, Rows
 from genesis.model.attend.table import FLASH, KERNELS, MASK
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    out: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
 class _AttentionFunction(torch.autograd.Function):
     """Keeps what every fused kernel of attention keeps: inputs, result, and a number for each token and head."""
 
@@ -65,9 +70,9 @@ class _AttentionStandIn(AttentionKernel):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if kind_of(query.device) != CPU:
             workspace = _WORKSPACES.get(self.name)
-            return _AttentionFunction.apply(query, key, value, workspace(query, key) if workspace else 0)
+            return _apply(_AttentionFunction, query, key, value, workspace(query, key) if workspace else 0)
         # One call for each document: the results are joined in a tensor of their own, and so are the gradients.
-        parts = _AttentionFunction.apply(query, key, value, query.nbytes + key.nbytes + value.nbytes)
+        parts = _apply(_AttentionFunction, query, key, value, query.nbytes + key.nbytes + value.nbytes)
         return parts.clone()
 
 
@@ -99,12 +104,12 @@ class _DropoutFunction(torch.autograd.Function):
 
 
 def _norm(input: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Tensor:
-    out: Tensor = _NormFunction.apply(input, weight)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _apply(_NormFunction, input, weight)
     return out
 
 
 def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    out: Tensor = _DropoutFunction.apply(input) if training and p > 0.0 else input  # type: ignore[no-untyped-call]
+    out: Tensor = _apply(_DropoutFunction, input) if training and p > 0.0 else input
     return out
 
 
@@ -126,7 +131,7 @@ class EvenExchange:
 
     def send(self, rows: Tensor, counts: Tensor) -> "_Flight":
         """Begins to send rows."""
-        received = _Travel.apply(rows.contiguous())
+        received = _apply(_Travel, rows.contiguous())
         return _Flight(received, counts.view(self._num_ranks, -1))
 
 
@@ -137,9 +142,9 @@ class _Flight:
     def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         order = torch.empty(len(self._rows), dtype=torch.int64).argsort()
         inverse = torch.empty_like(order)
-        made = run(_Permute.apply(self._rows, order), self._counts.sum(0))
-        made = _Permute.apply(made, inverse)
-        return _Travel.apply(made)
+        made = run(_apply(_Permute, self._rows, order), self._counts.sum(0))
+        made = _apply(_Permute, made, inverse)
+        return _apply(_Travel, made)
 
 
 class _Travel(torch.autograd.Function):
