@@ -82,7 +82,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._is_within_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = OPDEFS.get(func._name) if func.namespace == "genesis" else None
+        own = OPDEFS.get(func.name()) if func.namespace == "genesis" else None
         if own is not None:  # torch would show only the results of an operator of ours
             with self:
                 return own._init_fn(*args, **(kwargs or {}))

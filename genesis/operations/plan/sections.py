@@ -25,7 +25,7 @@ from genesis.model.decoder import BlockInputs, Decoder
 from genesis.model.experts import Experts
 from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.model.mixture import Mixture
-from genesis.model.part import Part
+from genesis.model.part import Part, Statistics
 from genesis.model.precision import FULL
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
@@ -282,7 +282,7 @@ class Walk:
         output = nn.Parameter(torch.empty_like(twin.output_weight), requires_grad=is_trained)
         for one in (*twin.parameters(), output):
             if one.requires_grad and one.device.type != "meta":
-                one.register_post_accumulate_grad_hook(self._note_gradient)
+                one.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch's
         return twin, output
 
     def _fake(self, module: nn.Module) -> nn.Module:
@@ -307,7 +307,7 @@ class Walk:
         record = self._record
         tables = [one for one in tree_leaves(list(inputs.metadata)) if isinstance(one, Tensor)]
         self._tables = {record.find(one): record.size(one) for one in tables}
-        statistics = {}
+        statistics: dict[str, Statistics] = {}
         for index in self._chosen:
             self._begin(x)
             with saved_tensors_hooks(self._pack, lambda packed: packed):
@@ -327,7 +327,7 @@ class Walk:
     def _begin(self, x: Tensor) -> None:
         """Begins a section of the forward that gets `x`."""
         if x.requires_grad:
-            x.register_hook(partial(self._reach, len(self._starts)))
+            x.register_hook(partial(self._reach, len(self._starts)))  # type: ignore[no-untyped-call]  # torch's
         self._starts.append(len(self._record.events))
         self._inputs.append((self._record.find(x), self._record.size(x)))
         self._kept.append(set())
@@ -374,7 +374,12 @@ class Walk:
         )
 
     def _finish(self, section: int | None, span: tuple[int, int], backward_span: tuple[int, int]) -> Section:
-        record, is_block = self._record, section is not None and section < len(self._chosen)
+        record = self._record
+        without: list[Event] = []
+        second: list[Event] = []
+        if section is not None and section < len(self._chosen):
+            without = self._choose(self._without[section])
+            second = self._end_at_last_kept(section, span[0])
         forward = self._choose(record.events[slice(*span)])
         backward = self._choose(record.events[slice(*backward_span)])
         added = self._add_gradients(*backward_span)
@@ -390,8 +395,8 @@ class Walk:
         stays = record.course(backward)
         return Section(
             forward=record.course(forward),
-            forward_without=record.course(self._choose(self._without[section]) if is_block else []),
-            recompute=record.course(self._end_at_last_kept(section, span[0]) if is_block else []),
+            forward_without=record.course(without),
+            recompute=record.course(second),
             backward=stays,
             backward_added=record.course(added),
             gradient_bytes=stays.end[GRADIENTS],
@@ -449,7 +454,7 @@ def _choose_blocks(decoder: Decoder) -> tuple[list[int], list[int]]:
     of_block = []
     # The input of the first block may need no gradient, as under adapters.
     needs_grad = decoder.embedding.weight.requires_grad
-    chosen = []
+    chosen: list[int] = []
     for index, block in enumerate(decoder.blocks):
         kind = (needs_grad, _describe(block))
         if kind not in kinds:
