@@ -118,7 +118,11 @@ MINUTES ?= 15
 SESSION_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 SESSION_PATH := $(CURDIR):$(CURDIR)/callbacks/src$(if $(filter simulated,$(DEVICE)),:$(CURDIR)/callbacks/tests/simulated/backend)
 gpu-session:
-	@PYTHONPATH="$(SESSION_PATH)" $(SESSION_PYTHON) -m genesis bench session --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
+	@PYTHONPATH="$(SESSION_PATH)" $(SESSION_PYTHON) -m benchmarks session --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
+
+# A benchmark by its name: make bench-step ARGS="--model tiny --out /tmp/step". `python -m benchmarks` lists them.
+bench-%: $(STAMP)
+	@$(BIN)/python -m benchmarks $* $(ARGS)
 
 check: check-types check-rest
 

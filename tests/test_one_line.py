@@ -182,7 +182,6 @@ def test_a_key_twice_is_refused(text: str, tmp_path: Path) -> None:
 # ---- nobody goes around it
 
 OWN_WORDS = {
-    "genesis/bench": "what benchmarks write and read themselves",
     "genesis/chat/conversation.py": "a conversation as `Document.text` holds it",
     "genesis/chat/pair.py": "the same of a pair",
     "genesis/chat/pool.py": "what the processes that render send",

@@ -31,8 +31,6 @@ PUBLIC_MODULES = (
     "genesis_callbacks.symptoms",
     "genesis_callbacks.testing",
 )
-MEASURES_INTERNALS = Path("genesis/bench")
-"""The benchmarks replace and time single parts of the engine, so they alone import internal modules."""
 
 
 def list_imports(file: Path) -> list[tuple[str, str]]:
@@ -59,10 +57,7 @@ def test_the_application_imports_public_names_of_the_callbacks_alone():
     files = list(REPOSITORY.glob("genesis/**/*.py"))
     assert len(files) > 200
     private = {
-        str(file.relative_to(REPOSITORY)): names
-        for file in files
-        if not file.relative_to(REPOSITORY).is_relative_to(MEASURES_INTERNALS)
-        and (names := find_private(list_imports(file)))
+        str(file.relative_to(REPOSITORY)): names for file in files if (names := find_private(list_imports(file)))
     }
     assert not private
 

@@ -28,7 +28,6 @@ MAY_OPEN = {
     "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM"},
     "genesis/export/prove_adapter.py": {"PeftModel"},  # it opens weights for a given model, and has no such option
     "genesis/operations/demo/dequantise.py": {"AutoTokenizer", "AutoModelForCausalLM"},
-    "genesis/bench/evaluate.py": {"HFLM"},
 }
 OPENER = re.compile(r"\bfrom_pretrained\b|\bfrom_config\b|\bHFLM\b")
 START = re.compile(r"\bsubprocess\b|\bsystem\b|popen|spawn|\bfork|\bpty\b|runpy|create_subprocess|ProcessPool")

@@ -13,7 +13,7 @@ OPENS = frozenset(
 METHODS = frozenset({"read_text", "read_bytes", "update_mmap", "copyfile", "copy2", "copytree"})
 MAY_OPEN = re.compile("|".join(rf"\b{name.rpartition('.')[2]}\(" for name in sorted(OPENS | METHODS)))
 OPEN_KEYWORDS = frozenset({"mode", "buffering", "encoding", "errors", "newline"})
-OWN_WORK = ("genesis/bench/", "genesis/operations/demo/", "genesis/operations/doctor/", "genesis/operations/rehearse/")
+OWN_WORK = ("genesis/operations/demo/", "genesis/operations/doctor/", "genesis/operations/rehearse/")
 """Packages that read what they have made in directories of their own."""
 
 OF_THE_KERNEL = "of the kernel: /proc, /sys"

@@ -1,4 +1,4 @@
-"""A plain loop over the rows of `genesis bench finetune` with transformers and PEFT: the losses that ours must have.
+"""A plain loop over the rows of the benchmark `finetune` with transformers and PEFT: the losses that ours must have.
 
 Each conversation of a row runs by itself, so that neither masks nor positions can be wrong. The logits are whole.
 """
@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM
 
-from genesis.bench.workers.finetune_protocol import (
+from benchmarks.workers.finetune_protocol import (
     BETA,
     IGNORE_INDEX,
     FinetuneWorkload,
@@ -20,7 +20,7 @@ from genesis.bench.workers.finetune_protocol import (
     finetune_from_json,
     read_batches,
 )
-from genesis.bench.workers.protocol import Gate
+from benchmarks.workers.protocol import Gate
 
 
 def sum_losses(model: torch.nn.Module, row: Row) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""litdata's reader of `genesis bench data`: its chunks of tokens, shuffled, through its own loader."""
+"""litdata's reader of the benchmark `data`: its chunks of tokens, shuffled, through its own loader."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 from litdata.streaming.writer import BinaryWriter
 
-from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
+from benchmarks.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 _TOKENS_PER_WRITE = 1_000_000
 

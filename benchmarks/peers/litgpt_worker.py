@@ -17,7 +17,7 @@ from litgpt.pretrain import fit, initialize_weights
 from litgpt.utils import instantiate_torch_optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from genesis.bench.workers.protocol import (
+from benchmarks.workers.protocol import (
     ENDLESS,
     Gate,
     NoMoreStepsError,

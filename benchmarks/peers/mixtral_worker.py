@@ -1,4 +1,4 @@
-"""transformers' Mixtral of the workload's shape, in the loop of all contenders of `genesis bench experts`.
+"""transformers' Mixtral of the workload's shape, in the loop of all contenders of the benchmark `experts`.
 
 The argument after the number of ranks is the implementation of the experts: `grouped_mm` or `eager`.
 """
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from genesis.bench.workers.experts_loop import Trained, run
-from genesis.bench.workers.protocol import Workload
+from benchmarks.workers.experts_loop import Trained, run
+from benchmarks.workers.protocol import Workload
 from genesis.data.window import MicroBatch
 
 

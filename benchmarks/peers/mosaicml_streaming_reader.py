@@ -1,4 +1,4 @@
-"""mosaicml-streaming's reader of `genesis bench data`: MDS shards of sequences, shuffled, through its dataset."""
+"""mosaicml-streaming's reader of the benchmark `data`: MDS shards of sequences, shuffled, through its dataset."""
 
 import sys
 import types
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
+from benchmarks.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 # Its data sets of pictures want a torchvision, which the registry has for CUDA builds of torch alone.
 sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")

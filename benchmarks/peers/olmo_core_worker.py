@@ -16,7 +16,7 @@ from olmo_core.train import Duration, TrainerConfig, prepare_training_environmen
 from olmo_core.train.callbacks import Callback
 from olmo_core.train.train_module import TransformerTrainModule
 
-from genesis.bench.workers.protocol import (
+from benchmarks.workers.protocol import (
     ENDLESS,
     Gate,
     NoMoreStepsError,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from genesis.bench.workers.protocol import (
+from benchmarks.workers.protocol import (
     ENDLESS,
     Gate,
     NoMoreStepsError,

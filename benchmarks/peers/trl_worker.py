@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer or DPOTrainer on the rows of `genesis bench finetune`; adapters are PEFT's."""
+"""TRL's SFTTrainer or DPOTrainer on the rows of the benchmark `finetune`; adapters are PEFT's."""
 
 import sys
 import tempfile
@@ -12,7 +12,7 @@ from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from genesis.bench.workers.finetune_protocol import (
+from benchmarks.workers.finetune_protocol import (
     BETA,
     FinetuneWorkload,
     Row,
@@ -21,7 +21,7 @@ from genesis.bench.workers.finetune_protocol import (
     finetune_from_json,
     read_rows,
 )
-from genesis.bench.workers.protocol import Gate, NoMoreStepsError
+from benchmarks.workers.protocol import Gate, NoMoreStepsError
 
 
 class Gatekeeper(TrainerCallback):

@@ -181,7 +181,7 @@ def _build_parser() -> Parser:
     )
     speed = parser.add_argument_group("speed")
     speed.add_argument(
-        "--rates", type=Path, help="report of `genesis doctor --device`, or record of `genesis bench step`"
+        "--rates", type=Path, help="report of `genesis doctor --device`, or record of the benchmark `step`"
     )
     speed.add_argument("--tokens_per_second", type=_read_number(), help="measured rate over all devices")
     speed.add_argument("--device_name", help="the driver's name of the device, such as 'NVIDIA GeForce RTX 4090'")
@@ -291,8 +291,8 @@ def _find_rate(
         if not any(one.is_measured for one in bandwidths.named().values()):
             raise UserError(
                 f"--rates {arguments.rates} has no rate: it needs the parts devices and speed of `genesis doctor "
-                "--device`, on a device whose peak is known, its parts copies or disk, or a record of `genesis bench "
-                "step`; or give --tokens_per_second"
+                "--device`, on a device whose peak is known, its parts copies or disk, or a record of the benchmark "
+                "`step`; or give --tokens_per_second"
             )
     if arguments.device_name is None:
         return None

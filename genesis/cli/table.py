@@ -201,56 +201,6 @@ SECTIONS: Final = {
         Command("export", "export a checkpoint for transformers, with a proof", "genesis.cli.export:main", "export"),
         Command("release", "prepare an export for the Hugging Face Hub", "genesis.cli.release:main", "release"),
     ),
-    "Benchmarks": (
-        Command(
-            "bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"
-        ),
-        Command(
-            "bench data",
-            "measure tokens per second of the data alone, prepared and streamed",
-            "genesis.bench.data:main",
-        ),
-        Command(
-            "bench step", "compare the training step with bare loops and other trainers", "genesis.bench.step:main"
-        ),
-        Command(
-            "bench experts", "compare a mixture of experts with a dense model and Mixtral", "genesis.bench.experts:main"
-        ),
-        Command(
-            *(
-                "bench evaluate",
-                "compare evaluation with lm-eval's hf backend",
-                "genesis.bench.evaluate:main",
-                "evaluate,peers",
-            ),
-            prepare="genesis.evaluate.environment:make_quiet",
-        ),
-        Command(
-            "bench finetune",
-            "compare fine-tuning with TRL: speed, memory, losses",
-            "genesis.bench.finetune:main",
-            "peers",
-        ),
-        Command(
-            "bench checkpoint",
-            "measure training steps around a save, ours and torch's",
-            "genesis.bench.checkpoint:main",
-        ),
-        Command(
-            "bench recovery", "measure the time from a killed rank to the next step", "genesis.bench.recovery:main"
-        ),
-        Command(
-            "bench session", "measure all that a borrowed GPU should answer, in minutes", "genesis.bench.session:main"
-        ),
-        Command(
-            "bench telemetry",
-            "measure what each telemetry callback costs a training step",
-            "genesis.bench.telemetry:main",
-        ),
-        Command(
-            "bench versions", "compare this version's speed with another checkout's", "genesis.bench.versions:main"
-        ),
-    ),
 }
 """All commands, in the sections and the order of `genesis --help`."""
 

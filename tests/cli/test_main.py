@@ -40,16 +40,9 @@ OPTIONS = {
     "release": ("export", "--repo", "--license", "--space", "--dry_run", "--upload"),
     "demo": ("--steps",),
     "recipes copy": ("NAME",),
-    "bench tokenize": ("--out",),
-    "bench data": ("--parts", "--peers", "--out"),
-    "bench step": ("--config", "--out"),
-    "bench experts": ("--experts", "--ranks", "--mixtral", "--out"),
-    "bench evaluate": ("--model", "--tasks", "--pairs", "--out"),
-    "bench finetune": ("--kinds", "--pairs", "--out"),
-    "bench telemetry": ("--rounds", "--steps", "--small", "--out"),
     "completion": ("bash", "zsh"),
 }
-TRAIN = {"fit", "validate", "bench step", "bench telemetry"}
+TRAIN = {"fit", "validate"}
 NO_TENSORS = {
     "mirror",
     "runs",

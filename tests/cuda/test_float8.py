@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genesis.base.device import has_float8
 from genesis.model.float8 import Float8Options, list_float8_proofs
-from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, build_trainer
+from genesis.operations.doctor.fits import SIZES, KeepLosses, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded
@@ -71,7 +71,7 @@ def fit(
         enable_checkpointing=saves,
     )
     module = GenesisModule(SIZES["tiny"].decoder, OptimizerOptions(), float8=Float8Options() if has_float8 else None)
-    trainer.fit(module, RandomWindows(SIZES["tiny"]), ckpt_path=checkpoint.latest() if saves else None)
+    trainer.fit(module, random_windows(SIZES["tiny"]), ckpt_path=checkpoint.latest() if saves else None)
     weights = {name: _take(parameter) for name, parameter in module.named_parameters()}
     return {"losses": keep.read(), "weights": weights}
 

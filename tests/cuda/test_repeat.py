@@ -9,7 +9,7 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.model import attention
-from genesis.operations.doctor.fits import SIZES, RandomWindows, Size, build_strategy, build_trainer
+from genesis.operations.doctor.fits import SIZES, Size, build_strategy, build_trainer, random_windows
 from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.train.module import GenesisModule
@@ -32,7 +32,7 @@ def fit(
         deterministic=True,
     )
     module = GenesisModule(size.decoder, OptimizerOptions(name="muon"))
-    trainer.fit(module, datamodule=RandomWindows(size))
+    trainer.fit(module, datamodule=random_windows(size))
     return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
 
 

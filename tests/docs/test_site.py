@@ -128,9 +128,7 @@ def test_a_page_is_written_in_the_words_of_the_field(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(REPOSITORY)) for page in PAGES])
 def test_a_command_on_a_page_exists(page: Path) -> None:
     names = {command.name for command in COMMANDS}
-    words = (
-        r"`?\bgenesis ((?:tokenizer|data|model|checkpoint|bench) [a-z-]+|fit|validate|generate|serve|export|import)\b"
-    )
+    words = r"`?\bgenesis ((?:tokenizer|data|model|checkpoint) [a-z-]+|fit|validate|generate|serve|export|import)\b"
     for name in re.findall(rf"(?:^|`){words}", page.read_text(encoding="utf-8"), re.MULTILINE):
         assert name in names
 

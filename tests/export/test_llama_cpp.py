@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
-from genesis.bench.record import describe_hardware, write_record
+from benchmarks.harness import describe_hardware, write_record
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.export.export import ExportOptions, export_checkpoints

@@ -18,7 +18,7 @@ from genesis.base.errors import QuietExit, UserError
 from genesis.model import attention
 from genesis.model.key_blocks import KEY_BLOCK
 from genesis.operations.doctor import fits
-from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, Size, build_strategy
+from genesis.operations.doctor.fits import SIZES, KeepLosses, Size, build_strategy, random_windows
 from genesis.operations.doctor.probe import Task
 from genesis.optim import OptimizerOptions
 from genesis.train import module as module_file
@@ -87,7 +87,7 @@ def fit(seq_len: int, is_planted: bool, deterministic: bool, directory: str) -> 
     task = Task("simulated", "tiny", directory)
     trainer = fits.build_trainer(task, build_strategy(), 2, [losses], deterministic=deterministic)
     try:
-        trainer.fit(module, datamodule=RandomWindows(size))
+        trainer.fit(module, datamodule=random_windows(size))
     except UserError as error:
         return str(error), lines, trainer.global_step
     return None, lines, trainer.global_step
@@ -149,7 +149,7 @@ def train_on_ranks(strategy: str, is_proved: bool, wrong_rank: int | None) -> di
     trainer = build_trainer(build_ranks_strategy(strategy), world_size, 3, [TokenCounters(), SkipAwareLR()])
     size = Size(decoder, 1)
     try:
-        trainer.fit(module, datamodule=RandomWindows(size, rank))
+        trainer.fit(module, datamodule=random_windows(size, rank))
     except (UserError, QuietExit) as refused:
         return str(refused)
     assert module._must_repeat is False

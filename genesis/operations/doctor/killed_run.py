@@ -21,7 +21,7 @@ from genesis.base.errors import RunEndedError
 from genesis.base.parent import end_with_forker
 from genesis.data.window import AccumulationWindow
 from genesis.model.key_blocks import count_key_blocks
-from genesis.operations.doctor.fits import SIZES, RandomWindows, build_module, build_trainer
+from genesis.operations.doctor.fits import SIZES, build_module, build_trainer, random_windows
 from genesis.operations.doctor.probe import Probe, Task
 from genesis.operations.doctor.training import VARIANTS, build_rank_environments, join_ranks, needs_group
 from genesis_callbacks import AsyncProcessCheckpoint
@@ -120,6 +120,6 @@ def _fit(task: Task, variant: str, mode: Any, name: str, is_killed: bool, enviro
     build, _ = VARIANTS[variant]
     trainer = build_trainer(task, build(), _END_AT, callbacks, enable_checkpointing=True)
     latest = checkpoint.latest()
-    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size], task.rank), ckpt_path=latest)
+    trainer.fit(build_module(task), datamodule=random_windows(SIZES[task.size], task.rank), ckpt_path=latest)
     if dist.is_initialized():
         dist.destroy_process_group()

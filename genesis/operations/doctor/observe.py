@@ -118,6 +118,18 @@ class StepPeak:
         return is_host(device.type) or hasattr(torch.get_device_module(device), "max_memory_allocated")
 
 
+class Feed(NamedTuple):
+    """How the data kept up with a step.
+
+    Args:
+        headroom: The possible speed of the data over that of training.
+        wait_ms: How long training waited for its window.
+    """
+
+    headroom: float
+    wait_ms: float
+
+
 class Watch(pl.Callback):
     """Keeps the windows and the memory of each step.
 
@@ -144,6 +156,7 @@ class Watch(pl.Callback):
         self.resident: dict[int, int] = {}
         self.allocated: dict[int, int] = {}
         self.tensors: dict[int, LiveTensors] = {}
+        self.feeds: dict[int, Feed] = {}
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, batch_idx: int
@@ -153,6 +166,9 @@ class Watch(pl.Callback):
             at_start, self._at_start = self._at_start, None
             at_start(trainer, pl_module, batch)
         self.windows[trainer.global_step] = hash_window(batch)
+        logged = trainer.callback_metrics  # of the step before, by `DataTelemetry`
+        if "data/headroom" in logged:
+            self.feeds[trainer.global_step] = Feed(float(logged["data/headroom"]), float(logged["data/wait_ms"]))
         device = trainer.strategy.root_device
         if trainer.global_step == self._peak_step and StepPeak.can_measure(device):
             self._peak = StepPeak(pl_module, device)

@@ -50,9 +50,11 @@ from genesis.operations.doctor.run_checks import (
     Peak,
     SavePlan,
     check_checkpoint,
+    check_loader,
     check_memory,
     check_overfit,
     check_resume,
+    describe_save,
     find_position,
     plan_save,
 )
@@ -218,7 +220,9 @@ class _Protocol:
             checkpoints = RunDirectory(run_dir).checkpoints
             first = checkpoints / checkpoint_name(step)
             assert remember.plan is not None
-            checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan, self._planned))
+            check = check_checkpoint(first if first.is_dir() else None, remember.plan, self._planned)
+            checks.append(replace(check, found=f"{check.found}; {describe_save(built.checkpoint.statistics)}"))
+            checks.append(check_loader(watch.feeds))
             last = find_latest(run_dir)
             assert last is not None
             self._straight = watch

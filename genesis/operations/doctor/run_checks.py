@@ -14,7 +14,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from genesis.operations.doctor.checks import Check, judge
-from genesis.operations.doctor.observe import LiveTensors, find_slope
+from genesis.operations.doctor.observe import Feed, LiveTensors, find_slope
 from genesis.operations.doctor.planned import PlannedFit
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import (
@@ -284,6 +284,36 @@ def _find_least_slope(values: Mapping[int, int], saved_at: int) -> float:
     before = {step: value for step, value in values.items() if step <= saved_at}
     after = {step: value for step, value in values.items() if step > saved_at + 1}
     return min((find_slope(part) for part in (before, after) if len(part) >= _MIN_PART), default=0.0)
+
+
+# ---- data and saves
+
+
+def check_loader(feeds: Mapping[int, Feed]) -> Check:
+    """Judges whether the data keep up with training, at the speed and the batch of the examination.
+
+    Args:
+        feeds: What was measured of each step.
+    """
+    steady = [feed for step, feed in feeds.items() if step > _WARM_UP_STEPS]
+    if len(steady) < _MIN_STEPS:
+        return Check("loader", "does not apply", f"{len(feeds)} measured steps are too few")
+    headroom, wait_ms = (statistics.median(values) for values in zip(*steady, strict=True))
+    found = f"the data can be {headroom:,.1f} times as fast as training is here; a step waits {wait_ms:.2f} ms for them"
+    if headroom >= 1:
+        return Check("loader", "passed", found)
+    remedy = "training waits for its data: leave a core to the loader, raise data.prefetch_windows, or prepare a corpus"
+    return Check("loader", "warning", found, remedy)
+
+
+def describe_save(statistics_of_saves: Any) -> str:
+    """Returns what the last save cost the training thread, and how fast it was written to the disk of the run."""
+    seconds, num_bytes = statistics_of_saves.last_write_seconds, statistics_of_saves.last_staged_bytes
+    rate = f", {num_bytes / seconds / 1e6:,.0f} MB/s" if seconds > 0 else ""
+    return (
+        f"a save stops training for {1e3 * statistics_of_saves.last_stall_seconds:,.1f} ms and is written in "
+        f"{seconds:.2f} s{rate}"
+    )
 
 
 # ---- one batch

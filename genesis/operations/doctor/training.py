@@ -1,7 +1,6 @@
 """Parts of the doctor that train: waits by line, speed and memory, and all devices."""
 
 import os
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -29,13 +28,19 @@ from genesis.base.device import (
     read_peak_memory,
     reset_peak_memory,
     select_device,
-    synchronize,
     warning_of_waits,
 )
 from genesis.base.processes import run_together
-from genesis.data.window import AccumulationWindow
 from genesis.model.describe import count_flops_per_token, describe
-from genesis.operations.doctor.fits import SIZES, KeepLosses, RandomWindows, build_module, build_strategy, build_trainer
+from genesis.operations.doctor.fits import (
+    SIZES,
+    KeepLosses,
+    StepTimes,
+    build_module,
+    build_strategy,
+    build_trainer,
+    random_windows,
+)
 from genesis.operations.doctor.probe import Probe, SkippedError, Task
 from genesis.strategies import Replicated, Sharded
 from genesis_callbacks.device_peaks import choose_peak_type, compute_mfu, read_peak_flops
@@ -52,43 +57,6 @@ _ROOTS: Final = {
 
 
 # ---- steps, their waits, their speed
-
-
-class _StepTimes(pl.Callback):
-    """Times the steps after the first ones, with one wait before and one after; waits are watched meanwhile."""
-
-    def __init__(self, kind: str, num_warmup_steps: int, num_steps: int) -> None:
-        self._kind, self._first, self._last = kind, num_warmup_steps, num_warmup_steps + num_steps
-        self._begin_seconds = 0.0
-        self.seconds_of_first = 0.0
-        self.seconds = 0.0
-        self.tokens = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts with the first steps, which are not timed."""
-        self._begin_seconds = time.perf_counter()
-
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: AccumulationWindow,
-        batch_idx: int,
-    ) -> None:
-        """Reads the clock before and after the timed steps."""
-        step = trainer.global_step
-        if step > self._first:
-            self.tokens += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
-        if step in (self._first, self._last):
-            synchronize(self._kind)
-            now_seconds = time.perf_counter()
-            seconds = now_seconds - self._begin_seconds
-            if step == self._first:
-                self.seconds_of_first = seconds
-            else:
-                self.seconds = seconds
-            self._begin_seconds = now_seconds
 
 
 @contextmanager
@@ -122,7 +90,7 @@ def watch_waits(probe: Probe) -> None:
         losses = KeepLosses()
         trainer = build_trainer(task, build_strategy(), num_steps, [losses])
         with counting_waits(task.kind) as waits:
-            trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size]))
+            trainer.fit(build_module(task), datamodule=random_windows(SIZES[task.size]))
         found = losses.read()
         is_whole = len(found) == num_steps and all(0 < loss < 50 for loss in found)
         probe.check(f"{num_steps} steps have finite losses", is_whole, f"{found[0]:.4f} to {found[-1]:.4f}")
@@ -142,10 +110,10 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
     if missing is not None:
         raise SkippedError(missing)
     size = SIZES[task.size]
-    times = _StepTimes(task.kind, _WARMUP_STEPS, _STEPS)
+    times = StepTimes(task.kind, _WARMUP_STEPS, _STEPS)
     trainer = build_trainer(task, build_strategy(is_compiled), _WARMUP_STEPS + _STEPS, [times])
     reset_peak_memory(task.kind)
-    trainer.fit(build_module(task), datamodule=RandomWindows(size))
+    trainer.fit(build_module(task), datamodule=random_windows(size))
     tokens_per_second = times.tokens / times.seconds
     probe.figure("speed", tokens_per_second, "tokens/s")
     probe.figure("step", times.seconds / _STEPS, "s")
@@ -255,7 +223,7 @@ def train_one_rank(task: Task, variant: str) -> None:
     """Trains as one rank of `train_on_all`, and writes its results at the end."""
     if needs_group(task, variant):
         join_ranks(task, "store")
-    losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
+    losses, times = KeepLosses(), StepTimes(task.kind, 2, _RANK_STEPS - 2)
     build, precision = VARIANTS[variant]
     options = {} if precision is None else {"precision": precision}
     before: list[Tensor] = []
@@ -268,7 +236,7 @@ def train_one_rank(task: Task, variant: str) -> None:
 
     module = build_module(task)
     trainer = build_trainer(task, build(), _RANK_STEPS, [losses, times, Remember()], **options)
-    trainer.fit(module, datamodule=RandomWindows(SIZES[task.size], task.rank))
+    trainer.fit(module, datamodule=random_windows(SIZES[task.size], task.rank))
     torch.save(
         {
             "losses": losses.read(),

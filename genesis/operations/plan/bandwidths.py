@@ -73,8 +73,8 @@ def read_report(path: Path) -> Mapping[str, Any]:
         raise UserError(f"cannot read --rates {path}: {reason}") from None
     except (ValueError, RecursionError):
         raise UserError(
-            f"--rates {path} is not JSON: give a report of `genesis doctor --device --out FILE`, or a record of "
-            "`genesis bench step`"
+            f"--rates {path} is not JSON: give a report of `genesis doctor --device --out FILE`, or a record of the "
+            "benchmark `step`"
         ) from None
     return content if isinstance(content, Mapping) else {}
 

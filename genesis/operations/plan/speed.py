@@ -186,7 +186,7 @@ def rate_from_tokens(workload: Workload, layout: Layout, tokens_per_second: floa
 
 
 def find_rate(content: Mapping[str, Any], path: str) -> Rate | None:
-    """Returns the rate in a report of `genesis doctor --device` or a record of `genesis bench step`; None without one.
+    """Returns the rate in a report of `genesis doctor --device` or a record of the benchmark `step`; None without one.
 
     Args:
         content: The file's content.
@@ -200,7 +200,7 @@ def _find_rate(content: Mapping[str, Any], path: str) -> Rate | None:
     try:
         if isinstance(content.get("contenders"), Mapping):
             found = content["contenders"]["genesis"]["tokens_per_second"] * content["workload"]["flops_per_token"]
-            return Rate(float(found), f"{path}, measured by bench step", is_assumed=False)
+            return Rate(float(found), f"{path}, measured by the benchmark step", is_assumed=False)
         parts = {part["name"]: part.get("figures", []) for part in content.get("parts", ())}
         figures = {figure["name"]: figure["value"] for name in ("speed", "compiled") for figure in parts.get(name, ())}
         peaks = [

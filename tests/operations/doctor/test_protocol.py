@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 ALL = [
     *("sample", "initial loss", "loss", "labels", "documents", "later tokens", "accumulation"),
-    *("checkpoint", "resume", "memory", "overfit", "sharded"),
+    *("checkpoint", "loader", "resume", "memory", "overfit", "sharded"),
 ]
 
 

@@ -12,7 +12,14 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.doctor import run_checks
 from genesis.operations.doctor.forked_ranks import Step
-from genesis.operations.doctor.observe import LiveTensors, StepPeak, count_tensors, find_slope, read_allocated_peak
+from genesis.operations.doctor.observe import (
+    Feed,
+    LiveTensors,
+    StepPeak,
+    count_tensors,
+    find_slope,
+    read_allocated_peak,
+)
 from genesis.operations.doctor.planned import PlannedFit
 from genesis.operations.doctor.protocol import check_split
 from genesis.operations.doctor.recipe import (
@@ -29,6 +36,7 @@ from genesis.operations.doctor.run_checks import (
     Peak,
     SavePlan,
     check_checkpoint,
+    check_loader,
     check_memory,
     check_overfit,
     check_resume,
@@ -38,6 +46,21 @@ from tests.tiny_runs import build_decoder, save
 MIB = 2**20
 STEADY = dict.fromkeys(range(1, 21), 500 * MIB)
 NO_GROWTH = {step: LiveTensors(400, 9 * MIB) for step in (11, 14, 17, 20)}
+
+
+# ---- data
+
+
+@pytest.mark.parametrize(("headroom", "status"), [(30.0, "passed"), (0.5, "warning")])
+def test_a_loader_that_is_slower_than_training_is_a_warning_and_first_steps_do_not_count(
+    headroom: float, status: str
+) -> None:
+    cold = {step: Feed(0.01, 900.0) for step in range(1, 5)}
+    check = check_loader({**cold, **{step: Feed(headroom, 2.5) for step in range(5, 10)}})
+    assert check.status == status
+    assert f"{headroom:.1f} times as fast" in check.found
+    assert "waits 2.50 ms" in check.found
+    assert check_loader(cold).status == "does not apply"
 
 
 # ---- memory

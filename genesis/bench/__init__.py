@@ -1,1 +1,0 @@
-"""Benchmarks: each compares contenders in one run and writes a record."""
