@@ -57,6 +57,13 @@ USED: dict[str, str] = {
     "_step_supports_amp_scaling": "torch.optim.adam:Adam",
     "_values": "torch:Tensor",
     "_version": "torch:Tensor",
+    "_cdata": "torch:UntypedStorage",
+    "_grouped_mm": "torch",
+    "_init_fn": "torch._library.custom_ops:CustomOpDef",
+    "_library": "torch",
+    "_python_dispatch": "torch.utils",
+    "_subclasses": "torch",
+    "_to_copy": "torch",
     "_dump_snapshot": "torch.cuda.memory",
     # ---- torch: distributed
     "_MEM_FORMAT_ENCODING": "torch.distributed.checkpoint.metadata",

@@ -7,7 +7,7 @@ of the checkpoints has streams, events and pinned memory of its own in `genesis_
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -88,6 +88,8 @@ def has_bfloat16(kind: str) -> bool:
 
 def read_capability(device: torch.device) -> tuple[int, int] | None:
     """Returns the compute capability of a CUDA device (on ROCm, major and minor of its architecture); else None."""
+    if _measurements:
+        return _MEASURED_CAPABILITY if kind_of(device) == "cuda" else None
     read = getattr(_find_module(device.type), "get_device_capability", None)
     found = None if read is None else read(device)
     return found if isinstance(found, tuple) else None
@@ -249,3 +251,41 @@ def _find_module(kind: str) -> Any | None:
         return torch.get_device_module(kind)
     except RuntimeError:
         return None
+
+
+# ---- measuring for a device that is not here
+
+
+class Measurement(NamedTuple):
+    """A kind of device that host tensors without memory stand for, while `genesis plan` runs the model on them."""
+
+    kind: str
+    run_kernel: Callable[..., Any]
+    """Calls a function as one kernel: only its results take memory."""
+
+
+_measurements: list[Measurement] = []
+_MEASURED_CAPABILITY: Final = (9, 0)
+
+
+@contextlib.contextmanager
+def measured_as(measurement: Measurement) -> Iterator[None]:
+    """Makes `kind_of` and `find_measured_kernel` answer for a measurement."""
+    _measurements.append(measurement)
+    try:
+        yield
+    finally:
+        _measurements.pop()
+
+
+def kind_of(device: torch.device) -> str:
+    """Returns the kind of a device, or the one that it stands for in a measurement.
+
+    Code whose allocations differ between kinds asks this, so that a plan has those of the real device.
+    """
+    return _measurements[-1].kind if _measurements else device.type
+
+
+def find_measured_kernel() -> Callable[..., Any] | None:
+    """Returns what runs a function as one kernel in a measurement, where nothing is compiled; None outside of one."""
+    return _measurements[-1].run_kernel if _measurements else None

@@ -26,7 +26,6 @@ from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, 
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 from genesis_callbacks.base.local_shards import local_shards
 
 MAGNITUDE: Final = "lora_magnitude"
@@ -172,34 +171,6 @@ class AdaptedLinear(nn.Linear, Part):
         adapter = 6 * (self.lora_A.numel() + self.lora_B.numel())
         multiplies_twice = self.lora_magnitude is not None and self.dropout > 0.0  # by the frozen weight
         return adapter + (4 * self.weight.numel() if multiplies_twice else 0)
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the frozen product and, beside it, the adapter's two."""
-        base = tape.linear(x, self.weight, self.bias)
-        if not tape.setting.is_autocast:
-            x = tape.cast(x, min(FLOAT32_BYTES, tape.setting.weight_bytes))
-        if self.dropout > 0.0:
-            mask = tape.value(x.num_elements, x.element_bytes if tape.setting.is_cpu else 1)
-            x = tape.apply((x,), x.num_elements, x.element_bytes, saved=(mask,))
-        low = tape.linear(x, self.lora_A)
-        scaled = tape.apply((low,), low.num_elements, low.element_bytes)
-        update = tape.cast(tape.linear(scaled, self.lora_B), base.element_bytes)
-        if self.lora_magnitude is None:
-            return tape.add(base, update)
-        again = tape.linear(tape.cast(x, base.element_bytes), self.weight) if self.dropout > 0.0 else base
-        joined = tape.add(again, update)
-        # The lengths of the rows: the adapted weight stands whole, and a scale for each row is kept with the sum.
-        weight_bytes = 2 * self.weight.numel() * FLOAT32_BYTES
-        scaled = tape.apply(
-            (joined,),
-            joined.num_elements,
-            FLOAT32_BYTES,
-            saved=(joined,),
-            forward_bytes=weight_bytes,
-            backward_bytes=joined.num_elements * FLOAT32_BYTES,
-            weights=[tape.weight(self.lora_magnitude)],
-        )
-        return tape.cast(scaled if self.dropout == 0.0 else tape.add(base, scaled), base.element_bytes)
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""

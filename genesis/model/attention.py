@@ -31,8 +31,7 @@ from genesis.model.initial import InitialValues
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
 from genesis.model.norm import RMSNorm
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts, record_linear
-from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts
 
 
 @dataclass(frozen=True)
@@ -200,13 +199,6 @@ class AttentionConfig(SequenceMixerConfig):
         """Returns the heads."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim))
 
-    def count_shared_bytes(self, setting: Setting, dim: int) -> int:
-        """Returns the bytes of the rotary tables, and of what the kernel prepares."""
-        rows = setting.batch_size if setting.has_documents else 1
-        tables = 2 * rows * setting.seq_len * self.head_width(dim) * FLOAT32_BYTES
-        kernel = KERNELS[setting.attention]
-        return tables + kernel.count_shared_bytes(setting, is_windowed=self.sliding_window is not None)
-
 
 def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> AttentionMetadata:
     """Returns the metadata of layers that have the window, if there is one.
@@ -294,14 +286,6 @@ def rotate(
     return turned.to(x.dtype)
 
 
-def record_rotation(tape: Tape, x: Value) -> Value:
-    """Records `rotate`, which keeps nothing: the tables need no gradient."""
-    wide = x.num_elements * FLOAT32_BYTES
-    # Forward: the product with the cosine, the halves in the other order, and the sum before it is narrowed.
-    forward_bytes = wide + x.num_bytes + (wide if x.element_bytes != FLOAT32_BYTES else 0)
-    return tape.apply((x,), x.num_elements, x.element_bytes, forward_bytes=forward_bytes, backward_bytes=2 * wide)
-
-
 class Attention(SequenceMixer):
     """Grouped-query attention with rotary positions."""
 
@@ -350,26 +334,6 @@ class Attention(SequenceMixer):
     def context_flops_per_token(self, context: int) -> int:
         """Two products of the width of all heads, query with key and weight with value, six operations each."""
         return 12 * self.output.in_features * min(context, self.window or context)
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the products, the rotation and the attention itself."""
-        query, key, value = (record_linear(tape, x, layer) for layer in (self.query, self.key, self.value))
-        gate = None
-        if self.has_output_gate:  # the rows of queries and gates alternate, so that each is copied
-            half = query.num_elements // 2
-            query, gate = (tape.apply((query,), half, query.element_bytes) for _ in range(2))
-        if self.qk_norm is not None:
-            query, key = self.query_norm.record(tape, query), self.key_norm.record(tape, key)
-        if self.has_rope:
-            query, key = (record_rotation(tape, part) for part in (query, key))
-        num_heads = query.num_elements // tape.setting.num_tokens // self.head_dim
-        attended = KERNELS[tape.setting.attention].record(tape, query, key, value, num_heads, self.window)
-        if gate is not None:
-            opened = tape.apply((gate,), gate.num_elements, gate.element_bytes, saves_output=True)
-            attended = tape.apply(
-                (attended, opened), attended.num_elements, attended.element_bytes, saved=(attended, opened)
-            )
-        return record_linear(tape, attended, self.output)
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, ...] | None = None

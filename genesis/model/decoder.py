@@ -31,7 +31,6 @@ from genesis.model.mixer import AttentionHeads, ForwardTokens, KernelProof, Sequ
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # its name is then known to checkpoints
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
-from genesis.model.tape import Tape, Value
 
 T = TypeVar("T")
 
@@ -276,18 +275,6 @@ class Block(nn.Module):
             counted = None if counted is None else counted.flatten()[logits_to_keep]
         update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x, counted)
         return x + self.dropout(update if is_before else self.feed_forward_norm(update)), statistics
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records what this layer holds in memory, and returns the stream after it; see `genesis.model.tape`."""
-        is_before = self.has_norms_before
-        for norm, part in ((self.attention_norm, self.sequence_mixer), (self.feed_forward_norm, self.feed_forward)):
-            update = part.record(tape, norm.record(tape, x) if is_before else x)
-            update = update if is_before else norm.record(tape, update)
-            if self.dropout.p > 0.0:
-                mask = tape.value(update.num_elements, update.element_bytes if tape.setting.is_cpu else 1)
-                update = tape.apply((update,), update.num_elements, update.element_bytes, saved=(mask,))
-            x = tape.add(x, update)
-        return x
 
 
 class BlockInputs(NamedTuple):

@@ -20,12 +20,10 @@ from genesis.model.attend.metadata import document_offsets, document_positions
 from genesis.model.delta_kernel import run_kernel, suits_kernel
 from genesis.model.delta_proof import list_delta_proofs
 from genesis.model.delta_rule import DeltaInputs, chunked, step
-from genesis.model.delta_tape import record_rule
 from genesis.model.initial import InitialValues
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts, record_linear
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts
 
 
 @final
@@ -131,6 +129,7 @@ class GatedDelta(SequenceMixer):
     """
 
     draws_random_numbers = False
+    measured_note = "linear layers are counted in chunks; the kernels of flash-linear-attention keep less"
     precise_layers = ("beta", "decay")  # they decide what a state keeps over thousands of tokens
 
     def __init__(self, config: GatedDeltaConfig, dim: int) -> None:
@@ -177,46 +176,6 @@ class GatedDelta(SequenceMixer):
         linears = (self.query_key_value, self.gate, self.beta, self.decay, self.output)
         state = self.config.num_value_heads * self.config.key_dim * self.config.value_dim
         return 6 * (sum(part.weight.numel() for part in linears) + self.conv_weight.numel() + 3 * state)
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the products, the convolution, the rule in chunks, and the gated norm."""
-        config = self.config
-        mixed = self._record_convolution(tape, record_linear(tape, x, self.query_key_value))
-        beta, decay = (record_linear(tape, x, layer) for layer in (self.beta, self.decay))
-        beta = tape.apply((beta,), beta.num_elements, beta.element_bytes, saves_output=True)
-        vectors = [tape.weight(self.log_rate), tape.weight(self.decay_bias)]
-        added = [tape.value(decay.num_elements, FLOAT32_BYTES) for _ in range(2)]
-        decay = tape.apply((decay,), decay.num_elements, FLOAT32_BYTES, saved=added, weights=vectors)
-        heads = (config.num_key_heads, config.num_value_heads, config.key_dim, config.value_dim)
-        read = record_rule(tape, mixed, decay, beta, heads)
-        gate = record_linear(tape, x, self.gate)
-        # The norm keeps its input and its result; both factors of the gate and its argument are kept, too.
-        normed = tape.apply((read,), read.num_elements, FLOAT32_BYTES, saved=(read,), backward_bytes=2 * read.num_bytes)
-        weighted = tape.apply(
-            (normed,), read.num_elements, FLOAT32_BYTES, saved=(normed,) if self.norm_weight.requires_grad else (),
-            weights=[tape.weight(self.norm_weight)], backward_bytes=read.num_bytes,
-        )  # fmt: skip
-        gate = tape.cast(gate, FLOAT32_BYTES)
-        opened = tape.apply((gate,), gate.num_elements, FLOAT32_BYTES, saved=(gate,))
-        out = tape.apply((weighted, opened), read.num_elements, FLOAT32_BYTES, saved=(weighted, opened))
-        out = tape.apply((out,), out.num_elements, FLOAT32_BYTES)  # in the order of the product's rows
-        return record_linear(tape, tape.cast(out, x.element_bytes), self.output)
-
-    def _record_convolution(self, tape: Tape, x: Value) -> Value:
-        taps = self.config.conv_width - 1
-        has_documents = tape.setting.has_documents
-        # Of each earlier token its masked copy is kept, or once for all of them the padded input.
-        kept = [tape.value(x.num_elements, x.element_bytes) for _ in range(taps if has_documents else 1)]
-        mixed = tape.apply(
-            (x,),
-            x.num_elements,
-            x.element_bytes,
-            saved=(x, *kept) if self.conv_weight.requires_grad else (),
-            forward_bytes=2 * x.num_bytes,
-            backward_bytes=3 * x.num_bytes,
-            weights=[tape.weight(self.conv_weight)],
-        )
-        return tape.apply((mixed,), x.num_elements, x.element_bytes, saved=(mixed,))
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: DeltaMetadata, cache: tuple[Tensor, ...] | None = None

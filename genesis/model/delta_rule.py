@@ -22,6 +22,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from genesis.base.device import kind_of
+
 CHUNK_TOKENS: Final = 64
 _EPS: Final = 1e-6
 """Added to the squared length of keys and queries, as in flash-linear-attention."""
@@ -57,7 +59,7 @@ def chunked(
     same = torch.ones((CHUNK_TOKENS, CHUNK_TOKENS), dtype=torch.bool, device=value.device).tril()
     # B H N C: the logarithm of what has decayed since the chunk began. CUDA's cumsum adds in any order, and torch
     # refuses it in a run whose kernels repeat.
-    passed = decay.cumsum(dim=-1) if decay.device.type == "cpu" else sum_to_each(decay, same)
+    passed = decay.cumsum(dim=-1) if kind_of(decay.device) == "cpu" else sum_to_each(decay, same)
     reads_state, is_kept = passed.exp(), (passed[..., -1:] - passed).exp()
     chunk_decay = passed[..., -1].exp()
     if is_start is not None:

@@ -14,6 +14,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from genesis.base.device import kind_of
+
 
 class Order(NamedTuple):
     """The rows of experts, sorted by expert and then by token.
@@ -85,7 +87,7 @@ class _Combine(torch.autograd.Function):
 
 def _sum_rows(rows: Tensor, row_of_choice: Tensor, weights: Tensor | None) -> Tensor:
     """Returns the sum of each token's rows, in the order of its choices."""
-    if rows.device.type == "cpu" and rows.dtype == torch.float32 and not torch.compiler.is_compiling():
+    if kind_of(rows.device) == "cpu" and rows.dtype == torch.float32 and not torch.compiler.is_compiling():
         # One pass over the memory: a bag is a token.
         return embedding_bag(row_of_choice, rows, mode="sum", per_sample_weights=weights)
     parts = (rows.index_select(0, column).to(_sum_dtype(rows)) for column in row_of_choice.unbind(1))

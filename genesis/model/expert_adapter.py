@@ -20,7 +20,6 @@ from torch.nn.functional import pad, silu
 from genesis.model.experts import GROUPED_ALIGNMENT, Experts, clear_tail, find_ends, grouped_mm, suits_grouped
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, ParameterGroup, Part
-from genesis.model.tape import CASTS, FLOAT32_BYTES, Tape, Value
 
 GATE_UP: Final = "gate_up"
 DOWN: Final = "down"
@@ -75,12 +74,6 @@ class ExpertAdapter(Part):
     def flops_per_token(self) -> int:
         """The FLOPs of the adapters of the experts that see a token."""
         return 6 * self.num_active * self.rank * (self.in_features + self.out_features)
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records both products; the update has the type of the products."""
-        low = _record_product(tape, x, self.lora_A)
-        scaled = tape.apply((low,), low.num_elements, low.element_bytes)
-        return _record_product(tape, scaled, self.lora_B)
 
     def forward(
         self, rows: Float[Tensor, "N I"], counts: Int64[Tensor, " G"], is_grouped: bool
@@ -142,32 +135,6 @@ class AdaptedExperts(Experts):
         both = {GATE_UP: self.gate_up_adapter, DOWN: self.down_adapter}
         return {name: adapter for name, adapter in both.items() if adapter is not None}
 
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the frozen products and, beside them, those of the adapters."""
-        gated, upped = (_record_product(tape, x, weight) for weight in (self.gate, self.up))
-        if self.gate_up_adapter is not None:
-            update = self._record_adapter(tape, x, self.gate_up_adapter)
-            gated, upped = (
-                tape.apply((one, update), one.num_elements, one.element_bytes, passes_gradient=True)
-                for one in (gated, upped)
-            )
-        inner = tape.apply(
-            (gated, upped),
-            gated.num_elements,
-            gated.element_bytes,
-            saved=(gated, upped),
-            forward_bytes=gated.num_bytes,
-            backward_bytes=2 * gated.num_bytes,
-        )
-        out = _record_product(tape, inner, self.down)
-        if self.down_adapter is None:
-            return out
-        return tape.add(out, self._record_adapter(tape, inner, self.down_adapter))
-
-    def _record_adapter(self, tape: Tape, x: Value, adapter: ExpertAdapter) -> Value:
-        wide = x if tape.setting.is_autocast else tape.cast(x, min(FLOAT32_BYTES, tape.setting.weight_bytes))
-        return tape.cast(adapter.record(tape, wide), x.element_bytes)
-
     def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
         """Returns the outputs of the base plus the adapters' updates; see `Experts.forward`."""
         if not self.is_on:
@@ -217,18 +184,6 @@ def find_adapter(weight: str) -> tuple[str, int, int]:
 
 def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def _record_product(tape: Tape, x: Value, stack: Tensor) -> Value:
-    """Records a product of rows with the stack of this rank, for which a narrower copy of the stack may be kept."""
-    weight = tape.weight(stack)
-    held = weight.num_elements // tape.setting.expert_ranks
-    used = weight._replace(num_elements=held, product_bytes=x.element_bytes)
-    saved = [x] if weight.is_trained else []
-    if weight.element_bytes != x.element_bytes:
-        saved.append(tape.value(held, x.element_bytes, term=CASTS))
-    num_outputs = x.num_elements // stack.shape[2] * stack.shape[1]
-    return tape.apply((x,), num_outputs, x.element_bytes, saved=saved, weights=[used])
 
 
 def _swiglu(gated: Tensor, upped: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch.nn.functional import silu
 from genesis.base.device import read_capability
 from genesis.model.initial import InitialValues
 from genesis.model.part import ParameterGroup, Part
-from genesis.model.tape import CASTS, Tape, Value
 
 EXPERTS: Final = ParameterGroup("experts", "matrix")
 """The group of the experts' weights, each a stack of one matrix for each expert."""
@@ -72,31 +71,6 @@ class Experts(Part):
 
     def _count_weights(self, num_experts: int) -> int:
         return num_experts * sum(weight[0].numel() for weight in (self.gate, self.up, self.down))
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the products of all rows. Narrower copies of the weights are made for each forward and kept."""
-        weights = [tape.weight(weight) for weight in (self.gate, self.up, self.down)]
-        ranks = tape.setting.expert_ranks
-        weights = [weight._replace(num_elements=weight.num_elements // ranks) for weight in weights]
-        used = [weight._replace(product_bytes=x.element_bytes) for weight in weights]
-        num_inner = x.num_elements // self.gate.shape[2] * self.gate.shape[1]
-        inner = [tape.value(num_inner, x.element_bytes) for _ in range(2)]
-        copies = [
-            tape.value(weight.num_elements, x.element_bytes, term=CASTS)
-            for weight in weights
-            if weight.element_bytes != x.element_bytes
-        ]
-        return tape.apply(
-            (x,),
-            x.num_elements,
-            x.element_bytes,
-            saved=(x, *inner, *copies),
-            forward_bytes=inner[0].num_bytes,
-            backward_bytes=3 * inner[0].num_bytes + sum(
-                weight.num_elements * x.element_bytes for weight in weights[1:] if weight.is_trained
-            ),
-            weights=used,
-        )  # fmt: skip
 
     def find_dtype(self, device: torch.device) -> torch.dtype:
         """Returns the dtype of the products: that of autocast, or the weights' own."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from genesis.base.device import kind_of
 from genesis.model.initial import InitialValues
-from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts, record_linear
-from genesis.model.tape import Tape, Value
+from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts
 
 
 class FeedForward(Part):
@@ -104,24 +104,13 @@ class Dense(FeedForward):
         """The FLOPs of the weights, each of which multiplies every token."""
         return 6 * sum(linear.weight.numel() for linear in (self.gate, self.up, self.down))
 
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the three products, and what their gate keeps: on CPU less than autograd would."""
-        gate, up = record_linear(tape, x, self.gate), record_linear(tape, x, self.up)
-        num_elements, element_bytes = gate.num_elements, gate.element_bytes
-        if tape.setting.is_cpu:
-            product = tape.apply((gate, up), num_elements, element_bytes, saved=(gate, up))
-        else:
-            activated = tape.apply((gate,), num_elements, element_bytes, saved=(gate,))
-            product = tape.apply((activated, up), num_elements, element_bytes, saved=(activated, up))
-        return record_linear(tape, product, self.down)
-
     def forward(
         self, x: Float[Tensor, "*N D"], counted: Bool[Tensor, "*N"] | None = None
     ) -> tuple[Float[Tensor, "*N D"], None]:
         """Returns down(silu(gate x) * up x), without statistics."""
         gate, up = self.gate(x), self.up(x)
         # torch.compile itself keeps only what its backward reads.
-        is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_eager_cpu = kind_of(x.device) == "cpu" and not torch.compiler.is_compiling()
         product = _GatedCPU.apply(gate, up) if is_eager_cpu else silu(gate) * up  # type: ignore[no-untyped-call]
         return self.down(product), None
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from genesis.base.device import find_missing_compiler, is_host
+from genesis.base.device import find_measured_kernel, find_missing_compiler, is_host, kind_of
 
 IGNORE_INDEX = -100
 """The label of tokens that the loss ignores (torch's convention)."""
@@ -28,7 +28,7 @@ MIN_CHUNK_TOKENS = 256
 
 def chunk_tokens(vocab_size: int, device: torch.device) -> int:
     """Returns how many tokens' logits exist at one time."""
-    num_bytes = CHUNK_LOGITS_BYTES_CPU if device.type == "cpu" else CHUNK_LOGITS_BYTES_GPU
+    num_bytes = CHUNK_LOGITS_BYTES_CPU if kind_of(device) == "cpu" else CHUNK_LOGITS_BYTES_GPU
     return max(MIN_CHUNK_TOKENS, num_bytes // (4 * vocab_size))
 
 
@@ -39,7 +39,7 @@ def split_tokens(num_tokens: int, vocab_size: int, device: torch.device) -> int:
     others would change the last bits of every loss.
     """
     most = chunk_tokens(vocab_size, device)
-    if device.type == "cpu" or num_tokens <= most:
+    if kind_of(device) == "cpu" or num_tokens <= most:
         return most
     return -(-num_tokens // -(-num_tokens // most))
 
@@ -83,7 +83,7 @@ def token_losses(
     dtype = _product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(hidden.device.type, enabled=False):
-        if hidden.device.type != "cpu":  # to count the valid labels there, the host would have to wait
+        if kind_of(hidden.device) != "cpu":  # to count the valid labels there, the host would have to wait
             return _apply_token_losses(hidden, weight, labels, dtype)
         # Questions have no labels: often most of the tokens.
         valid = (labels != IGNORE_INDEX).nonzero().squeeze(1)
@@ -141,7 +141,7 @@ class _SumCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
-        is_fused = _is_fused(hidden.device.type)
+        is_fused = _is_fused(kind_of(hidden.device))
         for start in range(0, num_tokens, step):
             chunk, target = hidden[start : start + step].to(dtype), labels[start : start + step, None]
             if is_fused:
@@ -195,7 +195,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.dtype = dtype
         losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
-        is_fused = _is_fused(hidden.device.type)
+        is_fused = _is_fused(kind_of(hidden.device))
         for run in split_chunks(len(labels), weight):
             target = labels[run, None]
             logits = hidden[run].to(dtype) @ low_weight.t()
@@ -203,9 +203,10 @@ class _TokenLosses(torch.autograd.Function):
                 losses[run] = fuse(lose_rows)(logits, target).squeeze(1)
                 continue
             is_ignored = target == IGNORE_INDEX
-            _, log_normaliser = normalise(logits)
+            log_normaliser = normalise(logits)[1]
             own = log_normaliser - logits.gather(1, target.masked_fill(is_ignored, 0))
             losses[run] = own.masked_fill_(is_ignored, 0).squeeze(1)
+            del logits  # before those of the next chunk exist
         return losses
 
     @staticmethod
@@ -217,7 +218,7 @@ class _TokenLosses(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         low_weight = weight.to(ctx.dtype)
-        is_fused = _is_fused(hidden.device.type)
+        is_fused = _is_fused(kind_of(hidden.device))
         with _without_autocast(hidden.device.type):
             for run in split_chunks(len(labels), weight):
                 target = labels[run, None]
@@ -244,6 +245,7 @@ class _TokenLosses(torch.autograd.Function):
                     grad_hidden[run] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
                 if grad_weight is not None:
                     grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+                del probs, grad_logits  # before the logits of the next chunk exist
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -265,7 +267,9 @@ def _is_fused(kind: str) -> bool:
 
     On a CPU the chunk lies in the caches, and other operators would change the last bits of every loss.
     """
-    return not is_host(kind) and kind not in _by_operators and not _lacks_compiler(kind)
+    if is_host(kind) or kind in _by_operators:
+        return False
+    return find_measured_kernel() is not None or not _lacks_compiler(kind)
 
 
 @functools.cache
@@ -294,6 +298,9 @@ def fuse(function: Rows) -> Rows:
     """
 
     def run(logits: Tensor, *columns: Tensor | None) -> Any:
+        run_kernel = find_measured_kernel()
+        if run_kernel is not None:
+            return run_kernel(function, logits, *columns)
         torch._dynamo.mark_static(logits, 1)
         num_rows = chunk_tokens(logits.shape[1], logits.device)
         for tensor in (logits, *columns):
@@ -360,7 +367,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Returns `total` with the product of `a` and `b` added, in place or not, in float32."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
-    if a.is_cuda:  # the product is never rounded to 16 bits, and no tensor of its own
+    if kind_of(a.device) == "cuda":  # the product is never rounded to 16 bits, and no tensor of its own
         return torch.addmm(total, a, b, out_dtype=torch.float32)
     total += a @ b
     return total

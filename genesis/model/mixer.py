@@ -19,7 +19,6 @@ from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.part import Part
-from genesis.model.tape import Setting
 
 
 class ForwardTokens(NamedTuple):
@@ -126,7 +125,3 @@ class SequenceMixerConfig(ABC):
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of kernels of its own, which an accelerator has to pass before the part uses them."""
         return ()
-
-    def count_shared_bytes(self, setting: Setting, dim: int) -> int:
-        """Returns the bytes of the metadata that its layers share, for the plan of a run."""
-        return 0

@@ -19,7 +19,6 @@ from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part, Statistics, check_counts
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 INDEX_BYTES: Final = 8
 SCORES: Final = ("softmax", "sigmoid")
@@ -202,24 +201,6 @@ class Router(Part):
         """The FLOPs of the weight."""
         return 6 * self.weight.numel()
 
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the scores in float32, and returns the weights of the chosen experts."""
-        num_tokens, num_experts = tape.setting.num_tokens, self.config.num_experts
-        x = tape.cast(x, FLOAT32_BYTES)
-        weight = tape.weight(self.weight)
-        num_scores = num_tokens * num_experts
-        logits = tape.apply((x,), num_scores, FLOAT32_BYTES, saved=(x,), weights=[weight])
-        # Besides, the scores of the choice, and for the statistics the shares and their entropies.
-        scores = tape.apply(
-            (logits,), num_scores, FLOAT32_BYTES, saves_output=True, forward_bytes=3 * num_scores * FLOAT32_BYTES
-        )
-        if self.config.z_loss or self.config.balance_loss:
-            losses = [tape.value(num_scores, FLOAT32_BYTES) for _ in range(2)]
-            scores = tape.apply((scores,), num_scores, FLOAT32_BYTES, saved=losses)
-        chosen = tape.value(num_tokens * self.config.top_k, 8)
-        sums = tape.value(num_tokens * self.config.top_k, FLOAT32_BYTES)
-        return tape.apply((scores,), num_tokens * self.config.top_k, FLOAT32_BYTES, saved=(chosen, sums))
-
     def forward(self, x: Float[Tensor, "*T D"], counted: Bool[Tensor, "*T"] | None = None) -> Routing:
         """Returns the experts of each token.
 
@@ -346,45 +327,6 @@ class Mixture(FeedForward):
     def flops_per_token(self) -> int:
         """The FLOPs of the gate of the shared expert."""
         return 0 if self.shared_gate is None else 6 * self.shared_gate.numel()
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records routing, the rows of the experts, their products, and the sum; loads are taken as even."""
-        num_tokens, dim = tape.setting.num_tokens, x.num_elements // tape.setting.num_tokens
-        num_rows = num_tokens * self.config.top_k
-        choices = self.router.record(tape, x)
-        weight = tape.weight(self.experts.gate)
-        in_product = tape.setting.product_bytes if tape.setting.is_autocast else weight.element_bytes
-        order = tape.value(2 * num_rows, INDEX_BYTES)
-        narrow = tape.cast(x, in_product)
-        rows = tape.apply(
-            (narrow,), num_rows * dim, in_product, saved=(order,), backward_bytes=num_tokens * dim * FLOAT32_BYTES
-        )
-        travelling = 0
-        if tape.setting.expert_ranks > 1:
-            # Rows of other ranks arrive, as many if loads are even, and are sorted by expert; the same on the way back.
-            orders = [tape.value(num_rows, INDEX_BYTES) for _ in range(2)]
-            travelling = 2 * rows.num_bytes  # sent and received rows exist until the forward of the part ends
-            received = tape.apply((rows,), rows.num_elements, in_product)
-            permuted = tape.apply((received,), rows.num_elements, in_product, saved=orders[:1])
-            ran = self.experts.record(tape, permuted)
-            permuted = tape.apply((ran,), rows.num_elements, in_product, saved=orders[1:], forward_bytes=travelling)
-            made = tape.apply((permuted,), rows.num_elements, in_product, forward_bytes=travelling)
-        else:
-            made = self.experts.record(tape, rows)
-        out = tape.apply(
-            (made, choices),
-            x.num_elements,
-            in_product,
-            saved=(made, choices, order),
-            forward_bytes=2 * x.num_elements * FLOAT32_BYTES + travelling,
-            backward_bytes=2 * num_rows * dim * FLOAT32_BYTES,
-        )
-        if self.shared is None:
-            return out
-        shared = self.shared.record(tape, x)
-        if self.shared_gate is not None:
-            shared = tape.apply((shared,), shared.num_elements, shared.element_bytes, saved=(shared,))
-        return tape.add(out, shared)
 
     def forward(
         self, x: Float[Tensor, "*N D"], counted: Bool[Tensor, "*N"] | None = None

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 
+from genesis.base.device import kind_of
 from genesis.base.errors import UserError
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 
 @dataclass(frozen=True)
@@ -74,36 +74,18 @@ class RMSNorm(Part):
         """Returns 0, because a norm multiplies no matrix."""
         return 0
 
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records the norm: it keeps its input, and the scale of each vector."""
-        weight = tape.weight(self.weight)
-        scale = tape.value(x.num_elements // self.weight.numel(), FLOAT32_BYTES)
-        saved = [x, scale] if x.needs_grad or weight.is_trained else []
-        is_ours = tape.setting.is_cpu and x.element_bytes == weight.element_bytes == FLOAT32_BYTES
-        if tape.setting.is_cpu and not is_ours and saved:
-            # torch's own form on CPU computes in float32, step by step.
-            saved = [scale, *(tape.value(x.num_elements, FLOAT32_BYTES) for _ in range(2 if weight.is_trained else 1))]
-        return tape.apply(
-            (x,),
-            x.num_elements,
-            max(x.element_bytes, weight.element_bytes),
-            saved=saved,
-            backward_bytes=2 * x.num_bytes if is_ours else 0,
-            weights=[weight],
-        )
-
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
         # In float32: bfloat16 would round the sum.
         weight = 1.0 + self.weight.float() if self.has_offset else self.weight
         # torch.compile itself fuses torch's own form into few passes.
-        is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_eager_cpu = kind_of(x.device) == "cpu" and not torch.compiler.is_compiling()
         if is_eager_cpu and x.dtype == weight.dtype == torch.float32:
             out = _RMSNormCPU.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
         elif self.has_offset:
             out = rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
-        elif x.device.type != "cpu" and x.dtype != weight.dtype:
+        elif kind_of(x.device) != "cpu" and x.dtype != weight.dtype:
             # The fused kernel takes one dtype: that which autocast of torch 2.12 and later chooses by itself. Without
             # the casts torch 2.11 computes norms of queries and keys in separate operations.
             wide = torch.promote_types(x.dtype, weight.dtype)

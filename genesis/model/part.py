@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from genesis.base.errors import UserError
 from genesis.model.initial import InitialValues
-from genesis.model.tape import Tape, Value
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,14 @@ class Part(nn.Module, ABC):
         draws_random_numbers: Whether the forward uses random numbers, so that activation checkpointing has to save and
             restore the generators' state, which costs host time for each block.
         keeps_float32: Whether its parameters are float32 under any precision; strategies then gather them as such.
+        measured_note: What `genesis plan` prints of this part on accelerators where its kernels hold other memory than
+            the code that is measured; None if they do not.
         precise_layers: The names of linear layers whose products are never in float8.
     """
 
     draws_random_numbers: bool = True
     keeps_float32: bool = False
+    measured_note: str | None = None
     precise_layers: Collection[str] = ()
 
     @abstractmethod
@@ -79,18 +81,6 @@ class Part(nn.Module, ABC):
     def context_flops_per_token(self, context: int) -> int:
         """Returns the additional FLOPs of a token for its products with the tokens of a context of this length."""
         return 0
-
-    def record(self, tape: Tape, x: Value) -> Value:
-        """Records what the forward and its backward hold in memory, and returns the output; see `genesis.model.tape`.
-
-        A part without a record of its own is estimated from its matrices, which the plan of a run prints.
-        """
-        return tape.estimate(x, self)
-
-
-def record_linear(tape: Tape, x: Value, layer: nn.Linear) -> Value:
-    """Records a linear layer, with or without an adapter."""
-    return layer.record(tape, x) if isinstance(layer, Part) else tape.linear(x, layer.weight, layer.bias)
 
 
 def check_counts(config: Any, may_be_zero: Collection[str] = ()) -> None:

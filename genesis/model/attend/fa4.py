@@ -16,7 +16,6 @@ from torch import Tensor
 
 from genesis.model.attend.kernel import HALF_DTYPES, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, Rows
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 PACKAGE: Final = "flash-attn-4"
 REMEDY: Final = "pip install 'genesis-lm[cuda]'"
@@ -69,20 +68,6 @@ class FA4Kernel(AttentionKernel):
         out: Tensor
         out, _ = _run_forward(*heads, metadata.offsets, query.shape[1], metadata.window)
         return out.view(query.shape)
-
-    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
-        """Records that it keeps its inputs, its result, and a number for each token and head."""
-        sums = tape.value(tape.setting.num_tokens * num_heads, FLOAT32_BYTES)
-        # Gradients of the queries, and of keys that several heads share, are added up in float32.
-        shared = key.num_elements + value.num_elements if key.num_elements < query.num_elements else 0
-        return tape.apply(
-            (query, key, value),
-            query.num_elements,
-            query.element_bytes,
-            saved=(query, key, value, sums),
-            saves_output=True,
-            backward_bytes=(query.num_elements + shared) * FLOAT32_BYTES + 2 * sums.num_bytes,
-        )
 
 
 def _options(query: Tensor, offsets: Tensor, max_tokens: int, window: int | None) -> dict[str, Any]:

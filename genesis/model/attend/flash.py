@@ -11,12 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from genesis.base.device import CPU
+from genesis.base.device import CPU, kind_of
 from genesis.model.attend.flash_limits import find_flash_obstacle
 from genesis.model.attend.kernel import AttentionKernel, Place
-from genesis.model.attend.mask import MaskKernel, attend_rows, record_repeats
+from genesis.model.attend.mask import MaskKernel, attend_rows
 from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
-from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 MIN_MEAN_DOCUMENT_TOKENS = 24
 """On CPU, shorter documents use a mask: for them, one call per document costs more than it saves."""
@@ -50,7 +49,7 @@ class FlashKernel(AttentionKernel):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Attends document by document."""
         assert metadata.offsets is not None
-        if query.device.type == CPU:
+        if kind_of(query.device) == CPU:
             by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets, metadata.window)
             return by_document
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast casts no inputs of this kernel
@@ -70,33 +69,6 @@ class FlashKernel(AttentionKernel):
             **options,
         )
         return cast("Tensor", out).view(query.shape)
-
-    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
-        """Records that it keeps its inputs, its result, and a number for each token and head."""
-        setting = tape.setting
-        sums = tape.value(setting.num_tokens * num_heads, FLOAT32_BYTES)
-        if setting.is_cpu and setting.has_documents:
-            # One call for each document: the results are joined in a tensor of their own, and so are the gradients.
-            parts = tape.apply(
-                (query, key, value),
-                query.num_elements,
-                query.element_bytes,
-                saved=(query, key, value, sums),
-                saves_output=True,
-                backward_bytes=query.num_bytes + key.num_bytes + value.num_bytes,
-            )
-            return tape.apply((parts,), query.num_elements, query.element_bytes, passes_gradient=True)
-        if not setting.is_cpu and setting.has_documents and not _HAS_GROUPS:
-            key, value = (record_repeats(tape, part, query.num_elements) for part in (key, value))
-        return tape.apply(
-            (query, key, value),
-            query.num_elements,
-            query.element_bytes,
-            saved=(query, key, value, sums),
-            saves_output=True,
-            # The kernel adds up the gradient of the queries in float32.
-            backward_bytes=0 if setting.is_cpu else query.num_elements * FLOAT32_BYTES,
-        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's

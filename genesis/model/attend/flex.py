@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from genesis.model.attend.kernel import AMPERE, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, KeyBlocks, Rows, document_positions
 from genesis.model.compilation import compile_each_shape
-from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
 
 BLOCK_TOKENS: Final = 128
 """Queries, and keys, of a block."""
@@ -61,24 +60,6 @@ class FlexKernel(AttentionKernel):
             query, key, value = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
         out: Tensor = compile_kernel()(query, key, value, metadata.blocks)
         return out
-
-    def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
-        """Returns the bytes of the first token that each token sees, and of four lists of blocks for each block."""
-        num_blocks = -(-setting.seq_len // BLOCK_TOKENS)
-        return _INDEX_BYTES * (setting.num_tokens + 4 * setting.batch_size * num_blocks * (num_blocks + 1))
-
-    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
-        """Records that it keeps its inputs, its result, and a number for each token and head."""
-        sums = tape.value(tape.setting.num_tokens * num_heads, FLOAT32_BYTES)
-        return tape.apply(
-            (query, key, value),
-            query.num_elements,
-            query.element_bytes,
-            saved=(query, key, value, sums),
-            saves_output=True,
-            # The backward first multiplies result and gradient, and sums the products of each token and head.
-            backward_bytes=query.num_bytes + sums.num_bytes,
-        )
 
 
 @cache

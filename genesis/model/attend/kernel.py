@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.base.device import read_capability
+from genesis.base.device import kind_of, read_capability
 from genesis.model.attend.metadata import AttentionMetadata, Rows
-from genesis.model.tape import Setting, Tape, Value
 
 CUDA: Final = "cuda"
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
@@ -36,7 +35,7 @@ class Place(NamedTuple):
         """Returns the place of a model with heads of this width whose blocks get `x`."""
         is_autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
-        return cls(x.device.type, read_capability(x.device), dtype, head_dim)
+        return cls(kind_of(x.device), read_capability(x.device), dtype, head_dim)
 
     def find_older(self, least: tuple[int, int]) -> str | None:
         """Returns an obstacle if this is no CUDA device of at least this compute capability."""
@@ -97,20 +96,3 @@ class AttentionKernel(ABC):
         metadata: AttentionMetadata,
     ) -> Float[Tensor, "B S H E"]:
         """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see."""
-
-    def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
-        """Returns the bytes of what `prepare` computes for all layers, beside the rotary tables."""
-        return 0
-
-    @abstractmethod
-    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
-        """Records `attend` without a cache.
-
-        Args:
-            tape: The tape.
-            query: Queries, of all heads.
-            key: Keys, of all their heads.
-            value: Values, likewise.
-            num_heads: Number of query heads.
-            window: The tokens that a token sees; None for all.
-        """

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from genesis.base.device import kind_of
 from genesis.model.attend.flash_limits import find_flash_obstacle
 from genesis.model.attend.kernel import CUDA, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
-from genesis.model.tape import FLOAT32_BYTES, Setting, Tape, Value
 
 
 class MaskKernel(AttentionKernel):
@@ -31,27 +31,6 @@ class MaskKernel(AttentionKernel):
         """Attends under the mask, or over whole rows."""
         return attend_rows(query, key, value, metadata.mask, expands_keys=metadata.expands_keys)
 
-    def count_shared_bytes(self, setting: Setting, *, is_windowed: bool) -> int:
-        """Returns the bytes of the mask, one for each pair of tokens."""
-        return setting.num_tokens * setting.seq_len if setting.has_documents or is_windowed else 0
-
-    def record(self, tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
-        """Records that it keeps its inputs, its result, the mask, and a number for each token and head."""
-        setting = tape.setting
-        is_masked = setting.has_documents or window is not None
-        if not setting.is_cpu:
-            # Where no fused kernel serves several query heads by one key head, keys and values are repeated.
-            key, value = (record_repeats(tape, part, query.num_elements) for part in (key, value))
-        sums = tape.value(setting.num_tokens * num_heads, FLOAT32_BYTES)
-        mask = (tape.value(setting.num_tokens * setting.seq_len, query.element_bytes),) if is_masked else ()
-        saved = (query, key, value, sums, *mask)  # the mask in the type of the scores, which each call makes
-        return tape.apply((query, key, value), query.num_elements, query.element_bytes, saved=saved, saves_output=True)
-
-
-def record_repeats(tape: Tape, part: Value, num_elements: int) -> Value:
-    """Records keys or values that are repeated for each query head of a group."""
-    return part if part.num_elements == num_elements else tape.apply((part,), num_elements, part.element_bytes)
-
 
 def needs_expanded_keys(x: Tensor, head_dim: int, mask: Tensor | None) -> bool:
     """Whether torch lacks a fused kernel in which a key head serves several query heads.
@@ -59,7 +38,7 @@ def needs_expanded_keys(x: Tensor, head_dim: int, mask: Tensor | None) -> bool:
     On CUDA only the flash kernel does this, which supports no mask and no float32. Otherwise torch would hold the whole
     matrix of scores.
     """
-    if x.device.type != CUDA:
+    if kind_of(x.device) != CUDA:
         return False
     return mask is not None or find_flash_obstacle(Place.of(x, head_dim)) is not None
 

@@ -1,10 +1,12 @@
-"""What a run needs before it starts: memory by rank and moment, time, money and disk. Pure; nothing is allocated.
+"""What a run needs before it starts: memory by rank and moment, time, money and disk. Nothing is allocated.
 
 content.py      the files and options of a recipe of `genesis fit` -> one mapping, without Lightning
 recipe.py       the mapping -> what the plan needs of it
 layout.py       how a strategy spreads a model over ranks: pure values
 state.py        parameters, gradients and optimizer states of a rank, in bytes
-sections.py     the embedding, the blocks and the head, each as a tape (`genesis.model.tape`)
+sections.py     the embedding, the blocks and the head, measured on the model's own code
+record.py       when storages begin and end to exist
+stand_ins.py    kernels and ranks that a plan does not have
 other_models.py what runs beside the model: a teacher, the answers to prompts
 timeline.py     plays a step: rest, forward, backward, step, save -> the bill
 host.py         memory of the host: staging, offload, pinned buffers

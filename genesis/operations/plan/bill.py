@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from genesis.model.tape import Bytes, Course
+from genesis.operations.plan.record import Bytes, Course
 
 WEIGHTS: Final = "parameters"
 FROZEN: Final = "frozen parameters"

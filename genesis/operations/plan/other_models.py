@@ -1,18 +1,16 @@
 """The memory of what runs beside the trained model: a teacher's forward, and the answers to prompts."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from genesis.model.attend.table import MASK, TORCH_KERNEL
 from genesis.model.precision import FULL
-from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, LOSS, Bytes, Setting
 from genesis.objectives import Distillation
 from genesis.operations.plan.bill import CACHE, WHOLE
-from genesis.operations.plan.layout import Layout, Workload
-from genesis.operations.plan.sections import Sections, build_sections, build_setting
+from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload
+from genesis.operations.plan.record import ACTIVATIONS, CASTS, LOSS, Bytes
+from genesis.operations.plan.sections import Sections, Setting, build_sections, build_setting
 from genesis.operations.plan.state import Model, build_model
-
-_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
     alone = Workload(
         decoder=workload.teacher,
         objective=Distillation,  # whose head computes no gradients in its forward
+        teacher_top_k=workload.teacher_top_k,
         seq_len=workload.seq_len,
         micro_batch_size=workload.micro_batch_size,
         precision=precision,
@@ -47,17 +46,13 @@ def count_teacher(workload: Workload) -> TeacherBytes | None:
         has_documents=workload.has_documents,
     )
     model = build_model(alone)
-    setting = build_setting(alone, Layout())
-    sections = build_sections(model.decoder, alone, setting)
-    courses = [section.forward_without for section in (sections.embedding, *sections.blocks)]
-    stream = sections.blocks[0].input_bytes
-    highest = max((course.peak for course in courses), key=lambda peak: sum(peak.values()))
-    head = sections.head.forward_without.peak
+    sections = build_sections(alone, replace(build_setting(alone, Layout()), is_trained=False))
+    every = (sections.embedding, *sections.blocks, sections.head)
     # The stream exists beside every section.
-    forward: Bytes = Counter({ACTIVATIONS: stream + sections.tables_bytes})
-    forward.update(max(highest, head, key=lambda peak: sum(peak.values())))
+    forward: Bytes = Counter({ACTIVATIONS: sections.blocks[0].input_bytes + sections.tables_bytes})
+    forward.update(max((one.forward.peak for one in every), key=lambda peak: sum(peak.values())))
     weights = sum(one.num_elements * workload.teacher_bytes for one in model.parameters)
-    classes = setting.num_tokens * (workload.teacher_top_k * (_ID_BYTES + FLOAT32_BYTES) + FLOAT32_BYTES)
+    classes = sections.head.forward.end[LOSS]
     return TeacherBytes(weights, forward, classes)
 
 
@@ -77,7 +72,7 @@ def count_answers(workload: Workload, layout: Layout, model: Model, sections: Se
     if setting.is_autocast and not layout.is_sharded and layout.activation_checkpointing == "none":
         output = model.decoder.output_weight
         found[CASTS] = sum(block.cached_casts for block in sections.blocks)
-        found[CASTS] += output.numel() * setting.product_bytes if output.requires_grad else 0
+        found[CASTS] += output.numel() * setting.product_dtype.itemsize if output.requires_grad else 0
     if layout.is_sharded:
         found[WHOLE] = sum(one.num_elements * one.element_bytes for one in model.parameters)
     return found

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from genesis.model.tape import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes, Setting
 from genesis.operations.plan.bill import (
     BATCH,
     COMMUNICATION,
@@ -26,7 +25,8 @@ from genesis.operations.plan.bill import (
 from genesis.operations.plan.gathers import Gathers, Unit
 from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes
 from genesis.operations.plan.other_models import count_answers, count_teacher
-from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, build_sections, build_setting
+from genesis.operations.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
+from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
 from genesis.operations.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
 from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
 from genesis.optim.whole_matrices import BATCH_BYTES
@@ -94,7 +94,7 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     layout.check_experts(workload.decoder, workload.optimizer)
     model = build_model(workload)
     setting = build_setting(workload, layout)
-    sections = build_sections(model.decoder, workload, setting)
+    sections = build_sections(workload, setting)
     state = count_state(model, workload, layout, setting.rounded_to)
     on_host = count_on_host(model, workload, layout, setting.rounded_to)
     player = _Player(workload, layout, model, setting, sections, state, on_host)

@@ -1,24 +1,32 @@
 """The predicted peak of a step against the peak that torch's allocator records, under every strategy and policy."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import pytest
+import torch
 
+from genesis.base.device import kind_of
+from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
+from genesis.model.attend.table import KERNELS
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.feed_forward import Dense, FeedForwardConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.objectives import DPO
 from genesis.operations.plan.layout import Layout, Workload
+from genesis.operations.plan.sections import build_sections, build_setting
 from genesis.operations.plan.timeline import play_step
 from genesis.optim import Muon
 from tests.model import mixture_part
 from tests.operations.plan.measure import measure_peak
 
-TOLERANCE: Final = 0.1
+TOLERANCE: Final = 0.03
+KERNELS_TOLERANCE: Final = 0.1
+"""Of linear attention, whose kernels hold what no operator shows, and of experts, counted as accelerators have them."""
 SHAPE: Final = DecoderConfig(
     dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=128, vocab_size=512
 )
@@ -208,17 +216,46 @@ def test_each_quick_case_is_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", [mark(name) for name in CASES])
-def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> None:
+def test_the_predicted_peak_is_that_of_the_allocator(name: str) -> None:
     workload, layout = CASES[name]
     timeline = play_step(workload, layout)
     predicted = timeline.peak_bytes
     if layout.cpu_offload:  # here the host is the device; old gradients are freed when a step begins
         predicted += timeline.on_host.total - timeline.on_host.gradients
-    assert predicted == pytest.approx(measure_peak(workload, layout), rel=TOLERANCE)
+    tolerance = KERNELS_TOLERANCE if workload.decoder.linear_attention or "experts" in name else TOLERANCE
+    assert predicted == pytest.approx(measure_peak(workload, layout), rel=tolerance)
 
 
-def test_a_part_without_a_record_is_estimated_and_named() -> None:
-    parts = replace(SHAPE, ffn_dim=None, feed_forward=mixture_part.MixtureConfig(4, 96))
-    timeline = play_step(replace(WORKLOAD, decoder=parts), ONE)
-    assert timeline.notes == ("Mixture does not record its activations: estimated from its matrices",)
-    assert timeline.peak_bytes > play_step(WORKLOAD, ONE).state.total
+def test_a_part_of_somebody_else_is_measured_like_any_other() -> None:
+    workload = replace(WORKLOAD, decoder=replace(SHAPE, ffn_dim=None, feed_forward=mixture_part.MixtureConfig(4, 96)))
+    assert play_step(workload, ONE).peak_bytes == pytest.approx(measure_peak(workload, ONE), rel=0.01)
+
+
+class Reader(Dense):
+    """A part whose work depends on values."""
+
+    def forward(self, x: torch.Tensor, counted: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        return super().forward(x * x.sum().item())
+
+
+@dataclass(frozen=True)
+class ReaderConfig(FeedForwardConfig):
+    """Its options."""
+
+    def build(self, dim: int, layer: int) -> Reader:
+        return Reader(dim, dim)
+
+
+def test_a_part_that_reads_values_is_refused_in_one_line_and_real_kernels_come_back() -> None:
+    before = dict(KERNELS)
+    with pytest.raises(UserError, match="reads values of tensors in its forward") as caught:
+        play_step(replace(WORKLOAD, decoder=replace(SHAPE, ffn_dim=None, feed_forward=ReaderConfig())), ONE)
+    assert "\n" not in str(caught.value)
+    assert before == KERNELS
+    assert kind_of(torch.device("meta")) == "meta"
+
+
+def test_equal_blocks_are_measured_once_and_others_each() -> None:
+    sections = build_sections(replace(WORKLOAD, decoder=LINEAR), build_setting(WORKLOAD, ONE))
+    assert len({id(block) for block in sections.blocks}) == 2
+    assert sections.blocks[0] is sections.blocks[2]
