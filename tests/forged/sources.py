@@ -46,7 +46,8 @@ def iterate_cases(seed: int, mark: Path) -> Iterator[Case]:
         yield Case(
             "data", f"gz of {len(bomb)}", rewrite(Path(path), lambda _, b=bomb: b), build_command(f"../in/{path}")
         )  # type: ignore[misc]
-    lines = rewrite(Path("data/a.jsonl.zst"), lambda _: zstandard.compress(b'{"text": "a"}\n' * (_BOMB_BYTES // 14)))
+    line = b'{"text": "' + b"a " * 500 + b'"}\n'
+    lines = rewrite(Path("data/a.jsonl.zst"), lambda _: zstandard.compress(line * (_BOMB_BYTES // len(line))))
     yield Case("data", "zst of lines", lines, build_command("../in/data/a.jsonl.zst"))
     long = rewrite(jsonl, lambda data: data + b'{"text": "' + b"a" * (_BOMB_BYTES // 2) + b'"}\n')
     yield Case("data", "a line of half a bomb", long, build_command(f"../in/{jsonl}"))
