@@ -17,6 +17,7 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.mixer import SequenceMixerConfig
+from genesis.model.mixture import MixtureConfig as MixtureConfig  # a recipe and a checkpoint may then name it
 from genesis.model.norm import NormConfig
 from genesis.recipe.imports import check_imports, import_allowed
 from genesis.recipe.yaml import load_yaml
