@@ -63,7 +63,7 @@ USED: dict[str, str] = {
     "_library": "torch",
     "_python_dispatch": "torch.utils",
     "_subclasses": "torch",
-    "_to_copy": "torch",
+    "_to_copy": "torch.ops.aten",
     "_dump_snapshot": "torch.cuda.memory",
     # ---- torch: distributed
     "_MEM_FORMAT_ENCODING": "torch.distributed.checkpoint.metadata",

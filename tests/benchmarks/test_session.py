@@ -18,6 +18,7 @@ from genesis.base.errors import UserError
 from genesis.base.processes import Ending
 from genesis.base.scrub import scrub_all
 from genesis.model.attend.table import KERNELS
+from genesis.optim import AdamW
 
 ANSWER = (
     "import json, sys, time; time.sleep(float(sys.argv[2])); json.dump({'findings': ['2 ms']}, open(sys.argv[1], 'w'))"
@@ -192,7 +193,7 @@ def test_two_runs_that_differ_fail_the_part(monkeypatch: pytest.MonkeyPatch) -> 
     calls = iter(range(100))
 
     def train(kind: str, size: str, setting: Any) -> Any:
-        value = 0.0 if setting.optimizer == "adamw" else float(next(calls))
+        value = 0.0 if isinstance(setting.optimizer, AdamW) else float(next(calls))
         return {"weight": torch.tensor(value)}, [1.0, 1.0, value], 0.1
 
     monkeypatch.setattr(device_repeat, "_train", train)

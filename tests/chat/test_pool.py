@@ -199,9 +199,9 @@ def test_a_worker_imports_little() -> None:
 
 
 def test_only_a_worker_compiles_a_chat_template() -> None:
-    """Pages and lm-eval's tasks have templates of their own."""
+    """Pages, service files and lm-eval's tasks have templates of their own."""
     root = Path(genesis.__file__).parent
-    others = {"operations/report/page.py", "evaluate/task_template.py"}
+    others = {"operations/report/page.py", "operations/supervise/service_files.py", "evaluate/task_template.py"}
     found = {
         str(file.relative_to(root)): re.findall(r"^(?:from|import) (jinja2|genesis\.chat\.sandbox)\b", text, re.M)
         for file in root.rglob("*.py")

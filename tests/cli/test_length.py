@@ -249,5 +249,5 @@ def test_the_recipe_of_an_import_has_one_length_a_rate_for_adapters_and_a_warm_u
     assert not {"total_updates", "warmup_updates"} & recipe["schedule"].keys()
     assert (recipe["data"]["seq_len"], recipe["data"]["global_batch_size"]) == ("auto", "auto")
     assert "packing" not in recipe["data"]  # conversations are kept whole by default
-    rates = recipe["model"]["optimizer"]
+    rates = recipe["model"]["optimizer"]["init_args"]
     assert rates["adapter_lr"] == pytest.approx(10 * rates["lr"])

@@ -70,7 +70,7 @@ def test_a_prompt_is_a_conversation_without_its_answer(
 def test_a_prompt_on_which_the_template_exceeds_a_limit_is_named(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "wide.jinja"
     template.write_text("{% if messages[0].content == 'wide' %}{{ '%999999999d' % 1 }}{% endif %}" + CHATML)
-    wanted = r"^source questions: \S*prompts.jsonl, line 2: the chat template \S*wide.jinja needs more than 256 MB"
+    wanted = r"^source questions: \S*prompts.jsonl, line 2: the chat template \S*wide.jinja needs more than 64 MB"
     with pytest.raises(UserError, match=wanted):
         assert open_data(tmp_path, tokenizer, [{"prompt": "Hello"}, {"prompt": "wide"}], template=template).prompts
 

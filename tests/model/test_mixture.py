@@ -360,7 +360,7 @@ def test_muon_orthogonalises_each_expert_by_itself() -> None:
     alone = torch.nn.Parameter(before[1].clone())
     alone.grad = gradient[1].clone()
     group = {"name": "matrices", "params": [alone], "algorithm": "muon", "lr": 0.02, "momentum": 0.95}
-    single = type(optimizer)([{**group, "weight_decay": 0.0, "adjust_lr_fn": "original"}])
+    single = type(optimizer)([{**group, "weight_decay": 0.0, "adjust_lr_fn": "original"}], optimizer.algorithms)
     single.step()
     torch.testing.assert_close(updates[1], before[1] - alone.detach(), rtol=1e-3, atol=1e-5)
     lengths = torch.linalg.matrix_norm(updates)
