@@ -28,7 +28,6 @@ from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.kv_cache import CacheTensor, KVCache
 from genesis.model.mixer import AttentionHeads, ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
-from genesis.model.mixture import MixtureConfig as MixtureConfig  # its name is then known to checkpoints
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
 
