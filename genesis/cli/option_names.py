@@ -141,10 +141,8 @@ def check(command: str, arguments: Sequence[str]) -> dict[str, str]:
 
 def _check_beside_muon(arguments: Sequence[str]) -> None:
     """Refuses options of the optimizer beside a file that names `muon`, under which they had another meaning."""
-    for path in _config_files(arguments):
-        if _read_values(path).get("model.optimizer.name") == "muon":
-            for word in _option_words(arguments):
-                check_beside_muon(_name_of(word), str(path))
+    files = [(str(path), _read_options(path, "model.optimizer.")) for path in _config_files(arguments)]
+    check_beside_muon(files, list(_given_values(arguments)))
 
 
 def _given_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -222,6 +220,15 @@ def _read_values(path: Path) -> dict[str, str]:
     assert root is not None, "it is a mapping"
     found = ((rename_option(given), node) for given, node in _leaves(root))
     return {name: node.value for name, node in found if isinstance(node, yaml.ScalarNode) and node.tag != _NULL_TAG}
+
+
+def _read_options(path: Path, prefix: str) -> dict[str, str]:
+    """Returns the options in a file whose names begin with `prefix`, without it; the empty text for lists."""
+    check_is_yaml(path)
+    root = yaml.compose(read_file(path), RecipeLoader)
+    assert root is not None, "it is a mapping"
+    leaves = ((name, node.value if isinstance(node, yaml.ScalarNode) else "") for name, node in _leaves(root))
+    return {name.removeprefix(prefix): value for name, value in leaves if name.startswith(prefix)}
 
 
 def _check_file(command: str, path: Path, names: OptionNames) -> dict[str, str]:

@@ -63,7 +63,7 @@ def _plan(argv: Sequence[str]) -> int:
     in_files, lines = replace_in_recipes([f"--config={path}" for path in arguments.config])
     for line in lines:
         print(line, file=sys.stderr)
-    written = read_content(arguments.config, list(in_files.items()))
+    written = read_content(arguments.config, list(in_files.items()), later=overrides)
     content = apply_overrides(written, overrides)
     recipe = read_recipe(content, where, num_ranks=None if gpus is None else gpus[0], base_dtype=arguments.base_dtype,
                          teacher_file=arguments.teacher)  # fmt: skip

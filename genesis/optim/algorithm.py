@@ -85,6 +85,9 @@ class Algorithm(ABC):
     adapter_weight_decay: float | None = None
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if getattr(self, one.name) is None and one.default is not None:
+                raise UserError(f"optimizer.{one.name} is null: give a value, or leave it out")
         for name in ("lr", "weight_decay", "adapter_lr", "adapter_weight_decay"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:

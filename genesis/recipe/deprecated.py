@@ -88,19 +88,31 @@ def check_optimizer_option(name: str) -> None:
         raise UserError(f"{name} is gone: with {_OPTIMIZER}.class_path {_MUON} it is {new}")
 
 
-def check_beside_muon(option: str, where: str) -> None:
-    """Refuses an option of the command line whose meaning differs where a file names `muon`.
+def check_beside_muon(files: Sequence[tuple[str, Mapping[str, Any]]], given: Sequence[tuple[str, str]] = ()) -> None:
+    """Refuses options of an optimizer that are given without its class beside a file that names `muon`.
 
     Args:
-        option: The dotted name of the option.
-        where: The file.
+        files: Each file, and its options of the optimizer as they are written.
+        given: The options of the command line, and their values.
 
     Raises:
-        UserError: It is one of the optimizer: AdamW's by the old spelling, and Muon's by today's.
+        UserError: An option meant AdamW's by the old spelling, and would mean Muon's, or nothing, by today's.
     """
-    if option.startswith(f"{_OPTIMIZER}."):
+    muon = next((where for where, options in files if options.get("name") == "muon"), None)
+    if muon is None:
+        return
+    found = [f"--{name}" for name, _ in given if name.startswith(f"{_OPTIMIZER}.")]
+    found += [
+        f"--{name} {value}"
+        for name, value in given
+        if name == _OPTIMIZER and ":" in value and "class_path" not in value
+    ]
+    for where, options in files:
+        if where != muon and "class_path" not in options:
+            found += [f"{_OPTIMIZER}.{name} of {where}" for name in options if name != "name"]
+    if found:
         raise UserError(
-            f"{where} has {_NAME} muon, under which --{option} meant AdamW's option, and now means Muon's: write "
+            f"{muon} has {_NAME} muon, under which {found[0]} meant AdamW's option, which it no longer does: write "
             f"{_OPTIMIZER}.class_path {_MUON} into the file, whose AdamW has its options below others"
         )
 

@@ -21,27 +21,29 @@ from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
 
 _CLASS_KEYS: Final = ("class_path", "init_args", "dict_kwargs")
-_OF_MUON: Final = "model.optimizer.muon_"
 
 
-def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def read_content(
+    paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = (), *, later: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """Returns the merged content of recipes and of options such as `("data.seq_len", "512")`.
 
     A decoder that is a path is read relative to the file that names it. Each file is read once: it may be a pipe.
+    Options that the caller applies `later` are only checked beside the files.
 
     Raises:
         UserError: A file cannot be read, or is no mapping.
     """
     merged: dict[str, Any] = {}
+    optimizers: list[tuple[str, Mapping[str, Any]]] = []
     for path in paths:
-        content, old = _read_mapping(path)
-        if any(name.startswith(_OF_MUON) for name in old):
-            for option, _ in overrides:
-                check_beside_muon(option, str(path))
+        content, optimizer = _read_mapping(path)
+        optimizers.append((str(path), optimizer))
         decoder = content["model"].get("decoder") if isinstance(content.get("model"), dict) else None
         if isinstance(decoder, str):
             content["model"]["decoder"], _ = _read_mapping(_find_beside(decoder, path))
         _merge(merged, content)
+    check_beside_muon(optimizers, [*overrides, *later])
     return apply_overrides(merged, overrides)
 
 
@@ -86,11 +88,13 @@ def _find_beside(name: str, recipe: Path) -> Path:
     return beside if beside.exists() else Path(name)
 
 
-def _read_mapping(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the options in a file, and the deprecated ones among them."""
+def _read_mapping(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Returns the options in a file, and those of its optimizer as they are written, perhaps by an old spelling."""
     try:
-        text, old = rename_in_yaml(read_text(path))
+        written = read_text(path)
+        text, old = rename_in_yaml(written)
         content = load_yaml(text, path)
+        before = load_yaml(written, path) if old else content
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None
@@ -100,7 +104,9 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
     for name in old:
         warnings.warn(describe_deprecated(name), FutureWarning, stacklevel=2)
-    return content, old
+    model = before.get("model")
+    optimizer = model.get("optimizer") if isinstance(model, dict) else None
+    return content, optimizer if isinstance(optimizer, dict) else {}
 
 
 def _parse_value(name: str, text: str) -> Any:
