@@ -355,10 +355,11 @@ def test_muon_orthogonalises_each_expert_by_itself() -> None:
     gradient = decoder.blocks[0].feed_forward.experts.gate.grad
     assert gradient is not None
     gradient[1] *= 1000.0  # a matrix's own length does not matter, and another's does not, either
+    own = gradient[1].clone()  # the update writes to gradients
     optimizer.step()
     updates = before - decoder.blocks[0].feed_forward.experts.gate.detach()
     alone = torch.nn.Parameter(before[1].clone())
-    alone.grad = gradient[1].clone()
+    alone.grad = own
     group = {"name": "matrices", "params": [alone], "algorithm": "muon", "lr": 0.02, "momentum": 0.95}
     single = type(optimizer)([{**group, "weight_decay": 0.0, "adjust_lr_fn": "original"}], optimizer.algorithms)
     single.step()

@@ -254,13 +254,13 @@ def test_answers_are_counted_with_the_copies_of_weights_that_autocast_keeps() ->
         assert "weights cast for products" not in play_step(workload, layout).peaks["answers"]
 
 
-def test_nothing_of_a_forward_is_left_after_its_backward() -> None:
+def test_only_statistics_of_a_forward_are_left_after_its_backward() -> None:
     linear = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, attention_every=2)
     decoder = replace(read("mixture-tiny").workload.decoder, linear_attention=linear)
     layouts = (Layout(), Layout(activation_checkpointing="block"), Layout("full", 4, 4, expert_parallel=4))
     for layout in layouts:
         peaks = play_step(Workload(decoder, seq_len=128, global_batch_size=4, is_cpu=True), layout).peaks
-        assert peaks["save"].get("activations", 0) == 0
+        assert peaks["save"].get("activations", 0) < 1024  # of routers, which the step reads at its end
 
 
 def test_experts_of_other_ranks_are_not_held_and_rows_cost_time() -> None:
