@@ -101,7 +101,7 @@ def test_a_mixer_of_an_own_file_trains_on_two_ranks_and_generates_beside_the_whe
     assert genesis(*text).endswith("\n")
     refused = run(python.with_name("genesis"), *text, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "mixers[0]: class_path is 'latent_attention.LatentAttentionConfig'" in refused.stderr
+    assert "add `--allow-imports latent_attention`" in refused.stderr
 
 
 COMMANDS = """

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from jsonargparse import _actions, _completions, _from_config, _paths, _typehints, _util
 
-from genesis.recipe.imports import PACKAGES, check_imports, is_allowed, refuse
+from genesis.recipe.imports import PACKAGES, check_imports, find_remedy, is_allowed, refuse
 from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES
 
 _BY_JSONARGPARSE: Final = "jsonargparse.ArgumentParser"
@@ -37,11 +37,15 @@ def _import_object(name: Any) -> Any:
 
     Raises:
         UserError: The path leads into another package, or to something else than a class, and is not allowed.
+        ModuleNotFoundError: A module is not there; as jsonargparse would raise it, with the remedy.
     """
     if name == _BY_JSONARGPARSE or not isinstance(name, str):
         return _find_object(name)
     check_imports([name])
-    found = _find_object(name)
+    try:
+        found = _find_object(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}{find_remedy(error)}", name=error.name) from error
     package = name.partition(".")[0]
     # A module of a package has other modules, and their functions, among its names: torch.os.system.
     is_its_class = inspect.isclass(found) and found.__module__.partition(".")[0] in PACKAGES

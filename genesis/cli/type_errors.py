@@ -28,6 +28,11 @@ _NESTED: Final = re.compile(
     r"Problem with given class_path|Import path|is not accepted|Not of type|Parser key .*Parser key"
 )
 """A cause in a line that explains more than the types do."""
+_NO_FILE: Final = re.compile(
+    r"- Expected a path but (?P<path>\S+) either not accessible or invalid - "
+    r"(?P<other>Import path does not correspond to a(?= subclass of ))?"
+)
+"""The text of jsonargparse in front of the cause, because a file with options could stand in the class's place."""
 _TAIL: Final = re.compile(r"(?<=[^:\s])(?: - Expected an? <class '[^']+'>)+$")
 """The text of jsonargparse about the other types of an option, behind the reason why the first is refused."""
 _ITEM: Final = re.compile(
@@ -82,7 +87,7 @@ def explain_types(line: str) -> str:
         return refusal
     line = _ITEM.sub(_name_item, _TAIL.sub("", line))
     if _NESTED.search(line):
-        return line
+        return _NO_FILE.sub(lambda found: f"{found['path']} is no" if found["other"] else "", line)
     return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
 
 

@@ -19,7 +19,7 @@ from genesis.model.float8 import Float8Options
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # a recipe and a checkpoint may then name it
 from genesis.model.norm import NormConfig
-from genesis.recipe.imports import import_allowed
+from genesis.recipe.imports import check_imports, import_allowed
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
 
@@ -189,6 +189,7 @@ def _build_chosen(base: type[Any], content: Any, where: str) -> Any:
         import_allowed(path)
     known = {_path_of(config): config for config in _subclasses(base)}
     if not isinstance(path, str) or path not in known:
+        check_imports([path] if isinstance(path, str) else [], where)
         raise UserError(f"{where}: class_path is {path!r}; it must be {' or '.join(sorted(known))}")
     return build_dataclass(known[path], content.get("init_args", {}), where)
 

@@ -65,7 +65,8 @@ class Algorithm(ABC):
         adapter_weight_decay: Weight decay of adapters; by default none, and a run that continues keeps its own.
 
     Attributes:
-        moments: Names of the states of each parameter. Each has the parameter's shape and dtype, and is zeros at first.
+        moments: Names of the states of each parameter; none by default. Each has the parameter's shape and dtype,
+            and is zeros at first.
         counts_steps: Whether there is a state `step`, to which each update adds 1.
         whole_matrices: Whether the update of a matrix needs all its elements, so that ranks must not cut it. `update`
             then only prepares it, and leaves in the place of the gradient what `direct` gets.
@@ -74,7 +75,7 @@ class Algorithm(ABC):
         UserError: A value is out of its range.
     """
 
-    moments: ClassVar[tuple[str, ...]]
+    moments: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = False
     whole_matrices: ClassVar[bool] = False
 

@@ -32,13 +32,16 @@ def build_optimizer(model: GroupedModule, algorithm: Algorithm) -> GroupedOptimi
     A parameter of three dimensions is a stack of matrices along the first, such as one for each expert.
 
     Raises:
-        UserError: The algorithm needs whole matrices, and a part has matrices of other dimensions.
+        UserError: A part names no group for a parameter; or the algorithm needs whole matrices, and a part has matrices
+            of other dimensions.
     """
     # The order is part of the format of checkpoints: Lightning's states go by the positions of groups and parameters.
     groups: dict[ParameterGroup, list[nn.Parameter]] = {MATRICES: [], HEAD: [], EMBEDDINGS: [], VECTORS: []}
     group_of = model.parameter_groups()
     for name, parameter in model.named_parameters():
-        group = group_of[name]
+        group = group_of.get(name)
+        if group is None:
+            raise UserError(f"{name} is in no group of the optimizer: its part's parameter_groups must name it")
         if not parameter.requires_grad:
             continue
         groups.setdefault(group, []).append(parameter)

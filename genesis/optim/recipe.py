@@ -1,8 +1,8 @@
 """Reads the optimizer's algorithm from a recipe, without Lightning, and writes it in the form that runs compare."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from typing import Any, Final, Literal, get_args, get_origin
 
 from genesis.base.errors import UserError
@@ -10,7 +10,7 @@ from genesis.model.recipe import build_dataclass
 from genesis.optim.adamw import AdamW
 from genesis.optim.algorithm import Algorithm
 from genesis.recipe.deprecated import convert_optimizer, is_named_optimizer
-from genesis.recipe.imports import check_imports
+from genesis.recipe.imports import check_imports, import_allowed
 
 DEFAULT: Final = "genesis.optim.AdamW"
 """The class of a recipe that names none."""
@@ -81,10 +81,8 @@ def _is_class(value: Any) -> bool:
 def _find_class(path: Any, where: str) -> type[Algorithm]:
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     check_imports([f"{module}.{name}"], where)
-    try:
-        found = getattr(import_module(module), name, None) if module else None
-    except ImportError:
-        found = None
+    import_allowed(f"{module}.{name}")
+    found = getattr(sys.modules.get(module), name, None)
     if not (isinstance(found, type) and issubclass(found, Algorithm) and is_dataclass(found)) or found is Algorithm:
         raise UserError(
             f"{where}: class_path is {path!r}: it must be an algorithm, such as {DEFAULT}, genesis.optim.Muon or one "

@@ -115,7 +115,13 @@ def import_allowed(path: str) -> None:
         import_module(module)
     except Exception as error:  # any code of the user's may fail
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} is allowed, but {module} cannot be imported: {reason}") from error
+        raise UserError(f"{path} is allowed, but {module} cannot be imported: {reason}{find_remedy(error)}") from error
+
+
+def find_remedy(error: Exception) -> str:
+    """Returns what helps against the error of an import: words for the end of a message, or none."""
+    is_missing = isinstance(error, ModuleNotFoundError)
+    return "; install it, or set PYTHONPATH to the directory that has it" if is_missing else ""
 
 
 def list_others(paths: Iterable[str]) -> list[str]:

@@ -5,14 +5,17 @@ import os
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import pytest
 
+from genesis.base.errors import UserError
 from genesis.cli import import_gate, supervise_recipe
-from genesis.recipe.imports import VARIABLE
+from genesis.optim.recipe import read_algorithm
+from genesis.recipe.imports import VARIABLE, import_allowed
 from genesis.recipe.yaml import find_imports
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.tiny import build_recipe, write_recipe
@@ -162,6 +165,19 @@ def test_every_command_refuses_or_only_reads(genesis: Genesis, planted: Path, ti
     assert not planted.exists()
 
 
+@pytest.mark.parametrize(
+    "find",
+    [import_gate._import_object, import_allowed, lambda path: read_algorithm(path, "recipe.yaml: model.optimizer")],
+    ids=["the parser", "a checkpoint", "an optimizer of a plan"],
+)
+def test_a_package_that_is_allowed_and_not_found_is_refused_with_where_python_looks(
+    find: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "no_such_package_here")
+    with pytest.raises((ImportError, UserError), match=r"No module named 'no_such.*; install it, or set PYTHONPATH to"):
+        find("no_such_package_here.parts.Part")
+
+
 @pytest.mark.parametrize("allowed", [[], ["--allow-imports", "planted"]])
 def test_a_supervisor_resolves_no_other_recipe_than_a_fit(
     allowed: list[str],
@@ -274,6 +290,7 @@ IMPORTERS = {
     "callbacks/src/genesis_callbacks/checkpoint/__init__.py": "its own modules",
     "callbacks/src/genesis_callbacks/base/manifest.py": "torch",
     "callbacks/src/genesis_callbacks/checkpoint/verify.py": "its own module",
+    "genesis/cli/program.py": "one module of ours",
     "genesis/cli/start_fit.py": "torchmetrics",
     "genesis/cli/table.py": "the module of a command",
     "genesis/operations/demo/finetune.py": "one of its own modules",

@@ -53,6 +53,16 @@ _CLASS_TAIL = "Subclass types expect one of: - a class path (str) - a dict with 
             "Parser key \"sources\": Problem with given class_path 'a.B': Option 'pahts' is not accepted",
             "sources: Option 'pahts' is not accepted",
         ),
+        (
+            'Parser key "a": - Expected a path but b.C either not accessible or invalid - Import path does not '
+            "correspond to a subclass of Big",
+            'Parser key "a": b.C is no subclass of Big',
+        ),
+        (
+            'Parser key "a": - Expected a path but b.C either not accessible or invalid - Problem with given '
+            "class_path 'b.C': module 'b' has no attribute 'C'",
+            "Parser key \"a\": Problem with given class_path 'b.C': module 'b' has no attribute 'C'",
+        ),
     ],
 )
 def test_a_type_is_written_in_words(line: str, plain: str) -> None:

@@ -117,7 +117,9 @@ def test_a_configuration_of_a_part_that_cannot_be_is_refused_by_name(changes: di
 
 def test_no_code_is_imported_because_a_checkpoint_names_it() -> None:
     part = {"class_path": "antigravity.Part", "init_args": {}}
-    with pytest.raises(UserError, match=r"class_path is 'antigravity\.Part'; it must be genesis\.model"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json: feed_forward names .*: antigravity\.Part; .* `--allow-imports antigravity`"
+    ):
         build_decoder_config({**SHORT, "ffn_dim": None, "feed_forward": part}, "manifest.json")
     assert "antigravity" not in sys.modules
 
@@ -131,7 +133,9 @@ def test_code_that_a_checkpoint_names_is_imported_if_the_user_allows_it(
     (tmp_path / "planted_fault.py").write_text("raise OSError('no disk')\n")
     fields = {**SHORT, "ffn_dim": None}
     part = {"class_path": "planted_part.Mine", "init_args": {"num_experts": 3, "ffn_dim": 8}}
-    with pytest.raises(UserError, match=r"class_path is 'planted_part\.Mine'; it must be genesis"):
+    with pytest.raises(
+        UserError, match=r"feed_forward names .*: planted_part\.Mine; .* `--allow-imports planted_part`"
+    ):
         build_decoder_config({**fields, "feed_forward": part}, "manifest.json")
     monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "planted_part,planted_fault")
     config = build_decoder_config({**fields, "feed_forward": part}, "manifest.json")
@@ -177,6 +181,13 @@ def test_muon_refuses_what_is_neither_a_matrix_nor_a_stack_of_them() -> None:
     decoder.blocks[1].feed_forward.up = nn.Parameter(torch.empty(3, 2, 4, 32))
     with pytest.raises(UserError, match=r"is muon, .*blocks\.1\.feed_forward\.up has 4 dimensions: use another one"):
         build_optimizer(decoder, Muon())
+
+
+def test_a_parameter_without_a_group_is_refused_by_name() -> None:
+    decoder = Decoder(MIXED)
+    decoder.blocks[1].feed_forward.forgotten = nn.Parameter(torch.empty(2))
+    with pytest.raises(UserError, match=r"blocks\.1\.feed_forward\.forgotten is in no group of the optimizer"):
+        build_optimizer(decoder, AdamW())
 
 
 def test_a_part_draws_its_own_initial_values_by_canonical_name() -> None:
