@@ -2,14 +2,19 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from genesis.base.arguments import Parser
+from genesis.base.available_memory import available_memory
+from genesis.base.device import is_host
 from genesis.base.errors import UserError
 from genesis.base.progress import numbered
 from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
-from genesis.generate.load import Loaded, has_chat_template, load_decoder
+from genesis.generate.load import Loaded, has_chat_template, load_decoder, read_config
 from genesis.generate.shared import SharedBases
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
@@ -18,6 +23,8 @@ from genesis.serve.server import Server, bind, serve
 
 _TOKEN_VARIABLE = "GENESIS_TOKEN"
 _DEFAULT_PORT = 8000
+_CACHE_SHARE = 0.5
+"""The share of the available memory that full caches may take by default."""
 _DESCRIPTION = """Serves the checkpoints of runs, including new ones while a run trains: a web page to watch a model
 learn, and OpenAI's /v1/completions, /v1/chat/completions and /v1/models for any OpenAI client. By default only this
 machine can connect; other addresses require a token.
@@ -31,7 +38,7 @@ def main(argv: list[str]) -> int:
     adapters = _read_adapters(arguments.adapter)
     guard = Guard(token, is_public=arguments.public)
     limits = Limits(
-        max_concurrent=arguments.max_concurrent,
+        max_concurrent=Limits.max_concurrent if arguments.max_concurrent is None else arguments.max_concurrent,
         max_queue=arguments.max_queue,
         max_models=_count_models(arguments.max_models, len(adapters)),
         max_request_seconds=arguments.max_request_seconds,
@@ -39,6 +46,9 @@ def main(argv: list[str]) -> int:
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model, adapters)
+    text_bytes = _count_text_bytes(catalogue, limits.max_models, dtype)
+    if arguments.max_concurrent is None and is_host(device):
+        limits = replace(limits, max_concurrent=_count_texts(text_bytes, available_memory()))
     if arguments.chat_template is not None:
         read_template(arguments.chat_template)  # a mistake in the file ends the command before a client waits
 
@@ -69,6 +79,9 @@ def main(argv: list[str]) -> int:
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
         count = len(catalogue.entries())
         line = f"{url} serves {numbered(count, 'models')} of {', '.join(map(str, arguments.model))}"
+        line += f"; a model continues up to {numbered(limits.max_concurrent, 'texts')} at a time"
+        if text_bytes:
+            line += f", with caches of up to {text_bytes * limits.max_concurrent / 1e9:,.2f} GB"
         ended_by = serve(
             lambda: Server(catalogue, load, guard, limits, has_chat),
             sock,
@@ -95,6 +108,27 @@ def _read_adapters(values: list[str]) -> dict[str, Path]:
 def _count_models(given: int | None, num_adapters: int) -> int:
     """Returns the number of models in memory: with adapters by default all of them and their base."""
     return max(Limits.max_models, 1 + num_adapters if num_adapters else 0) if given is None else given
+
+
+def _count_text_bytes(catalogue: Catalogue, max_models: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of the caches of a text in each of the models that are in memory together; 0 without a model.
+
+    A text has the whole context of its model. The checkpoints of a run have one size.
+    """
+    configs = (read_config(entry.base or entry.path) for entry in catalogue.newest().values())
+    sizes = [config.count_cache_bytes(1, config.max_seq_len, dtype.itemsize) for config in configs]
+    return max(sizes, default=0) * min(max_models, len(catalogue.entries()))
+
+
+def _count_texts(text_bytes: int, available_bytes: int | None) -> int:
+    """Returns how many texts a model generates together by default, so that the caches fit the available memory.
+
+    >>> [_count_texts(10**9, available) for available in (10**12, 8 * 10**9, 10**9, None)]
+    [16, 4, 1, 16]
+    """
+    if available_bytes is None or not text_bytes:
+        return Limits.max_concurrent
+    return max(1, min(Limits.max_concurrent, int(_CACHE_SHARE * available_bytes) // text_bytes))
 
 
 def _build_parser() -> Parser:
@@ -128,7 +162,12 @@ def _build_parser() -> Parser:
         "host name, and any site may frame the page; for a server behind another access control",
     )
     add_device_options(parser)
-    add("--max_concurrent", type=int, default=limits.max_concurrent, help="texts that a model generates together")
+    add(
+        "--max_concurrent",
+        type=int,
+        help=f"texts that a model generates together; default {limits.max_concurrent}, or fewer on a CPU if the caches "
+        f"of full contexts would take more than {_CACHE_SHARE:.0%}% of the available memory",
+    )
     add(
         "--max_queue",
         type=int,

@@ -19,6 +19,7 @@ from genesis.data.paths import TOKENIZER_PATHS, find_path, list_candidates, read
 from genesis.generate.checkpoint_reference import read_reference
 from genesis.generate.shared import SharedBases
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
+from genesis.huggingface.family import Family
 from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_config
 from genesis.huggingface.shape import find_family, read_shape
 from genesis.huggingface.weights import read_weights
@@ -306,6 +307,34 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     return tokenizer
 
 
+def read_config(path: Path) -> DecoderConfig:
+    """Returns the shape of the decoder of a checkpoint or an export, without reading its weights.
+
+    Args:
+        path: As in `load_decoder`.
+
+    Raises:
+        UserError: There is no such model, or its shape cannot be read.
+    """
+    reference = read_reference(path)
+    if reference.kind == "export":
+        return _read_export_config(reference.path)[0]
+    checkpoint = reference.find_checkpoint(level="quick")
+    return _read_run_config(checkpoint, read_manifest(checkpoint))
+
+
+def _read_run_config(checkpoint: Path, manifest: Manifest) -> DecoderConfig:
+    return build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+
+
+def _read_export_config(directory: Path) -> tuple[DecoderConfig, Family | None]:
+    """Returns the shape, and the family; None for a model in genesis's own layout."""
+    if (directory / CONFIG_NAME).exists():
+        family, config = read_shape(directory)
+        return config, family
+    return build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME)), None
+
+
 _Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
 
 
@@ -320,9 +349,8 @@ def _read_checkpoint(
         adapter: The directory of adapters in PEFT's format to add; None for those of the checkpoint alone.
         shared: Tensors of the base that are in memory.
     """
-    where = f"the recipe in {checkpoint}"
-    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=where)
-    adapter_config = read_adapter_config(manifest.recipe, where)
+    config = _read_run_config(checkpoint, manifest)
+    adapter_config = read_adapter_config(manifest.recipe, f"the recipe in {checkpoint}")
     names = {name.removeprefix(DECODER_PREFIX) for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
     in_base = names
     if manifest.base is not None:
@@ -351,12 +379,8 @@ def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
     for name in list_file_names():
         if (directory / name).exists() and name not in proved:
             raise UserError(f"{directory / name} did not exist when the export was proved; remove it")
-    if (directory / CONFIG_NAME).exists():
-        family, config = read_shape(directory)
-        state = read_weights(directory, config, family)
-    else:
-        config = build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME))
-        state = read_weights(directory, config, family=None)
+    config, family = _read_export_config(directory)
+    state = read_weights(directory, config, family)
     own = open_tokenizer(directory) if find_format(directory) is not None else None
     given = None if tokenizer is None else open_tokenizer(tokenizer)
     if own is not None and tokenizer is not None and given is not None and given.hash != own.hash:

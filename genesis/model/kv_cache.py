@@ -4,6 +4,8 @@ B  sequences of a micro-batch     L  slots of a sequence, one for each token
 """
 
 import copy
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,7 +77,7 @@ class KVCache:
         for layer, kinds in enumerate(layers):
             alike.setdefault(kinds, []).append(layer)
         self.stacks = [
-            Stack(kind, of_kind, torch.zeros(shape, device=device, dtype=kind.dtype or dtype))
+            Stack(kind, of_kind, _zeros(shape, device, kind.dtype or dtype))
             for kinds, of_kind in alike.items()
             for kind in kinds
             for shape in [(len(of_kind), *kind.sizes(num_rows, num_slots))]
@@ -207,3 +209,13 @@ class KVCache:
     def _set_length(self, row: int, length: int) -> None:
         self.lengths[row].fill_(length)
         self.host_lengths[row] = length
+
+
+def _zeros(shape: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Returns zeros, which on a CPU take memory page by page as they are overwritten: most texts are short."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not num_bytes:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # torch.zeros would write all of them. Private: a forked process has a copy.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

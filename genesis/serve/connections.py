@@ -244,7 +244,7 @@ class Connections:
         sock: The listening socket.
         build_protocol: Builds aiohttp's protocol of a connection.
         max_connections: The largest number of connections; one client address may have half of them.
-        max_write_seconds: How long a client may leave its answer unread.
+        max_write_seconds: Returns how long a client may leave its answer unread.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Connections:
         sock: socket.socket,
         build_protocol: Callable[[], asyncio.Protocol],
         max_connections: int,
-        max_write_seconds: float,
+        max_write_seconds: Callable[[], float],
     ) -> None:
         self._sock, self.build_protocol = sock, build_protocol
         self._max, self._max_of_client = max_connections, max(1, max_connections // 2)
@@ -365,8 +365,9 @@ class Connections:
             self._clients.pop(connection.client, None)
 
     def _sweep(self) -> None:
+        max_write_seconds = self._max_write_seconds()
         for connection in self._all():
-            if connection.is_overdue(self._max_write_seconds):
+            if connection.is_overdue(max_write_seconds):
                 self.forget(connection)
                 connection.abort()
         self._sweeper = self._loop.call_later(_SWEEP_SECONDS, self._sweep)

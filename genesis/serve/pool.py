@@ -95,6 +95,11 @@ class ModelPool:
                 del self._num_admitted[key]
             self._advance()
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of texts that wait for a row in a batch or for their model."""
+        return _count_waiting(self._num_admitted, self._seats.keys(), self._limits.max_concurrent)
+
     def status(self) -> dict[str, Any]:
         """Returns the loaded models and their load, in plain JSON types."""
         return {
@@ -109,7 +114,7 @@ class ModelPool:
                 for seat in self._seats.values()
             ],
             "num_texts": sum(self._num_admitted.values()),
-            "num_waiting": self._count_waiting(self._seats.keys()),
+            "num_waiting": self.num_waiting,
             "max_concurrent": self._limits.max_concurrent,
             "max_queue": self._limits.max_queue,
             "max_models": self._limits.max_models,
@@ -138,13 +143,9 @@ class ModelPool:
         admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
         if _count_waiting(admitted, seated, self._limits.max_concurrent) > self._limits.max_queue:
             raise busy(
-                f"texts that wait: {self._count_waiting(self._seats.keys())}, the limit is {self._limits.max_queue}: "
-                "retry a little later"
+                f"texts that wait: {self.num_waiting}, the limit is {self._limits.max_queue}: retry a little later"
             )
         self._num_admitted = admitted
-
-    def _count_waiting(self, seated: Any) -> int:
-        return _count_waiting(self._num_admitted, seated, self._limits.max_concurrent)
 
     def _can_seat(self, key: _Key) -> bool:
         if self._line:

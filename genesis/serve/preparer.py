@@ -3,7 +3,7 @@
 What a request costs here follows its number of bytes: a large one would hold the interpreter for a second, and with it
 every other client. There is one process for each class of sizes, which takes one request at a time, so that a request
 waits for none of a larger class; within a class, clients take turns. Small bodies are read within the server, but their
-texts are encoded in a process, too, if the tokenizer has expressions of its own, which may take minutes for a kilobyte.
+texts are encoded in a process, too, if the tokenizer has unknown expressions, which may take minutes for a kilobyte.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class Preparer:
             if asked.is_chat:  # several templates are rendered at a time: an endless one delays no other
                 asked = await asyncio.to_thread(write_prompts, asked, facts)
                 num_bytes = max(num_bytes, sum(len(text) for text in asked.prompts if isinstance(text, str)))
-            if facts.tokenizer is None or not (facts.tokenizer.has_expressions or num_bytes > SMALL_BYTES):
+            if facts.tokenizer is None or not (facts.tokenizer.has_unknown_expressions or num_bytes > SMALL_BYTES):
                 return await asyncio.to_thread(encode_prompts, asked, facts)
             job = job._replace(asked=asked)
         found = await self._find_lane(num_bytes).run(client, job, facts.tokenizer)

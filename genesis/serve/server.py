@@ -34,6 +34,8 @@ _LINGER_SECONDS: Final = 2.0
 _BODY_SECONDS: Final = 10.0
 _LEAST_BYTES_PER_SECOND: Final = 2**15
 """A body has ten seconds, and a second more for each so many bytes that have come."""
+_CROWDED_WRITE_SECONDS: Final = 1.0
+"""How long an answer may stay unread while texts wait for the row that it holds."""
 _BACKLOG: Final = 4096
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
@@ -86,6 +88,11 @@ class Server:
             ]
         )
         return app
+
+    def count_write_seconds(self) -> float:
+        """Returns how long a client may leave its answer unread; its texts keep their rows meanwhile."""
+        limit = self.limits.max_write_seconds
+        return min(limit, _CROWDED_WRITE_SECONDS) if self.pool.num_waiting else limit
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -276,7 +283,7 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
     )
     await runner.setup()
     assert runner.server is not None
-    connections = Connections(sock, runner.server, count_connections(), server.limits.max_write_seconds)
+    connections = Connections(sock, runner.server, count_connections(), server.count_write_seconds)
     try:
         yield
     finally:

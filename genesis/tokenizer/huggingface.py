@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
-from genesis.tokenizer.limits import check_claims, check_seconds, check_stop_ids, iterate_steps, list_expressions
+from genesis.tokenizer.limits import (
+    check_claims,
+    check_seconds,
+    check_stop_ids,
+    has_unknown,
+    iterate_steps,
+    list_expressions,
+)
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.panics import refusing_panics
 from genesis_callbacks.base.json_text import load_json
@@ -80,8 +87,8 @@ class HuggingFaceTokenizer:
         self._is_partial = [not _is_utf8(one) for one in self._bytes]
         symbols = [self.pieces[token] for token in sorted(special)]
         expressions = list_expressions(content)
-        self.has_expressions: bool = bool(expressions)
-        check_seconds(expressions, [_PROBE, _BEYOND_ASCII, *symbols], self._tokenizer.encode)
+        self.has_unknown_expressions: bool = has_unknown(expressions)
+        check_seconds(expressions, [_PROBE, _BEYOND_ASCII, *symbols], self._tokenizer.encode_batch_fast)
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
         self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"

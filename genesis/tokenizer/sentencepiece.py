@@ -51,7 +51,7 @@ class SentencePieceTokenizer:
     kind: Final = "SentencePiece"
     packages: Final = ("sentencepiece",)
     altered_characters: Final = _SPACE_MARK
-    has_expressions: Final = False
+    has_unknown_expressions: Final = False
 
     def __init__(self, model: bytes) -> None:
         if not model:

@@ -78,8 +78,8 @@ class Tokenizer(Protocol):
         """Returns characters that the tokenizer itself changes; the proof of an import skips them."""
 
     @property
-    def has_expressions(self) -> bool:
-        """Whether its files have regular expressions, which may search a text for minutes."""
+    def has_unknown_expressions(self) -> bool:
+        """Whether its files have regular expressions that may search a text for minutes, as far as is known."""
 
     @property
     def is_lossless(self) -> bool:

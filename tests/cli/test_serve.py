@@ -51,6 +51,14 @@ def test_bad_options_are_one_line_with_the_value(arguments, message, run, monkey
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("available", "wanted"), [(1, "1 text"), (2**50, "16 texts"), (None, "16 texts")])
+def test_the_start_names_the_caches_whose_default_fits_the_memory(run, monkeypatch, capsys, available, wanted):
+    monkeypatch.setattr("genesis.cli.serve.available_memory", lambda: available)
+    monkeypatch.setattr("genesis.cli.serve.serve", lambda build, sock, announce: announce() or signal.SIGTERM)
+    assert main([str(run), "--port", "0", "--device", "cpu"]) == 0
+    assert f"up to {wanted} at a time, with caches of up to 0." in capsys.readouterr().out
+
+
 def test_a_directory_that_is_none_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         main([str(tmp_path / "nowhere"), "--device", "cpu"])

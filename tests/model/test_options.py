@@ -1,7 +1,9 @@
 """The options of attention and norms: right for packed documents, in cached decoding, and in what is counted."""
 
+import resource
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
+from genesis.model.kv_cache import CacheTensor, KVCache
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
@@ -281,3 +284,15 @@ def test_a_scaling_that_turns_round_is_refused() -> None:
         RopeScaling(8.0, 4.0, 1.0, 32)
     with pytest.raises(UserError, match=r"factor is 0.5"):
         RopeScaling(0.5, 1.0, 4.0, 32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no /proc")
+def test_a_cache_on_a_cpu_takes_memory_as_it_is_filled() -> None:
+    pages = Path("/proc/self/statm")
+    before = int(pages.read_text().split()[1])
+    cache = KVCache([(CacheTensor((64,)),)], 16, 2**16, "cpu", torch.float32)
+    cache.stacks[0].data[:, 0, :100] = 1.0
+    assert cache.num_bytes == 2**28
+    assert float(cache.stacks[0].data[0, 0, 99:101].sum()) == 64.0
+    taken = (int(pages.read_text().split()[1]) - before) * resource.getpagesize()
+    assert taken < 2**24

@@ -177,7 +177,7 @@ def test_a_client_that_sends_its_whole_body_first_reads_why_it_was_refused(run, 
 def test_a_connection_that_gives_way_before_the_loop_has_it_ends():
     async def scenario():
         with bind("127.0.0.1", 0) as sock:
-            open_connections = Connections(sock, asyncio.Protocol, 8, 1.0)
+            open_connections = Connections(sock, asyncio.Protocol, 8, lambda: 1.0)
             client, ours = socket.socketpair()
             ours.setblocking(False)
             client.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -198,7 +198,7 @@ def test_a_connection_that_gives_way_before_the_loop_has_it_ends():
 def test_an_address_has_half_of_the_connections():
     async def scenario():
         with bind("127.0.0.1", 0) as sock:
-            open_connections = Connections(sock, asyncio.Protocol, 8, 1.0)
+            open_connections = Connections(sock, asyncio.Protocol, 8, lambda: 1.0)
             clients = []
             for number in range(12):
                 other, ours = socket.socketpair()

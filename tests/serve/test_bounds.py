@@ -200,20 +200,32 @@ def test_connections_at_work_never_give_way_and_one_too_many_is_told_to_come_aga
     run_with([long_run], scenario, max_concurrent=5)
 
 
+async def open_unread(running):
+    """Returns a connection whose endless stream nobody reads, once it has a row."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", running.port))
+    body = json.dumps({**LONG, "stream": True, "logprobs": 5}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    await asyncio.get_running_loop().sock_sendall(connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    await wait_here_until(lambda: running.num_busy() == 1)
+    return connection
+
+
+@pytest.mark.slow
+def test_a_reader_that_takes_nothing_gives_its_row_to_a_text_that_waits(long_run):
+    async def scenario(running):
+        with await open_unread(running):
+            assert (await elsewhere(running.ask, "/v1/completions", {**LONG, "max_tokens": 1}))[0] == 200
+
+    run_with([long_run], scenario, max_concurrent=1, max_write_seconds=600.0)
+
+
 @pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
     async def scenario(running):
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", running.port))
-        body = json.dumps({**LONG, "stream": True, "logprobs": 5}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        await asyncio.get_running_loop().sock_sendall(
-            connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        )
-        with connection:
-            await wait_here_until(lambda: running.num_busy() == 1)
+        with await open_unread(running):
             reading = await Stream.open(running)
             await reading.head()
             await wait_here_until(lambda: running.num_busy() == 2)

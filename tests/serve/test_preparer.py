@@ -10,6 +10,7 @@ import pytest
 from genesis.serve.errors import ApiError
 from genesis.serve.preparer import SMALL_BYTES, Preparer, TurnLine
 from genesis.serve.prompt import Facts
+from genesis.tokenizer.limits import LINEAR
 from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import write_tokenizer
 from tests.serve.support import DEADLINE_SECONDS
@@ -120,6 +121,31 @@ def test_an_expression_without_end_costs_its_request_and_no_other(tmp_path, monk
                 assert await encode(sound, "a  b") == before
         finally:
             preparer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_small_prompt_is_encoded_within_the_server_if_all_expressions_are_known(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": LINEAR[1]}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ],
+    }
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr("genesis.serve.preparer._Lane.run", lambda *_: pytest.fail("a process encodes it"))
+
+    async def scenario():
+        preparer, tokenizer = Preparer(16), open_tokenizer(tmp_path)
+        body = json.dumps({"model": "latest", "prompt": "a  b 123"}).encode()
+        asked = await preparer.read(body, is_chat=False, client="a")
+        (prompt,) = await preparer.encode(asked, body, Facts(tokenizer, 100, 100, 0, 0), client="a")
+        preparer.close()
+        assert prompt.ids[-len(tokenizer.encode("a  b 123")) :] == tuple(tokenizer.encode("a  b 123"))
 
     asyncio.run(scenario())
 

@@ -30,7 +30,7 @@ class ByteTokenizer:
     kind = "bytes"
     packages = ("numpy",)
     altered_characters = ""
-    has_expressions = False
+    has_unknown_expressions = False
     is_lossless = True
     chat_template = None
     named_tokens: Mapping[str, str] = {}
