@@ -16,7 +16,8 @@ from lightning.pytorch import Callback
 from plain_project import run_training, train
 from torch.utils.data import DataLoader
 
-from genesis_callbacks import CheckpointVerification, events
+from genesis_callbacks import CheckpointVerification
+from genesis_callbacks.base import events
 from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.base.event_reader import MAX_READ_BYTES, EventFollower, read_events, share_budget
 from genesis_callbacks.base.events import MAX_LINE_BYTES, Event, EventLog, EventWarning, decode_event, encode_event
