@@ -196,13 +196,14 @@ def test_a_restart_waits_for_the_orphans_of_a_killed_trainer(tmp_path, strategy)
 
 
 def test_a_save_that_is_due_while_one_runs_is_skipped_or_waited_for(tmp_path):
-    stopped = (SignalWriter(0, {1: signal.SIGSTOP, 5: signal.SIGCONT}),)
+    # From step 2 on: training waits for a writer that still starts, also where it is stopped.
+    stopped = (SignalWriter(0, {2: signal.SIGSTOP, 6: signal.SIGCONT}),)
     options = {"mode": "process", "every_n_steps": 1, "keep_last": None, "when_busy": "skip"}
     (run,) = run_training(1, tmp_path / "skip", "single", 8, callbacks=stopped, **options)
-    assert run["skipped"] >= 3  # steps 2, 3 and 4, while the writer was stopped
+    assert run["skipped"] >= 3  # steps 3, 4 and 5, while the writer was stopped
     assert run["failed"] == 0
     assert {"step-00000001", "step-00000008"} <= set(committed(tmp_path / "skip"))
-    assert {"step-00000002", "step-00000003", "step-00000004"}.isdisjoint(committed(tmp_path / "skip"))
+    assert {"step-00000003", "step-00000004", "step-00000005"}.isdisjoint(committed(tmp_path / "skip"))
 
 
 def list_descriptors() -> dict[str, str]:
