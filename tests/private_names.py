@@ -128,6 +128,7 @@ USED: dict[str, str] = {
     "_get_type_str": "jsonargparse._formatters:DefaultHelpFormatter",
     "_typehint": "jsonargparse._typehints:ActionTypeHint",
     "_call_s3": "s3fs:S3FileSystem",
+    "_encode_pair": "lm_eval.api.model:TemplateLM",
     "_completions": "jsonargparse",
     "_from_config": "jsonargparse",
     "_loaders_dumpers": "jsonargparse",

@@ -179,7 +179,8 @@ def test_an_optimizer_in_a_file_beside_the_recipe_trains_and_goes_on(
 ) -> None:
     """Two ranks that shard its offloaded moments; the plan and the report know it, too."""
     python = make_environment(tmp_path / "environment", *wheels.values())
-    shutil.copy(REPOSITORY / "tests" / "extend" / "lion.py", tmp_path)
+    site_packages = next((tmp_path / "environment").glob("lib/python*/site-packages"))
+    shutil.copy(REPOSITORY / "tests" / "extend" / "lion.py", site_packages)
     changes = {
         "model.optimizer": {"class_path": "lion.Lion", "init_args": {"lr": 1e-3}},
         "trainer.devices": 2,
@@ -188,12 +189,8 @@ def test_an_optimizer_in_a_file_beside_the_recipe_trains_and_goes_on(
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
 
     def genesis(command: str, *words: str | Path) -> str:
-        # As a user's shell would have it where the file is no package.
-        program = (
-            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from genesis.cli.main import main; sys.exit(main())"
-        )
         options = () if command == "report" else ("--config", recipe, "--allow-imports", "lion")
-        return check(run(python, "-c", program, command, *options, *words, cwd=tmp_path))
+        return check(run(python.with_name("genesis"), command, *options, *words, cwd=tmp_path))
 
     genesis("fit", "--run_dir", tmp_path / "straight")
     genesis("fit", "--trainer.max_steps", "2")

@@ -63,7 +63,8 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
     run("data", "distill", corpora / "web", own, "--seq_len", "64", "--top_k", "4", "--device", "cpu")
     for place in (own, back):
         with start(place, told=None) as server:
-            status, _, _ = server.ask("/v1/completions", {"model": "latest", "prompt": "All", "max_tokens": 1})
+            (model, *_) = server.ask("/v1/models")[1]["data"]
+            status, _, _ = server.ask("/v1/completions", {"model": model["id"], "prompt": "All", "max_tokens": 1})
             assert status == 200
     fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
     small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")

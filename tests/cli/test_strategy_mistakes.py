@@ -33,7 +33,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"expert_parallel": 2},
         MUON | {"trainer.devices": 4},
         "the optimizer is muon, which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the same "
-        "3 experts, which they can't share without cutting one: choose expert_parallel 1, or adamw",
+        "3 experts, which they can't share without cutting one: choose expert_parallel 1, or another optimizer, such "
+        "as adamw",
     ),
     "indivisible experts": (
         {"expert_parallel": 4},

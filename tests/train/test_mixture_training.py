@@ -348,13 +348,12 @@ def test_muon_refuses_matrices_of_experts_that_ranks_cut_before_the_first_step()
     decoder = replace(MIXED, feed_forward=replace(MIXTURE, num_experts=6))
     for message in run_ranks(refuse, 4, decoder, "muon"):
         assert message.startswith(
-            "optimizer.name is 'muon', which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the "
+            "the optimizer is muon, which needs whole matrices, and with expert_parallel 2 always 2 ranks hold the "
             "same 3 experts"
         )
     for message in run_ranks(refuse_in_the_optimizer, 4, decoder):
         assert message.startswith(
-            "optimizer.name is 'muon', which needs whole matrices, and 2 ranks cut the matrices of 16 by 32 of the "
-            "experts"
+            "the optimizer is muon, which needs whole matrices, and 2 ranks cut the matrices of 16 by 32 of the experts"
         )
 
 
