@@ -40,7 +40,6 @@ USED: dict[str, str] = {
     "_engine_run_backward": "torch.autograd.graph",
     "_foreach_add_": "torch",
     "_foreach_copy_": "torch",
-    "_foreach_lerp": "torch",
     "_foreach_lerp_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_norm": "torch",
