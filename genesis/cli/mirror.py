@@ -19,7 +19,6 @@ from genesis.operations.mirror.history import verify_history
 from genesis.operations.mirror.mirror import Mirror, MirrorOptions
 from genesis.operations.mirror.places import Place, open_place
 from genesis.operations.mirror.plan import MirrorRetention
-from genesis.operations.mirror.status import without_password
 from genesis.operations.mirror.transfer import Pace
 
 _BAD = 1
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> int:
         try:
             if arguments.once:
                 return _BAD if mirror.sync(is_last=True) else 0
-            _report(f"{run} is mirrored to {without_password(place.url)}; Ctrl-C stops")
+            _report(f"{run} is mirrored to {place.url}; Ctrl-C stops")
             mirror.run(lambda: arguments.parent is None or os.getppid() == arguments.parent)
         except _Ended:
             if arguments.once:
@@ -102,7 +101,7 @@ def _find_run(given: Path) -> Path:
 def _verify(place: Place, bandwidth: float | None) -> int:
     contents = read_contents(place)
     if not contents.checkpoints and not contents.damaged:
-        raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint; give the place of a mirror")
+        raise UserError(f"{place.url} holds no mirrored checkpoint; give the place of a mirror")
     num_bad = 0
     pace = Pace(bandwidth)
     for folder, problem in chain(verify_contents(place, contents, pace), verify_history(place, pace)):

@@ -8,11 +8,10 @@ from genesis.base.errors import UserError, printable
 from genesis.base.run_directory import RunDirectory
 from genesis.cli.mirror import read_rate
 from genesis.data.remote import strip_local
-from genesis.data.store import is_url
+from genesis.data.store import is_url, without_password
 from genesis.operations.mirror.mirror import OWNER_NAME
 from genesis.operations.mirror.places import open_place
 from genesis.operations.mirror.restore import restore_run
-from genesis.operations.mirror.status import without_password
 
 _DESCRIPTION = """Copies the newest checkpoint of a mirror that verifies into a run's directory, with the base that it
 names; `genesis fit ... --ckpt_path latest` continues from it. The run may be empty, or have older checkpoints; if its
@@ -58,10 +57,10 @@ def main(argv: list[str]) -> int:
         report=_report,
     )
     if outcome.step is None and arguments.or_none:
-        print(f"nothing to restore: {without_password(place.url)} has no checkpoint for {run}")
+        print(f"nothing to restore: {place.url} has no checkpoint for {run}")
         return 0
     if outcome.step is None:
-        raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {run} has none")
+        raise UserError(f"{place.url} holds no mirrored checkpoint, and {run} has none")
     if not outcome.restored:
         print(f"nothing to restore: the newest checkpoint of {run} is step {outcome.step}")
     else:

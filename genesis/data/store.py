@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import fsspec
@@ -25,6 +25,7 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from genesis.base.errors import UserError
 
+_PASSWORD: Final = re.compile(r"(?<=://)[^/@\s]+@")
 T = TypeVar("T")
 
 _FIRST_WAIT_SECONDS = 0.5
@@ -81,6 +82,16 @@ class WriteError(Exception):
         self.reason = reason
 
 
+def without_password(url: str) -> str:
+    """Returns a URL without user and password.
+
+    Example:
+        >>> without_password("ftp://me@host/dir"), without_password("/disk/a@b")
+        ('ftp://host/dir', '/disk/a@b')
+    """
+    return _PASSWORD.sub("", url)
+
+
 def is_url(path: str) -> bool:
     """Returns whether `path` is in a store: a URL, but not of a local file."""
     return re.match(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
@@ -100,13 +111,14 @@ class Store:
         options: Limits of the requests.
 
     Attributes:
+        url: The URL as messages have it, without user and password.
         plain: The file system.
         files: The same file system, whose methods are coroutines that run on fsspec's own event loop.
         path: The URL's path in the file system.
     """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        self.url = url
+        self.url, self._address = without_password(url), url
         self.options = options
         self.plain, self.path = self.persist(lambda _: self._open())
         self.plain.invalidate_cache()  # a cached listing would hide a change
@@ -114,7 +126,7 @@ class Store:
 
     def _open(self) -> tuple[Any, str]:
         try:
-            files, path = fsspec.url_to_fs(self.url, **_own_options(self.url, self.options))
+            files, path = fsspec.url_to_fs(self._address, **_own_options(self.url, self.options))
         except ImportError as error:
             remedy = "pip install 'genesis-lm[s3]'" if is_s3(self.url) else "install it with pip"
             remedy = "pip install huggingface_hub" if is_hub(self.url) else remedy

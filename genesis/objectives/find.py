@@ -1,13 +1,12 @@
 """Finds the class of a recipe's objective, of which nothing is built."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from genesis.base.errors import UserError
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import Objective
-from genesis.recipe.imports import check_imports, import_allowed
+from genesis.recipe.imports import check_imports, find_class
 
 
 def find_objective(given: Any) -> type[Objective]:
@@ -22,9 +21,7 @@ def find_objective(given: Any) -> type[Objective]:
     if given is None:
         return CrossEntropy
     path = str(given.get("class_path") if isinstance(given, Mapping) else given)
-    import_allowed(path)
-    module, _, name = path.rpartition(".")
-    found = getattr(sys.modules.get(module or str(__package__)), name, None)
+    found = find_class(path if "." in path else f"{__package__}.{path}")
     if not (isinstance(found, type) and issubclass(found, Objective)):
         check_imports([path])
         raise UserError(f"model.objective is {path!r}, which is no objective: give the import path of its class")

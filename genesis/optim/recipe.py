@@ -1,6 +1,5 @@
 """Reads the optimizer's algorithm from a recipe, without Lightning, and writes it in the form that runs compare."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Literal, get_args, get_origin
@@ -10,7 +9,7 @@ from genesis.model.recipe import build_dataclass
 from genesis.optim.adamw import AdamW
 from genesis.optim.algorithm import Algorithm
 from genesis.recipe.deprecated import convert_optimizer, is_named_optimizer
-from genesis.recipe.imports import check_imports, import_allowed
+from genesis.recipe.imports import check_imports, find_class
 
 DEFAULT: Final = "genesis.optim.AdamW"
 """The class of a recipe that names none."""
@@ -79,10 +78,9 @@ def _is_class(value: Any) -> bool:
 
 
 def _find_class(path: Any, where: str) -> type[Algorithm]:
-    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    check_imports([f"{module}.{name}"], where)
-    import_allowed(f"{module}.{name}")
-    found = getattr(sys.modules.get(module), name, None)
+    text = path if isinstance(path, str) else ""
+    check_imports([text], where)
+    found = find_class(text)
     if not (isinstance(found, type) and issubclass(found, Algorithm) and is_dataclass(found)) or found is Algorithm:
         raise UserError(
             f"{where}: class_path is {path!r}: it must be an algorithm, such as {DEFAULT}, genesis.optim.Muon or one "

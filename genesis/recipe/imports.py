@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 from genesis.base.errors import UserError
 
@@ -116,6 +116,13 @@ def import_allowed(path: str) -> None:
     except Exception as error:  # any code of the user's may fail
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} is allowed, but {module} cannot be imported: {reason}{find_remedy(error)}") from error
+
+
+def find_class(path: str) -> Any:
+    """Returns the class at an import path, whose module is imported if the user allows it; None if there is none."""
+    import_allowed(path)
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def find_remedy(error: Exception) -> str:

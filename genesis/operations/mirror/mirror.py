@@ -36,7 +36,6 @@ from genesis.operations.mirror.status import (
     MirrorStatus,
     read_mirror_status,
     status_path,
-    without_password,
     write_mirror_status,
 )
 from genesis.operations.mirror.transfer import AbandonedError, HeldCheckpoint, Pace, read_hash, write_verified
@@ -100,12 +99,10 @@ class Mirror:
         self._run_dir, self._place, self._options, self._report = run_dir, place, options, report
         self._directory = RunDirectory(run_dir).checkpoints
         self._pace = Pace(options.bytes_per_second)
-        self._path = status_path(run_dir, place.url)
+        self._path = status_path(run_dir, place.address)
         self._lock = _lock(self._path.with_suffix(".lock"))
         before = read_mirror_status(self._path)
-        self._status = MirrorStatus(
-            without_password(place.url), "" if before is None else before.token, os.getpid(), time.time()
-        )
+        self._status = MirrorStatus(place.url, "" if before is None else before.token, os.getpid(), time.time())
         self._contents: MirrorContents | None = None
         self._has_claimed, self._has_asked = False, False
         self._known: dict[str, CheckpointListing] = {}

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from genesis.base.errors import UserError
 from genesis.data.remote import strip_local
-from genesis.data.store import Store, StoreError, StoreOptions, is_s3, is_url, run_limited
+from genesis.data.store import Store, StoreError, StoreOptions, is_s3, is_url, run_limited, without_password
 from genesis_callbacks.base.files import create_file, replace_file, sync_directory
 from genesis_callbacks.base.run_directory import COMMITTED_NAME
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, open_file, read_file
@@ -51,10 +51,12 @@ class Place(Protocol):
     Every method raises `StoreError` or `OSError` if the place does not work now, and `UserError` if it refuses.
 
     Attributes:
-        url: The place as messages name it.
+        url: The place as messages name it, without a password.
+        address: The place as it was given.
     """
 
     url: str
+    address: str
 
     def list_folders(self, parent: str) -> list[Folder]:
         """Returns the folders in `parent`; none if it does not exist."""
@@ -94,7 +96,7 @@ class DirectoryPlace:
     def __init__(self, root: Path) -> None:
         if root.exists() and not root.is_dir():
             raise UserError(f"{root} is not a directory; give a directory for the mirror")
-        self.url = str(root)
+        self.url = self.address = str(root)
         self._root = root
 
     def list_folders(self, parent: str) -> list[Folder]:
@@ -193,11 +195,12 @@ class StorePlace:
     """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        self.url = url.rstrip("/")
+        self.address = url.rstrip("/")
+        self.url = without_password(self.address)
         if self.url.endswith(":"):
-            raise UserError(f"{url} names no bucket or directory; give a URL such as s3://bucket/runs/NAME")
+            raise UserError(f"{self.url} names no bucket or directory; give a URL such as s3://bucket/runs/NAME")
         self._options = options
-        self._store = Store(self.url, options)
+        self._store = Store(self.address, options)
         self._is_s3 = is_s3(url)
 
     def list_folders(self, parent: str) -> list[Folder]:

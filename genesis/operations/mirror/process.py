@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from genesis.base.processes import run_program, start_program
+from genesis.data.store import without_password
 from genesis.operations.mirror.listing import read_local_marker
-from genesis.operations.mirror.status import without_password
 from genesis.operations.supervise.checkpoints import list_markers
 from genesis.operations.supervise.observers import Launch, LaunchRefusedError, Observer
 from genesis.operations.supervise.status import SupervisorStatus

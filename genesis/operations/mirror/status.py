@@ -12,7 +12,6 @@ from genesis.operations.mirror.listing import decode_marker
 from genesis.operations.supervise.plain import read_record, write_record
 
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
-_PASSWORD: Final = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,6 @@ class MirrorStatus:
     copied_bytes: int = 0
     problem: str = ""
     problem_since_seconds: float | None = None
-
-
-def without_password(url: str) -> str:
-    """Returns a URL without user and password.
-
-    Example:
-        >>> without_password("ftp://me@host/dir"), without_password("/disk/a@b")
-        ('ftp://host/dir', '/disk/a@b')
-    """
-    return _PASSWORD.sub("", url)
 
 
 def status_path(run_dir: Path, url: str) -> Path:

@@ -18,7 +18,6 @@ from typing import BinaryIO, Final
 from genesis.data.store import StoreError
 from genesis.operations.mirror.listing import CheckpointListing, read_local_marker
 from genesis.operations.mirror.places import Blocks, Place
-from genesis.operations.mirror.status import without_password
 from genesis_callbacks.base.untrusted import RefusedFileError, open_descriptor
 from genesis_callbacks.checkpoint import CorruptCheckpointError, FileRecord, Hasher
 
@@ -99,7 +98,7 @@ def write_verified(
         if read_hash(place, path, num_bytes, build_hasher(), pace) == digest:
             return
     raise StoreError(
-        f"{without_password(place.url)}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the "
+        f"{place.url}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the "
         "place, or the way to it, changes data"
     )
 

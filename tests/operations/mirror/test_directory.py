@@ -14,7 +14,7 @@ from genesis.operations.mirror.metrics import measure_lag
 from genesis.operations.mirror.mirror import MirrorTakenError
 from genesis.operations.mirror.places import open_place
 from genesis.operations.mirror.restore import restore_run
-from genesis.operations.mirror.status import read_mirror_statuses, without_password
+from genesis.operations.mirror.status import read_mirror_statuses
 from genesis.operations.mirror.transfer import HeldCheckpoint, Pace
 from genesis_callbacks.checkpoint import CorruptCheckpointError, list_committed, verify
 from genesis_callbacks.checkpoint.commit import discard, supersede
@@ -416,5 +416,10 @@ def test_a_full_second_disk_is_one_error_and_leaves_only_whole_checkpoints(run: 
     assert steps(place) == [1, 2]
 
 
-def test_a_password_is_not_reported():
-    assert without_password("ftp://me:secret@host/x") == "ftp://host/x"
+def test_a_password_is_in_no_message():
+    place = open_place("memory://me:secret@host/x")
+    assert place.url == "memory://host/x"
+    place.replace("OWNER", b"")
+    assert place.read("OWNER") == b""
+    with pytest.raises(UserError, match=r"^nosuch://host/x cannot be read \([^@]*\); correct the URL$"):
+        open_place("nosuch://me:secret@host/x").read("OWNER")
