@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -88,6 +88,8 @@ _OPTIONAL = re.compile(
 )
 """The text that jsonargparse writes around the error of an optional section, such as model.objective, or of a class
 that may be given by its name alone, such as trainer.strategy."""
+_NESTED_KEY: Final = re.compile(r'^(Parser key )"([\w.]+)"')
+"""An option of a class, at the beginning of a message, without the option that has the class."""
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _REQUIRED: Final = re.compile(r"(?<=arguments are required: ).*")
 _SUBCOMMAND: Final = re.compile(r"(?:^|(?<=, ))(?:fit|validate)\.")
@@ -110,6 +112,9 @@ class GenesisParser(PlainParser, LightningArgumentParser):
     (`genesis.recipe.run_length`).
     """
 
+    given: ClassVar[tuple[str, ...]] = ()
+    """The options of the command line, without their values."""
+
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Returns the options of a command line, with deprecated names and other forms of them replaced."""
         renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
@@ -130,16 +135,23 @@ class GenesisParser(PlainParser, LightningArgumentParser):
         check_is_yaml(cfg_path, SECTIONS)
         return super().parse_path(cfg_path, *args, **kwargs)
 
+    def _find_given(self, key: str) -> str:
+        """Returns the option of the command line that ends in `key`: jsonargparse leaves out that of the class."""
+        ends = {word for word in self.given if word.endswith(f".{key}")}
+        return ends.pop() if len(ends) == 1 else key
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""
-        line = " ".join(message.split())
+        line = _NESTED_KEY.sub(lambda key: f'{key[1]}"{self._find_given(key[2])}"', " ".join(message.split()))
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
         line = _REQUIRED.sub(lambda missing: _SUBCOMMAND.sub("", missing[0]), line)
         line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
         if found is not None:
             group = found.groupdict().get("group")
-            key = f"{group}.{found['key']}" if group else found["key"]
-            line = explain_unknown(line, key) + hint_key(key, sorted(known_keys(self)))
+            key = f"{group}.{found['key']}" if group else self._find_given(found["key"])
+            line = explain_unknown(line, key) + hint_key(
+                found["key"] if group is None else key, sorted(known_keys(self))
+            )
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
 
@@ -184,6 +196,7 @@ class GenesisCLI(LightningCLI):
 
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
         self._allows_reward_code = is_reward_code_allowed(arguments)
+        GenesisParser.given = tuple(word.partition("=")[0].removeprefix("--") for word in arguments)
         super().__init__(
             GenesisModule,
             CorpusDataModule,

@@ -59,3 +59,18 @@ def test_an_option_of_an_algorithm_that_is_null_is_refused_by_its_name(option: s
     null: dict[str, Any] = {option: None}
     with pytest.raises(UserError, match=f"optimizer.{option} is null: give a value"):
         AdamW(**null)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "line"),
+    [
+        ("model.optimizer.lr", "many", "model.optimizer.lr is many: give a number"),
+        ("model.optimizer.others.lr", "many", "model.optimizer.others.lr is many: give a number"),
+        ("model.optimizer.lrr", "1", "unknown key model.optimizer.lrr; did you mean 'lr'?"),
+    ],
+)
+def test_a_mistake_in_an_option_of_an_algorithm_has_the_whole_name_of_the_option(
+    genesis: Genesis, option: str, value: str, line: str
+) -> None:
+    refused = genesis("fit", "--config", "genesis-10m", f"--{option}", value, "--print_config")
+    assert (refused.status, refused.err) == (2, f"genesis: error: {line}\n")
