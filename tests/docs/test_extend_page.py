@@ -1,5 +1,6 @@
-"""The check of a mixer on the page about extensions accepts right mixers alone."""
+"""The page about extensions shows the code that is tested, and its check of a mixer accepts right mixers alone."""
 
+import ast
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from code_blocks import read_blocks
 from genesis.model.delta import DeltaMetadata, GatedDeltaConfig
 from genesis.model.mixer import ForwardTokens, SequenceMixerConfig
 from tests.commands import REPOSITORY
+from tests.extend.convolution import ConvolutionConfig
 from tests.model.latent_attention import LatentAttentionConfig
 
 LINEAR = GatedDeltaConfig(2, 4, 8, 12)
@@ -30,17 +32,40 @@ class KeepsPadding(GatedDeltaConfig):
         return super().build_metadata(tokens._replace(cached=cached), layers)
 
 
+def read_page() -> list[str]:
+    page = (REPOSITORY / "docs/explanation/extend.md").read_text(encoding="utf-8")
+    return [block.code for block in read_blocks(page)]
+
+
+def dump_without_docstrings(code: str) -> str:
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            node.body = [
+                one for one in node.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+            ]
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize(("name", "of_class"), [("lion", "Lion"), ("rated", "Rated"), ("convolution", "Convolution")])
+def test_an_example_on_the_page_is_the_code_that_is_tested(name: str, of_class: str) -> None:
+    (shown,) = (code for code in read_page() if f"\nclass {of_class}(" in code)
+    tested = (REPOSITORY / f"tests/extend/{name}.py").read_text(encoding="utf-8")
+    assert dump_without_docstrings(shown) == dump_without_docstrings(tested)
+
+
 def check_mixer(config: SequenceMixerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the page's check, to which the configuration is the reader's own."""
     own = ModuleType("my_package")
     own.MyMixerConfig = lambda width: config  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_package", own)
-    page = (REPOSITORY / "docs/explanation/extend.md").read_text(encoding="utf-8")
-    (check,) = (block.code for block in read_blocks(page) if "MyMixerConfig" in block.code and "torch" in block.code)
+    (check,) = (code for code in read_page() if "MyMixerConfig" in code and "torch" in code)
     exec(compile(check, "extend.md", "exec"), {})
 
 
-@pytest.mark.parametrize("config", [LINEAR, LATENT], ids=["a state", "slots"])
+@pytest.mark.parametrize(
+    "config", [LINEAR, LATENT, ConvolutionConfig(width=4)], ids=["a state", "slots", "the page's example"]
+)
 def test_the_check_of_the_page_accepts_a_right_mixer(
     config: SequenceMixerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
