@@ -86,6 +86,18 @@ def test_a_bad_backward_names_the_parameter_from_which_it_spreads(tmp_path: Path
         fit(tmp_path, Net("backward"), GradientHealth())
 
 
+def test_weights_that_an_update_has_spoilt_are_named_instead_of_the_forward_that_reads_them(tmp_path: Path) -> None:
+    class Spoils(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                with torch.no_grad():
+                    pl_module.body[1].weight.fill_(math.nan)
+
+    text = r"step 4 is not finite: the weights of body\.1\.weight on rank 0 were not finite before the step"
+    with pytest.warns(NonfiniteGradientWarning, match=text):
+        fit(tmp_path, Net(), GradientHealth(), Spoils())
+
+
 def run_on_ranks(directory: Path, where: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -169,10 +181,10 @@ def test_shards_and_copies_count_once() -> None:
 
 def test_origins_are_told_apart() -> None:
     names = ["a.weight", "b.weight"]
-    assert describe_origin([0, 0], [2, 0], ["", "a"], names, is_sharded=True).endswith("b.weight, from which a "
+    assert describe_origin([0, 0], [0, 0], [2, 0], ["", "a"], names, is_sharded=True).endswith("b.weight, from which a "
         "backward spreads it, on rank 0")  # fmt: skip
-    assert "its rank is not known" in describe_origin([0, 0], [1, 1], [""], names, is_sharded=False)
-    assert describe_origin([0, 0], [0, 0], [""], names, is_sharded=True).startswith("the norm overflows")
+    assert "its rank is not known" in describe_origin([0, 0], [0, 0], [1, 1], [""], names, is_sharded=False)
+    assert describe_origin([0, 0], [0, 0], [0, 0], [""], names, is_sharded=True).startswith("the norm overflows")
 
 
 def test_norms_of_many_types_are_those_of_each() -> None:

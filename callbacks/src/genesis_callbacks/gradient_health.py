@@ -184,7 +184,8 @@ class GradientHealth(pl.Callback):
         bad = find_nonfinite(dict(pl_module.named_parameters()))
         own_gradient = 1 + max((parameters.index(name) for name in bad), default=-1)
         own_module = 1 + self._find_bad_output(pl_module, list(modules))
-        self._report(pl_module, own_module, own_gradient, list(modules), parameters)
+        own_weight = 1 + _find_bad_weight(pl_module)
+        self._report(pl_module, own_weight, own_module, own_gradient, list(modules), parameters)
 
     # ---- hooks
 
@@ -276,15 +277,22 @@ class GradientHealth(pl.Callback):
         return -1 if first is None else names.index(first)
 
     def _report(
-        self, pl_module: pl.LightningModule, own_module: int, own_gradient: int, modules: list[str], names: list[str]
+        self,
+        pl_module: pl.LightningModule,
+        own_weight: int,
+        own_module: int,
+        own_gradient: int,
+        modules: list[str],
+        names: list[str],
     ) -> None:
         assert self._trainer is not None
         rank, world_size = self._trainer.global_rank, self._trainer.world_size
-        found = [0] * (2 * world_size)
-        found[rank], found[world_size + rank] = own_module, own_gradient
+        found = [0] * (3 * world_size)
+        found[rank::world_size] = own_weight, own_module, own_gradient
         found = list(self._group.sum(found).wait())
+        of_weight, of_forward, of_gradient = (found[i * world_size : (i + 1) * world_size] for i in range(3))
         is_sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
-        text = describe_origin(found[:world_size], found[world_size:], modules, names, is_sharded=is_sharded)
+        text = describe_origin(of_weight, of_forward, of_gradient, modules, names, is_sharded=is_sharded)
         self._num_reports += 1
         if rank:
             return
@@ -354,12 +362,25 @@ def watching_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             handle.remove()
 
 
+def _find_bad_weight(module: nn.Module) -> int:
+    """Returns the index of the first parameter of which this rank's part is not finite, or -1. It waits."""
+    is_finite = measure_norms([parameter.detach() for parameter in module.parameters()]).isfinite().tolist()
+    return is_finite.index(False) if False in is_finite else -1
+
+
 def describe_origin(
-    of_forward: list[int], of_gradient: list[int], modules: list[str], parameters: list[str], *, is_sharded: bool
+    of_weight: list[int],
+    of_forward: list[int],
+    of_gradient: list[int],
+    modules: list[str],
+    parameters: list[str],
+    *,
+    is_sharded: bool,
 ) -> str:
     """Returns where a value that is not finite came from, in one line.
 
     Args:
+        of_weight: For each rank, 1 + the index of the first parameter that is not finite; 0 for none.
         of_forward: For each rank, 1 + the index of the first module whose output is not finite; 0 for none.
         of_gradient: For each rank, 1 + the index of the last parameter whose gradient is not finite; 0 for none.
         modules: Names of the modules.
@@ -367,9 +388,12 @@ def describe_origin(
         is_sharded: Whether each rank holds a part of the gradients.
 
     Example:
-        >>> describe_origin([0, 2], [1, 1], ["", "body"], ["body.weight"], is_sharded=False)
+        >>> describe_origin([0, 0], [0, 2], [1, 1], ["", "body"], ["body.weight"], is_sharded=False)
         'the forward of body on rank 1'
     """
+    for rank, number in enumerate(of_weight):
+        if number:
+            return f"the weights of {parameters[number - 1]} on rank {rank} were not finite before the step"
     for rank, number in enumerate(of_forward):
         if number:
             return f"the forward of {modules[number - 1] or 'the module'} on rank {rank}"
