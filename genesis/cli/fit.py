@@ -57,7 +57,7 @@ from genesis.generate.teacher import find_teacher, load_teacher
 from genesis.model.attend.table import AUTO
 from genesis.model.device_proofs import LOSS_PROOF
 from genesis.model.float8 import check_float8, list_float8_proofs
-from genesis.model.recipe import dump_decoder_config
+from genesis.model.recipe import check_mixers, dump_decoder_config
 from genesis.objectives.find import find_objective
 from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
@@ -114,6 +114,8 @@ class GenesisParser(PlainParser, LightningArgumentParser):
 
     given: ClassVar[tuple[str, ...]] = ()
     """The options of the command line, without their values."""
+    recipes: ClassVar[tuple[Path, ...]] = ()
+    """The files that were read."""
 
     def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Returns the options of a command line, with deprecated names and other forms of them replaced."""
@@ -133,6 +135,7 @@ class GenesisParser(PlainParser, LightningArgumentParser):
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the recipe in the file `cfg_path`."""
         check_is_yaml(cfg_path, SECTIONS)
+        GenesisParser.recipes += (Path(cfg_path),)
         return super().parse_path(cfg_path, *args, **kwargs)
 
     def _find_given(self, key: str) -> str:
@@ -142,6 +145,8 @@ class GenesisParser(PlainParser, LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""
+        for path in self.recipes:
+            check_mixers(path)  # jsonargparse names neither the list nor the entry
         line = _NESTED_KEY.sub(lambda key: f'{key[1]}"{self._find_given(key[2])}"', " ".join(message.split()))
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
         line = _REQUIRED.sub(lambda missing: _SUBCOMMAND.sub("", missing[0]), line)
@@ -196,6 +201,7 @@ class GenesisCLI(LightningCLI):
 
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
         self._allows_reward_code = is_reward_code_allowed(arguments)
+        GenesisParser.recipes = ()
         GenesisParser.given = tuple(word.partition("=")[0].removeprefix("--") for word in arguments)
         super().__init__(
             GenesisModule,

@@ -43,6 +43,17 @@ def read_decoder_config(path: Path) -> DecoderConfig:
     return build_decoder_config(content, where=str(path))
 
 
+def check_mixers(path: Path) -> None:
+    """Refuses the recipe in the YAML file `path` if its list of mixers is wrong, also if the decoder is not complete.
+
+    Raises:
+        UserError: An entry of the list cannot be built.
+    """
+    decoder = _find_part(_read_yaml(path), "decoder") if path.is_file() else None
+    if isinstance(decoder, Mapping) and decoder.get("mixers") is not None:
+        _build_mixers(decoder["mixers"], f"{path}: model.decoder: mixers")
+
+
 def read_recipe_adapter(path: Path) -> AdapterConfig | None:
     """Returns the adapters in the YAML file `path`; None if it has none, or is no recipe of `genesis fit`.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from genesis.generate.load import load_decoder
 from genesis_callbacks.checkpoint import read_manifest
@@ -55,3 +56,22 @@ def test_a_run_with_a_mixer_of_an_own_file_goes_on_bit_for_bit_and_is_planned_an
     texts = [genesis("generate", *options, *others) for others in ((), ("--no_cache",))]
     assert texts[0].status == 0, texts[0].err
     assert texts[0].out == texts[1].out
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        ({"init_args": {**LATENT, "latent_dimm": 1}}, "unknown key 'latent_dimm'; did you mean 'latent_dim'?"),
+        ({"init_args": {**LATENT, "num_heads": "four"}}, "num_heads is 'four'; it must be int"),
+        ({"class_path": "genesis.model.attention.Attention"}, "class_path is 'genesis.model.attention.Attention'; it"),
+    ],
+)
+def test_a_mistake_in_an_entry_of_the_list_is_reported_with_its_place(
+    genesis: Genesis, tiny_corpus: Path, tmp_path: Path, entry: dict[str, Any], line: str
+) -> None:
+    path = write_latent(tmp_path, tiny_corpus)
+    recipe = yaml.safe_load(path.read_text())
+    recipe["model"]["decoder"]["mixers"][0] |= entry
+    refused = genesis("fit", "--config", str(write_recipe(path, recipe)), *ALLOW)
+    assert (refused.status, refused.err.count("\n")) == (2, 1)
+    assert refused.err.startswith(f"genesis: error: {path}: model.decoder: mixers[0]: {line}")
