@@ -80,7 +80,7 @@ class SandboxedTemplate:
             ConversationError: The template fails on these messages.
             UserError: The template prints the date, and none is given.
         """
-        return self._render(messages, tools, variables, has_prompt=has_prompt, is_marked=False)
+        return self._write(self._compiled, self._given(messages, tools, variables, has_prompt=has_prompt))
 
     def render_marked(
         self,
@@ -93,7 +93,7 @@ class SandboxedTemplate:
         Raises:
             ConversationError: The template fails on these messages, or changes the text between the tags.
         """
-        marked = self._render(messages, tools, variables, has_prompt=False, is_marked=True)
+        marked = self._write(self._compiled, self._given(messages, tools, variables, is_marked=True))
         text, spans = _split_marked(marked)
         if text is None or text != self.render(messages, tools, variables):
             raise ConversationError(
@@ -133,18 +133,6 @@ class SandboxedTemplate:
         except UserError:
             return {}
         return read_beginnings(marked, seen, text)
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-        *,
-        has_prompt: bool,
-        is_marked: bool,
-    ) -> str:
-        given = self._given(messages, tools, variables, has_prompt=has_prompt, is_marked=is_marked)
-        return self._write(self._compiled, given)
 
     @cached_property
     def _changed(self) -> jinja2.Template | None:

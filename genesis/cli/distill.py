@@ -1,7 +1,6 @@
 """`genesis data distill`: a teacher's probabilities for a corpus, on disk."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
-from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.packing import Packing
 from genesis.data.training_data import TrainingOptions
@@ -94,7 +92,7 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
         tokenizer_hash=None,
     )
     data.open(Ranks())
-    sequences = identify_sequences(data)
+    sequences = data.identify_sequences()
     found.check_tokenizer(sequences["tokenizer_hash"], f"the corpus {path}", path)
     teacher, dtype = load_teacher(
         found,
@@ -126,7 +124,7 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
         is_new = write_cache(
             out,
             identity,
-            partial(read_sequences, data),
+            data.read_sequences,
             lambda micro_batch: teacher.read(micro_batch.to(device)),
             batch_size=size,
             report=report,

@@ -123,11 +123,6 @@ class ShardMaps:
         """Returns the token at the end of documents, None if the corpus has none."""
         return self._manifest.eos_id
 
-    @property
-    def num_open(self) -> int:
-        """Returns the number of shards that are mapped at the moment."""
-        return len(self._open)
-
     def open(self, shards: ShardTable, number: int) -> OpenShard:
         """Returns the maps of one shard of a source.
 

@@ -18,13 +18,15 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from genesis.base.errors import UserError
+from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
@@ -145,21 +147,10 @@ class PrepareOptions:
         return self.out / self.name
 
 
-@dataclass(frozen=True)
-class PrepareProgress:
-    """Progress of a run: input bytes in total, with those of earlier attempts, and the share of this attempt."""
-
-    num_bytes_done: int
-    num_bytes: int
-    num_new_bytes: int
-    num_new_tokens: int
-
-
 def prepare_corpus(
     options: PrepareOptions,
     *,
     restart: bool = False,
-    report: Callable[[PrepareProgress], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda line: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> CorpusManifest:
@@ -168,36 +159,36 @@ def prepare_corpus(
     Args:
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
-        report: Called with the progress.
         warn: Called with lines about the rows of each source that are skipped, and the keys that have no effect.
         note: Called with lines about the files of each source.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
     """
-    tokenizer = open_tokenizer(options.tokenizer)
-    chat = None
-    if any(source.chat is not None for source in options.sources):
-        plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
-        limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
-        has_values = options.sources[0].value_field is not None  # as all have, then
-        which = {"is_paired": options.is_paired, "has_values": has_values}
-        chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
-    files = list_sources(options.sources, note)
-    try:
-        with _locked(options.corpus):
-            if restart:
-                _remove_attempt(options.corpus)
-            _begin(options, tokenizer, files, chat)
-            if (options.corpus / MANIFEST_NAME).exists():
-                manifest = read_manifest(options.corpus)
-            else:
-                manifest = _prepare(options, tokenizer, files, chat, report, warn)
-            if options.packing is not None and options.seq_len is not None:
-                write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
-            return manifest
-    except OSError as error:
-        raise UserError(explain_write_error(error, options.corpus)) from None
+    with stage("tokenizing", unit="bytes") as shown:
+        tokenizer = open_tokenizer(options.tokenizer)
+        chat = None
+        if any(source.chat is not None for source in options.sources):
+            plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
+            limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
+            has_values = options.sources[0].value_field is not None  # as all have, then
+            which = {"is_paired": options.is_paired, "has_values": has_values}
+            chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
+        files = list_sources(options.sources, note)
+        try:
+            with _locked(options.corpus):
+                if restart:
+                    _remove_attempt(options.corpus)
+                _begin(options, tokenizer, files, chat)
+                if (options.corpus / MANIFEST_NAME).exists():
+                    manifest = read_manifest(options.corpus)
+                else:
+                    manifest = _prepare(options, tokenizer, files, chat, shown, warn)
+                if options.packing is not None and options.seq_len is not None:
+                    write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
+                return manifest
+        except OSError as error:
+            raise UserError(explain_write_error(error, options.corpus)) from None
 
 
 def plan_units(source: SourceOptions, files: Sequence[InputFile], shard_tokens: int) -> list[Unit]:
@@ -224,7 +215,7 @@ def _prepare(
     tokenizer: Tokenizer,
     files: dict[str, tuple[InputFile, ...]],
     chat: ChatSetup | None,
-    report: Callable[[PrepareProgress], None],
+    shown: Stage,
     warn: Callable[[str], None],
 ) -> CorpusManifest:
     corpus = options.corpus
@@ -234,10 +225,8 @@ def _prepare(
     finished = _read_parts(corpus)
     num_workers = options.num_workers or _num_cores()
     jobs = plan_jobs(units, finished, num_workers)
-    num_bytes = sum(unit.num_bytes for unit in units)
-    num_bytes_left = sum(job.unit.num_bytes - job.num_bytes_done for job in jobs)
-    progress = PrepareProgress(num_bytes - num_bytes_left, num_bytes, 0, 0)
-    report(progress)
+    num_new_tokens, shown.total = 0, sum(unit.num_bytes for unit in units)
+    shown.first = shown.done = shown.total - sum(job.unit.num_bytes - job.num_bytes_done for job in jobs)
     with _staging(corpus) as staging:
         setup = Setup(
             tokenizer=corpus,
@@ -253,13 +242,10 @@ def _prepare(
                 _commit_part(corpus, staging, message)
                 finished.append(message)
             else:
-                progress = replace(
-                    progress,
-                    num_bytes_done=progress.num_bytes_done + message.num_bytes,
-                    num_new_bytes=progress.num_new_bytes + message.num_bytes,
-                    num_new_tokens=progress.num_new_tokens + message.num_tokens,
-                )
-                report(progress)
+                num_new_tokens += message.num_tokens
+                rate = num_new_tokens / max(1e-9, time.monotonic() - shown.begin_seconds)
+                shown.note = f"{num_new_tokens:,} tokens, {rate:,.0f} tokens/s" if num_new_tokens else ""
+                shown.advance(message.num_bytes)
     for source in options.sources:
         for line in add_notes(finished, source.name).describe(source.name):
             warn(line)

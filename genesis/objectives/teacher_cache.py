@@ -66,7 +66,7 @@ class CacheIdentity:
         top_k: Number of ids for each position.
         temperature: The temperature of the probabilities.
         log_probs: The type on disk of the log-probabilities.
-        sequences: `genesis.data.fixed_sequences.identify_sequences`.
+        sequences: `CorpusData.identify_sequences`.
     """
 
     teacher: str
@@ -158,7 +158,7 @@ def write_cache(
     Args:
         directory: The cache's directory.
         identity: What the cache is made for.
-        read_sequences: `genesis.data.fixed_sequences.read_sequences` for the corpus.
+        read_sequences: `CorpusData.read_sequences`.
         read_classes: `Teacher.read`, with the sequences moved to its device.
         batch_size: Number of sequences of one forward.
         report: Called with the numbers of sequences done and of all.

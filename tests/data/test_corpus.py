@@ -72,14 +72,14 @@ def test_maps_stay_within_their_limit_and_reads_stay_right(corpus: Path) -> None
     rng = np.random.default_rng(0)
     for start in rng.integers(0, len(STREAM) - 30, 200).tolist():
         assert read(source, start, 30) == STREAM[start : start + 30]
-        assert source._maps.num_open <= 2
+        assert len(source._maps._open) <= 2
 
 
 def test_no_shard_is_mapped_before_it_is_read(corpus: Path) -> None:
     (source,) = open_corpus(corpus).train
-    assert source._maps.num_open == 0
+    assert len(source._maps._open) == 0
     read(source, 0, 1)
-    assert source._maps.num_open == 1
+    assert len(source._maps._open) == 1
 
 
 def test_a_flipped_bit_is_refused_when_its_shard_is_first_read(corpus: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.pipeline.filters.base_filter import get_filter_result
 
 from genesis.data.clean.documents import CONVERSATION, NUM_TOKENS, SOURCE, TokenCounter, write_durably
-from genesis.data.clean.filters import LANGUAGE
+from genesis.data.clean.filters import LANGUAGE, Filter
 
 EXAMPLE_CHARACTERS = 600
 
@@ -86,7 +86,7 @@ class FilterStage(Stage):
     """Applies a filter to documents of some sources and languages; other documents pass."""
 
     def __init__(
-        self, label: str, account: Account, inner: BaseFilter, sources: Sequence[str], languages: Sequence[str]
+        self, label: str, account: Account, inner: Filter, sources: Sequence[str], languages: Sequence[str]
     ) -> None:
         super().__init__(label, account)
         self._inner = inner

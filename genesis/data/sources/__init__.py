@@ -19,10 +19,7 @@ from genesis.data.sources.files import InputFile, Listing, Span, check_unchanged
 from genesis.data.sources.options import (
     SourceOptions,
     check_sources,
-    refuse_conversations,
-    refuse_pairs,
-    refuse_skipping,
-    refuse_values,
+    refuse_sources,
 )
 from genesis.data.sources.read import (
     describe_left_out,
@@ -57,9 +54,6 @@ __all__ = [
     "read_documents",
     "read_entries",
     "read_rows",
-    "refuse_conversations",
-    "refuse_pairs",
-    "refuse_skipping",
-    "refuse_values",
+    "refuse_sources",
     "sample_texts",
 ]

@@ -8,7 +8,7 @@ from genesis.base.errors import UserError
 from genesis.data.row_notes import RowNotes, SkippedCounter, strip_place
 from genesis.data.sources.entry import Document
 from genesis.data.sources.files import Listing, Span, list_source
-from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations
+from genesis.data.sources.options import SourceOptions, check_sources, refuse_sources
 from genesis.data.sources.read import describe_left_out, plan_spans, read_rows
 
 _SPAN_BYTES: Final = 4 << 20
@@ -26,7 +26,7 @@ def sample_texts(
     is called with lines about files that a source does not read, and about rows and documents that it skips.
     """
     check_sources(sources)
-    refuse_conversations(sources, "and a tokenizer learns from plain text; leave the source out")
+    refuse_sources(sources, conversations="and a tokenizer learns from plain text; leave the source out")
     total_weight = sum(source.weight for source in sources)
     for source in sources:
         listing = list_source(source)
