@@ -322,7 +322,6 @@ def open_corpus(
     *,
     tokenizer_hash: str | None = None,
     verify_hashes: VerifyHashes = "first_touch",
-    max_open_maps: int | None = None,
 ) -> Corpus:
     """Opens the corpus in the directory `path`.
 
@@ -330,8 +329,6 @@ def open_corpus(
         path: A directory that `genesis data prepare` or `genesis data adopt` wrote.
         tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
         verify_hashes: When to compare the shards' hashes with the manifest's.
-        max_open_maps: Shards that may be mapped at the same time; by default `MAX_OPEN_MAPS`, limited so that the maps
-            need at most half of the files that this process may open.
 
     Raises:
         UserError: The corpus or a file is missing, a size differs from the manifest's, or the tokenizer is
@@ -346,7 +343,7 @@ def open_corpus(
     _check_tokenizer(path, manifest, tokenizer_hash)
     for source in (*manifest.train, *manifest.validation):
         _check_sizes(path, manifest, source.table)
-    maps = ShardMaps(path, manifest, verify_hashes, max_open_maps or _limit_maps())
+    maps = ShardMaps(path, manifest, verify_hashes, _limit_maps())
     with_chat = () if manifest.chat is None else manifest.chat.sources
 
     def build(record: SourceRecord) -> TokenSource:
@@ -488,7 +485,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _limit_maps() -> int:
-    """Returns how many shards may be mapped: each map keeps one of the files open that this process may open."""
+    """Returns how many shards may be mapped: the maps need at most half of the files that this process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = soft_limit // (2 * _FILES_PER_SHARD)
     return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, most))

@@ -18,14 +18,17 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.learned import write_defaults
@@ -42,13 +45,15 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
+from genesis.data.row_notes import BadRowsError
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, shard_path, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, list_sources, plan_spans
 from genesis.data.sources.files import READING, check_reading
-from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
+    Failure,
     FinishedPart,
     Job,
+    Progress,
     Setup,
     Unit,
     add_notes,
@@ -65,6 +70,7 @@ from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
+_WORKER_MODULE = "genesis.data.tokenize_worker"
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -252,6 +258,61 @@ def _prepare(
     manifest = _build_manifest(options, tokenizer, finished, chat)
     write_manifest(corpus, manifest)
     return manifest
+
+
+# Worker processes
+
+
+def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
+    """Runs the jobs in worker processes, yields their messages as they arrive, and finally ends the processes.
+
+    Raises:
+        UserError: A job failed or a worker died; parts that other workers have finished are yielded first.
+    """
+    waiting = iter(jobs)
+    workers: dict[Connection[object, object], PipedWorker] = {}
+    try:
+        for _, job in zip(range(num_workers), waiting, strict=False):
+            worker = PipedWorker(_WORKER_MODULE)
+            workers[worker.connection] = worker
+            worker.connection.send(setup)
+            worker.connection.send(job)
+        busy = set(workers)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                message = _receive(workers[connection])
+                yield message
+                if isinstance(message, FinishedPart) and message.is_last:
+                    job_or_none = next(waiting, None)
+                    if job_or_none is None:
+                        busy.remove(connection)
+                    else:
+                        connection.send(job_or_none)
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+def _receive(worker: PipedWorker) -> Progress | FinishedPart:
+    try:
+        message = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        if worker.process.wait() == -signal.SIGPROF:
+            raise UserError(
+                "the tokenizer takes too long for a text: its expressions may search without end; use another one"
+            ) from None
+        raise UserError(
+            f"a worker of data prepare ended {worker.describe_end()}; run the same command again (with fewer "
+            "num_workers if memory is short): finished shards are kept"
+        ) from None
+    if isinstance(message, Failure):
+        raise BadRowsError(message.message) if message.has_rows else UserError(message.message)
+    assert isinstance(message, Progress | FinishedPart)
+    return message
+
+
+# Jobs and their results
 
 
 def plan_jobs(units: Sequence[Unit], finished: Sequence[FinishedPart], num_workers: int) -> list[Job]:

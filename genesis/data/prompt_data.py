@@ -21,7 +21,6 @@ from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.packing import CUT_EVENLY, Packing
-from genesis.data.pairs import PairSet
 from genesis.data.prompts import Prompt, PromptOptions, PromptSet, find_reward_file, read_prompts
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.training_data import DataCursor, SumOverRanks, TrainingOptions, refuse_skips
@@ -83,6 +82,7 @@ class PromptData:
     """
 
     kind: Final = "prompts"
+    pairs: Final = None
     tokens_per_second: Final = None
     queue_depths: Final = ()
     wait_remedy: Final = "leave the loader a core"
@@ -163,11 +163,6 @@ class PromptData:
     def vocabulary_owner(self) -> str:
         """Returns the name of the vocabulary's owner, for error messages."""
         return f"the tokenizer {self.prompt_options.tokenizer}"
-
-    @property
-    def pairs(self) -> PairSet | None:
-        """Returns None: prompts have no pairs of answers."""
-        return None
 
     @cached_property
     def sequence_format(self) -> SequenceFormat:

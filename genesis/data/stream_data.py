@@ -11,7 +11,6 @@ from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.packing import CUT_EVENLY, Packing
-from genesis.data.pairs import PairSet
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import describe_left_out
 from genesis.data.stream.open import Stream, open_stream
@@ -45,6 +44,8 @@ class StreamData:
     kind: Final = "text"
     chat_template: Final = None
     """A stream has no conversations."""
+    pairs: Final = None
+    """A stream has no pairs of answers."""
 
     def __init__(
         self,
@@ -112,11 +113,6 @@ class StreamData:
     def vocabulary_owner(self) -> str:
         """Returns the name of the vocabulary's owner, for error messages."""
         return "the stream's tokenizer"
-
-    @property
-    def pairs(self) -> PairSet | None:
-        """Returns None: a stream has no pairs of answers."""
-        return None
 
     @cached_property
     def sequence_format(self) -> SequenceFormat:

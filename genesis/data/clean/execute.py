@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal
@@ -72,7 +72,7 @@ class LocalOptions:
 class SlurmOptions:
     """Jobs of a Slurm cluster, one array for each phase; each waits until the one before has succeeded.
 
-    All nodes must see the same paths.
+    All nodes must see the same paths. The names are those of datatrove's executor.
 
     Args:
         partition: The partition.
@@ -180,10 +180,8 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, begin: 
             executor = RayPipelineExecutor(
                 list(phase.pipeline),
                 tasks=phase.num_tasks,
-                workers=options.workers,
-                cpus_per_task=options.cpus_per_task,
-                mem_per_cpu_gb=options.mem_per_cpu_gb,
                 logging_dir=str(logs / phase.name),
+                **asdict(options),
             )
         ranks = executor.get_incomplete_ranks()
         if ranks:
@@ -222,18 +220,10 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
         executor = SlurmPipelineExecutor(
             list(phase.pipeline),
             tasks=phase.num_tasks,
-            time=options.time,
-            partition=options.partition,
-            workers=options.workers,
-            cpus_per_task=options.cpus_per_task,
-            mem_per_cpu_gb=options.mem_per_cpu_gb,
-            tasks_per_job=options.tasks_per_job,
-            qos=options.qos,
-            env_command=options.env_command,
-            sbatch_args=dict(options.sbatch_args),
             job_name=f"clean-{phase.name}",
             logging_dir=str(logs / phase.name),
             depends=executors[-1] if executors else None,
+            **asdict(options),
         )
         executors.append(executor)
     try:

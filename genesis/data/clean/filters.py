@@ -105,7 +105,8 @@ class Repetition(FilterOptions):
 
     def build(self) -> Filter:
         """Returns the filter."""
-        return GopherRepetitionFilter(**self.rules(), language=Words())
+        built: Filter = GopherRepetitionFilter(**self.rules(), language=Words())
+        return built
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class GopherQuality(FilterOptions):
         """Returns the filter."""
         rules = self.rules()
         rules["max_non_alpha_words_ratio"] = rules.pop("min_alpha_words_ratio")  # datatrove's name for the same
-        return GopherQualityFilter(**rules, language=Words())
+        built: Filter = GopherQualityFilter(**rules, language=Words())
+        return built
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class C4Quality(FilterOptions):
     def build(self) -> Filter:
         """Returns the filter."""
         rules = {name: -1 if value is None else value for name, value in self.rules().items()}
-        return C4QualityFilter(**rules, language=Words())
+        built: Filter = C4QualityFilter(**rules, language=Words())
+        return built
 
 
 @dataclass(frozen=True)

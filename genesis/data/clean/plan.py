@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 from genesis.base.errors import UserError
 from genesis.data.clean.decontaminate import Decontamination, EvaluationIndex
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
-from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter, TokenCounter
+from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter
 from genesis.data.clean.execute import Executor, LocalOptions, Phase, RayOptions, SlurmOptions
 from genesis.data.clean.filters import (
     C4Quality,
@@ -150,21 +150,19 @@ def plan_tasks(
 
 def plan_phases(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> list[Phase]:
     """Returns the pipelines of the cleaning, in the order in which they must run."""
-    counter = TokenCounter(options.tokenizer)
-    account = Account(options.work / "examples", options.num_examples, counter)
+    account = Account(options.work / "examples", options.num_examples, options.tokenizer)
     fields = sorted({stage.field for stage in options.stages if isinstance(stage, Score)})
     tasks = plan_tasks(options.sources, files, options.tasks)
     sources = [source.name for source in options.sources]
     phases: list[Phase] = []
-    steps: list[PipelineStep] = [SourceReader(options.sources, tasks, fields, counter)]
+    steps: list[PipelineStep] = [SourceReader(options.sources, tasks, fields, options.tokenizer)]
     for number, stage in enumerate(options.stages):
         label = options.label(number)
         work = options.work / "work" / label
         if isinstance(stage, ExactDuplicates | NearDuplicates):
             steps += [PassWriter(work / "documents"), stage.build_signature(work, sources)]
             phases.append(Phase(f"{label}-signatures", tuple(steps), options.tasks))
-            for search in stage.build_searches(work):
-                phases.append(Phase(f"{label}-{search.name}", search.pipeline, search.num_tasks))
+            phases += stage.build_searches(work, label)
             steps = [PassReader(work / "documents"), RemovalStage(label, account, stage.build_removal(work))]
         elif isinstance(stage, Decontamination):
             phases.insert(0, _index_phase(stage, label, files, work))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
 from genesis.base.progress import Stage, stage
-from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
+from genesis.data.foreign.find import ForeignFormat, find_token_files, read_token_file
 from genesis.data.foreign.token_file import TokenFile
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, check_source_name, write_manifest
 from genesis.data.shards import (
@@ -297,7 +297,7 @@ class _Adopter:
     def _find_pieces(self, source: ForeignSource, paths: tuple[str, ...]) -> Iterator[_Piece]:
         for found in find_token_files(paths, source.format):
             mtime_ns = found.path.stat().st_mtime_ns
-            file = reader_of(found, source.column, source.dtype)()
+            file = read_token_file(found, source.column, source.dtype)
             by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
             if not by_eos and file.read_ends is None:
                 raise UserError(f"{file.path} has no index of documents; set documents to eos")
