@@ -266,9 +266,7 @@ def _labels_cell(source: SourceRecord) -> str:
     """Returns the share of a source's tokens that have a label."""
     if "labels_hash" not in source.table.columns:
         return "all"
-    shards = zip(*(source.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens")), strict=True)
-    num_labels = sum(num_labels if labels_hash else num_tokens for labels_hash, num_labels, num_tokens in shards)
-    return f"{num_labels / max(1, source.num_tokens):.2%}"
+    return f"{source.num_labels / max(1, source.num_tokens):.2%}"
 
 
 def _source_cells(source: SourceRecord) -> tuple[str, ...]:

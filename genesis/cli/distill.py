@@ -7,7 +7,6 @@ import torch
 
 from genesis.base.device import check_available, is_available
 from genesis.base.errors import UserError
-from genesis.base.progress import stage
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks
@@ -116,19 +115,13 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
     total = sum(identity.num_sequences.values())
     num_bytes = total * identity.layout.sequence_bytes
     print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
-    with stage("asking the teacher", total, "sequences") as shown:
-
-        def report(done: int, total: int) -> None:
-            shown.done = done
-
-        is_new = write_cache(
-            out,
-            identity,
-            data.read_sequences,
-            lambda micro_batch: teacher.read(micro_batch.to(device)),
-            batch_size=size,
-            report=report,
-        )
+    is_new = write_cache(
+        out,
+        identity,
+        data.read_sequences,
+        lambda micro_batch: teacher.read(micro_batch.to(device)),
+        batch_size=size,
+    )
     return [
         "complete" if is_new else "nothing to do: the cache was complete",
         "model.objective in a recipe: "

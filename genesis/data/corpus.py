@@ -245,15 +245,6 @@ class TokenSource:
             num_before, num_placed, start = num_before + int(running[-1]), last, stop
         return counts
 
-    def count_learned(self) -> int:
-        """Returns the number of tokens with labels by the manifest, those of first tokens of documents included."""
-        if not self.has_label_column:
-            return self.num_tokens
-        columns = (self._shards.column(name) for name in ("labels_hash", "num_labels", "num_tokens"))
-        return sum(
-            num_labels if labels else num_tokens for labels, num_labels, num_tokens in zip(*columns, strict=True)
-        )
-
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
         found = []

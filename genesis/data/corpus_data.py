@@ -61,7 +61,7 @@ class CorpusData:
             f"the corpus {path} has no validation set; prepare it with a larger validation_fraction, or set another by "
             "data.corpus"
         )
-        self.cursor = DataCursor(options, self._weigh, self._count_sequences)
+        self.cursor = DataCursor(options, lambda: self.corpus.train, self._count_sequences)
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
@@ -306,9 +306,6 @@ class CorpusData:
         return first
 
     # ---- parts
-
-    def _weigh(self) -> Mapping[str, int]:
-        return {source.name: source.weight for source in self.corpus.train}
 
     def _count_sequences(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
         sources, seq_len = self.corpus.train, self.options.seq_len

@@ -154,6 +154,14 @@ class SourceRecord:
             object.__setattr__(self, "shards", ShardTable.of(self.shards))
 
     @property
+    def num_labels(self) -> int:
+        """Returns the number of tokens with labels, those of first tokens of documents included."""
+        columns = (self.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens"))
+        return sum(
+            num_labels if labels else num_tokens for labels, num_labels, num_tokens in zip(*columns, strict=True)
+        )
+
+    @property
     def table(self) -> ShardTable:
         """Returns the shards by column."""
         assert isinstance(self.shards, ShardTable)

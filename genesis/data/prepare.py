@@ -342,15 +342,19 @@ def _build_manifest(
     options: PrepareOptions, tokenizer: Tokenizer, finished: Sequence[FinishedPart], chat: ChatSetup | None
 ) -> CorpusManifest:
     ordered = sorted(finished, key=lambda part: (part.source, part.unit, part.part))
+    counts = {
+        source.name: sum((part.conversations for part in ordered if part.source == source.name), ConversationCounts())
+        for source in options.sources
+        if source.chat is not None
+    }
     splits: dict[Split, tuple[SourceRecord, ...]] = {}
     for split in ("train", "validation"):
-        records = [_source_record(source, _shards(ordered, source.name, split)) for source in options.sources]
+        records = [_source_record(source, ordered, split) for source in options.sources]
         splits[split] = tuple(record for record in records if record.shards)
     with_text = {record.name for records in splits.values() for record in records}
     for source in options.sources:
         if source.name not in with_text:
-            missing = _count_conversations(source, ordered).describe_missing()
-            if missing:
+            if missing := counts.get(source.name, ConversationCounts()).describe_missing():
                 raise UserError(f"no conversation of source {source.name} is left: {missing}; change the options")
             raise UserError(
                 f"source {source.name} has no text in {', '.join(source.paths)}; correct its paths or remove it"
@@ -370,24 +374,13 @@ def _build_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size),
         train=splits["train"],
         validation=splits["validation"],
-        chat=None if chat is None else chat.record(_count_all(options.sources, ordered)),
+        chat=None if chat is None else chat.record(counts),
     )
 
 
-def _count_all(sources: Sequence[SourceOptions], parts: Sequence[FinishedPart]) -> dict[str, ConversationCounts]:
-    return {source.name: _count_conversations(source, parts) for source in sources if source.chat is not None}
-
-
-def _count_conversations(source: SourceOptions, parts: Sequence[FinishedPart]) -> ConversationCounts:
-    return sum((part.conversations for part in parts if part.source == source.name), ConversationCounts())
-
-
-def _shards(parts: Sequence[FinishedPart], source: str, split: Split) -> tuple[ShardRecord, ...]:
-    shards = (part.train if split == "train" else part.validation for part in parts if part.source == source)
-    return tuple(shard for shard in shards if shard is not None)
-
-
-def _source_record(source: SourceOptions, shards: tuple[ShardRecord, ...]) -> SourceRecord:
+def _source_record(source: SourceOptions, parts: Sequence[FinishedPart], split: Split) -> SourceRecord:
+    written = (part.train if split == "train" else part.validation for part in parts if part.source == source.name)
+    shards = [shard for shard in written if shard is not None]
     return SourceRecord(
         name=source.name,
         weight=source.weight,

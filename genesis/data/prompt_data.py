@@ -99,7 +99,7 @@ class PromptData:
         refuse_skips(options, "prompts")
         self.prompt_options = prompt_options
         self.options = options
-        self.cursor = DataCursor(options, self._weigh, self._count_prompts)
+        self.cursor = DataCursor(options, lambda: prompt_options.sources, self._count_prompts)
         self.groups: dict[int, Group] = {}
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
@@ -272,9 +272,6 @@ class PromptData:
         return {**first, "groups": pack_groups(groups)}
 
     # ---- parts
-
-    def _weigh(self) -> Mapping[str, int]:
-        return {source.name: source.weight for source in self.prompt_options.sources}
 
     def _count_prompts(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
         return {name: len(prompts) for name, prompts in self.prompts.of_source.items()}, weights

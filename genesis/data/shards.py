@@ -24,7 +24,6 @@ from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.untrusted import check_file, open_file, path_below, read_file
 
 HASH_ALGORITHM = "blake3"
-SHARD_SUFFIX = ".ds"
 INDEX_SUFFIX = ".index"
 METADATA_SUFFIX = ".metadata"
 LABELS_SUFFIX = ".loss"

@@ -61,7 +61,7 @@ class StreamData:
         self.packing: Packing = options.packing or CUT_EVENLY
         self.corpus_path = corpus_path
         # A stream's sequences have no numbers, and the lanes keep its epoch limits.
-        self.cursor = DataCursor(options, self._weigh, self._count_sequences, has_limits=False)
+        self.cursor = DataCursor(options, lambda: stream_options.sources, self._count_sequences, has_limits=False)
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
@@ -255,9 +255,6 @@ class StreamData:
         return self.windows.queue_depths
 
     # ---- parts
-
-    def _weigh(self) -> Mapping[str, int]:
-        return {source.name: source.weight for source in self.stream_options.sources}
 
     def _count_sequences(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
         return dict.fromkeys(self.stream.names, 1), weights

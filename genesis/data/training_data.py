@@ -20,6 +20,7 @@ from genesis.data.order import Mix, SequenceOrder, build_order
 from genesis.data.packing import Packing
 from genesis.data.pairs import PairSet
 from genesis.data.skipped import Ranges, clip, describe
+from genesis.data.sources import SourceOptions
 from genesis.data.window import AccumulationWindow
 
 DataKind = Literal["text", "pairs", "prompts"]
@@ -187,7 +188,7 @@ class DataCursor:
 
     Args:
         options: The seed, the mix, the limits of epochs, and what is skipped.
-        weigh: Returns the weights of the sources where the options have no mix.
+        list_sources: Returns the sources, whose weights are the mix where the options have none.
         count: Returns the number of sequences of each source, and the weights by which these are mixed, from the
             weights of the sources.
         has_limits: Whether the order ends at the limits of epochs; False where the data keep them by themselves.
@@ -199,18 +200,20 @@ class DataCursor:
     def __init__(
         self,
         options: TrainingOptions,
-        weigh: Callable[[], Mapping[str, int]],
+        list_sources: Callable[[], Sequence[TokenSource] | Sequence[SourceOptions]],
         count: Callable[[Mapping[str, int]], tuple[Mapping[str, int], Mapping[str, int]]],
         *,
         has_limits: bool = True,
     ) -> None:
         self.position = 0
-        self._options, self._weigh, self._count, self._has_limits = options, weigh, count, has_limits
+        self._options, self._list_sources, self._count, self._has_limits = options, list_sources, count, has_limits
 
     @property
     def weights(self) -> Mapping[str, int]:
         """Returns the weights of the sources, as the user wrote them."""
-        return self._weigh() if self._options.mix is None else self._options.mix
+        if self._options.mix is not None:
+            return self._options.mix
+        return {source.name: source.weight for source in self._list_sources()}
 
     @cached_property
     def order(self) -> SequenceOrder:

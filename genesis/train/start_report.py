@@ -128,7 +128,7 @@ def measure_learned_share(data: CorpusData) -> float:
         figures = [plan.figures for plan in data.plans]
         positions = sum(one.num_sequences for one in figures) * data.options.seq_len
         return sum(one.num_valid_tokens for one in figures) / max(1, positions)
-    shards = [source.count_learned() for source in data.corpus.train]
+    shards = [source.num_labels for source in data.corpus.manifest.train]
     return sum(shards) / max(1, sum(source.num_tokens for source in data.corpus.train))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from genesis.base.errors import UserError
+from genesis.base.progress import Stage
 from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks
 from genesis.data.plans import write_plan
@@ -22,6 +23,7 @@ from genesis.objectives.teacher import LOG_PROBS, LOG_REST, find_classes
 from genesis.objectives.teacher_cache import CACHE_NAME, open_cache, write_cache
 from genesis_callbacks.testing import run_ranks
 from tests.data.corpora import make_documents, write_corpus
+from tests.data.corpus_support import watch_stage
 from tests.objectives.teachers import TOP_K, identify, load, make_cache, make_teacher, open_data
 
 BLOCK_BYTES = 1 << 14  # sixteen sequences of sixteen tokens
@@ -104,21 +106,15 @@ def kill_after(number: int, directory: str, teacher: str, corpus: str) -> None:
     data = open_data(Path(corpus))
     calls = 0
 
-    def report(done: int, total: int) -> None:
+    def count(shown: Stage) -> None:
         nonlocal calls
         calls += 1
         if calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     identity = identify(Path(teacher), data)
-    write_cache(
-        Path(directory),
-        identity,
-        data.read_sequences,
-        load(Path(teacher), data).read,
-        batch_size=2,
-        report=report,
-    )
+    watch_stage(pytest.MonkeyPatch(), "genesis.objectives.teacher_cache", count)
+    write_cache(Path(directory), identity, data.read_sequences, load(Path(teacher), data).read, batch_size=2)
 
 
 def test_a_killed_writer_is_continued_with_the_same_bytes(
