@@ -22,11 +22,10 @@ from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.packing import CUT_EVENLY, Packing
 from genesis.data.prompts import Prompt, PromptOptions, PromptSet, find_reward_file, read_prompts
-from genesis.data.shards import little_endian, token_dtype
 from genesis.data.training_data import DataCursor, SumOverRanks, TrainingOptions, refuse_skips
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import has_hash, open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.untrusted import read_file
 
 
@@ -167,9 +166,7 @@ class PromptData:
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
-        tokenizer = self.tokenizer
-        dtype = little_endian(token_dtype(tokenizer.vocab_size))
-        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+        return SequenceFormat.of(self.tokenizer, self.options.seq_len)
 
     # ---- training
 

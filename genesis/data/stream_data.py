@@ -11,7 +11,6 @@ from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.packing import CUT_EVENLY, Packing
-from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import describe_left_out
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
@@ -20,7 +19,7 @@ from genesis.data.stream.windows import StreamWindows
 from genesis.data.training_data import DataCursor, SumOverRanks, TrainingOptions, check_kind, check_sequences
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import has_hash, open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
 _ENDLESS_WINDOWS: Final = 1 << 40
@@ -117,9 +116,7 @@ class StreamData:
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
-        tokenizer = self.stream.tokenizer
-        dtype = little_endian(token_dtype(tokenizer.vocab_size))
-        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+        return SequenceFormat.of(self.stream.tokenizer, self.options.seq_len)
 
     # ---- training
 
