@@ -19,13 +19,11 @@ from genesis.base.processes import PipedWorker, serve_pipe
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
 from genesis.data.prepare import PrepareOptions, prepare_corpus
-from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions, sample_texts
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
 from genesis.tokenizer.open import open_tokenizer
-from genesis.tokenizer.tokenizer import padding_id
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 SEQ_LEN: Final = 2048
@@ -143,11 +141,10 @@ def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epo
     options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers)
     limits = {} if max_epochs is None else {_SOURCE: max_epochs}
     stream = open_stream(options, tokenizer, seed=0, seq_len=SEQ_LEN, packing="chunk", max_epochs=limits)
-    dtype = little_endian(token_dtype(tokenizer.vocab_size))
     windows = StreamWindows(
         stream,
         build_order({_SOURCE: 1 << 40}, {_SOURCE: 1}, seed=0),
-        SequenceFormat(SEQ_LEN, padding_id(tokenizer), tokenizer.token_num_bytes, dtype),
+        SequenceFormat.of(tokenizer, SEQ_LEN),
         GLOBAL_BATCH_SIZE,
         GLOBAL_BATCH_SIZE,
         Ranks(),

@@ -239,12 +239,6 @@ class ChatRenderer:
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
 
-    def prompt_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
-        """Returns what `write_prompt` returns to be read: spelled control symbols are not hidden."""
-        return self.tokenizer.literal.reveal(self.write_prompt(messages, tools))
-
     def _normalize(self, messages: Sequence[Mapping[str, Any]], *, has_empty_turns: bool = False) -> list[Message]:
         normal = normalize_messages(messages, has_empty_turns=has_empty_turns)
         # Templates put a role between the marks of a control symbol, as `<|user|>`, so roles stay as they are.

@@ -68,19 +68,8 @@ class SandboxedTemplate:
         *,
         has_prompt: bool = False,
     ) -> str:
-        """Returns a conversation as text.
-
-        Args:
-            messages: The turns.
-            tools: The definitions of the tools; None for none.
-            variables: Further variables of the template, such as the spellings of bos and eos.
-            has_prompt: Whether the beginning of the assistant's next turn follows.
-
-        Raises:
-            ConversationError: The template fails on these messages.
-            UserError: The template prints the date, and none is given.
-        """
-        return self._render(messages, tools, variables, has_prompt=has_prompt, is_marked=False)
+        """Returns a conversation as text, as `ChatTemplate.render` describes; there is no limit."""
+        return self._write(self._compiled, self._given(messages, tools, variables, has_prompt=has_prompt))
 
     def render_marked(
         self,
@@ -88,12 +77,8 @@ class SandboxedTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """Returns a conversation as text, and the spans between its tags `generation`.
-
-        Raises:
-            ConversationError: The template fails on these messages, or changes the text between the tags.
-        """
-        marked = self._render(messages, tools, variables, has_prompt=False, is_marked=True)
+        """Returns a conversation and the spans between its tags, as `ChatTemplate.render_marked` describes."""
+        marked = self._write(self._compiled, self._given(messages, tools, variables, is_marked=True))
         text, spans = _split_marked(marked)
         if text is None or text != self.render(messages, tools, variables):
             raise ConversationError(
@@ -133,18 +118,6 @@ class SandboxedTemplate:
         except UserError:
             return {}
         return read_beginnings(marked, seen, text)
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-        *,
-        has_prompt: bool,
-        is_marked: bool,
-    ) -> str:
-        given = self._given(messages, tools, variables, has_prompt=has_prompt, is_marked=is_marked)
-        return self._write(self._compiled, given)
 
     @cached_property
     def _changed(self) -> jinja2.Template | None:

@@ -1,13 +1,11 @@
 """`genesis data adopt`."""
 
-import sys
 from collections.abc import Iterator
 from typing import Final
 
-from genesis.base.console import Console
 from genesis.base.errors import UserError
 from genesis.base.progress import numbered
-from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.cli.options import build_parser, make, parse
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.manifest import SPLITS
 
@@ -39,11 +37,8 @@ def main(argv: list[str]) -> int:
         settings = {name: arguments[name] for name in _SOURCE_SETTINGS}
         paths, validation_paths = tuple(arguments.paths), tuple(arguments.validation_paths)
         arguments.sources = (ForeignSource("tokens", paths, validation_paths, **settings),)
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     options = make(AdoptOptions, arguments)
-    with console.status("reading tokens") as status:
-        adoption = adopt_corpus(options, lambda num_tokens: status.update(f"reading tokens: {num_tokens:,}"))
-    for line in _describe(options, adoption):
+    for line in _describe(options, adopt_corpus(options)):
         print(line)
     return 0
 

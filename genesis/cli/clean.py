@@ -4,7 +4,6 @@ import difflib
 import re
 import sys
 from argparse import ArgumentError, RawDescriptionHelpFormatter
-from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from textwrap import fill
 from typing import Any, get_type_hints
@@ -15,13 +14,12 @@ from rich.table import Table
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, numbered, stage
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
-from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
+from genesis.data.clean.clean import Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
-from genesis.data.clean.report import Amount, CleanReport
+from genesis.data.clean.report import MANIFEST_NAME, Amount, CleanReport
 from genesis.data.row_notes import describe_blank
 
 _DESCRIPTION = """Filters, deduplicates and decontaminates text, and reports how much was dropped for which reason.
@@ -56,54 +54,20 @@ def clean_main(argv: list[str]) -> int:
     arguments.stages = tuple(build_stage(number, stage) for number, stage in enumerate(arguments.stages, 1))
     options = make(CleanOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    with _Teller(console) as teller:
-        result = clean_corpus(
-            options,
-            restart=arguments.restart,
-            report=teller.tell,
-            note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        )
+    was_complete = (options.out / MANIFEST_NAME).exists() and not arguments.restart
+    result = clean_corpus(
+        options,
+        restart=arguments.restart,
+        note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
     if isinstance(result, Submitted):
         jobs = ", ".join(result.jobs)
         print(f"submitted Slurm jobs {jobs}; run the same command after they have ended to see the result")
         return 0
-    if not teller.has_told:
+    if was_complete:
         print(f"nothing to do: {options.out} was complete; --restart cleans it again")
     _print_report(console, options, result)
     return 0
-
-
-class _Teller:
-    """Prints a line for each phase, and shows how many of its tasks are done."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ExitStack()
-        self._shown: Stage | None = None
-        self._reported = 0
-
-    def __enter__(self) -> "_Teller":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    @property
-    def has_told(self) -> bool:
-        """Whether there was anything to do."""
-        return self._shown is not None
-
-    def tell(self, progress: CleanProgress) -> None:
-        """Reports the progress of the run."""
-        if self._reported != progress.number:
-            self._reported = progress.number
-            place = f"phase {progress.number} of {progress.num_phases}"
-            self._console.print(f"{place}: {progress.phase}, {numbered(progress.num_tasks, 'tasks')}", highlight=False)
-            self._open.close()
-            begun = stage(progress.phase, progress.num_tasks, "tasks", first=progress.num_done)
-            self._shown = self._open.enter_context(begun)
-        assert self._shown is not None, "the first call begins a phase"
-        self._shown.done = progress.num_done
 
 
 def build_stage(number: int, given: dict[str, Any]) -> StageOptions:

@@ -1,7 +1,6 @@
 """`genesis data prepare`, `genesis data plan`, `genesis data inspect` and `genesis data verify`."""
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import Stage, numbered, stage
+from genesis.base.progress import numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends
@@ -34,7 +33,7 @@ from genesis.data.inspect import (
 from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
 from genesis.data.packing import FEW_HELD_OUT
 from genesis.data.plans import PlannedPacking, count_lost_documents, list_plans, write_plan
-from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
+from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.tokenizer.open import open_tokenizer
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
@@ -102,16 +101,15 @@ def prepare_main(argv: list[str]) -> int:
     options = make(PrepareOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     plans = list_plans(options.corpus)
-    with stage("tokenizing", unit="bytes") as shown:
-        manifest = prepare_corpus(
-            options,
-            restart=arguments.restart,
-            report=lambda progress: _show(shown, progress),
-            warn=_warn,
-            note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        )
+    was_complete = (options.corpus / MANIFEST_NAME).exists() and not arguments.restart
+    manifest = prepare_corpus(
+        options,
+        restart=arguments.restart,
+        warn=_warn,
+        note=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
     has_plans = options.packing is None or list_plans(options.corpus) == plans
-    if shown.total is None and has_plans:
+    if was_complete and has_plans:
         print(f"nothing to do: {options.corpus} was complete; --restart prepares it again")
     console.print(_manifest_table(options.corpus, manifest))
     _print_chat(console, options.corpus, manifest)
@@ -197,13 +195,6 @@ def inspect_main(argv: list[str]) -> int:
     return 0
 
 
-def _show(shown: Stage, progress: PrepareProgress) -> None:
-    shown.done, shown.total = progress.num_bytes_done, progress.num_bytes
-    shown.first = progress.num_bytes_done - progress.num_new_bytes
-    rate = progress.num_new_tokens / max(1e-9, time.monotonic() - shown.begin_seconds)
-    shown.note = f"{progress.num_new_tokens:,} tokens, {rate:,.0f} tokens/s" if progress.num_new_tokens else ""
-
-
 def _warn(line: str) -> None:
     print(f"genesis: warning: {line}", file=sys.stderr)
 
@@ -275,9 +266,7 @@ def _labels_cell(source: SourceRecord) -> str:
     """Returns the share of a source's tokens that have a label."""
     if "labels_hash" not in source.table.columns:
         return "all"
-    shards = zip(*(source.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens")), strict=True)
-    num_labels = sum(num_labels if labels_hash else num_tokens for labels_hash, num_labels, num_tokens in shards)
-    return f"{num_labels / max(1, source.num_tokens):.2%}"
+    return f"{source.num_labels / max(1, source.num_tokens):.2%}"
 
 
 def _source_cells(source: SourceRecord) -> tuple[str, ...]:

@@ -1,17 +1,14 @@
 """`genesis data distill`: a teacher's probabilities for a corpus, on disk."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from genesis.base.device import check_available, is_available
 from genesis.base.errors import UserError
-from genesis.base.progress import stage
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
-from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.packing import Packing
 from genesis.data.training_data import TrainingOptions
@@ -94,7 +91,7 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
         tokenizer_hash=None,
     )
     data.open(Ranks())
-    sequences = identify_sequences(data)
+    sequences = data.identify_sequences()
     found.check_tokenizer(sequences["tokenizer_hash"], f"the corpus {path}", path)
     teacher, dtype = load_teacher(
         found,
@@ -118,19 +115,13 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
     total = sum(identity.num_sequences.values())
     num_bytes = total * identity.layout.sequence_bytes
     print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
-    with stage("asking the teacher", total, "sequences") as shown:
-
-        def report(done: int, total: int) -> None:
-            shown.done = done
-
-        is_new = write_cache(
-            out,
-            identity,
-            partial(read_sequences, data),
-            lambda micro_batch: teacher.read(micro_batch.to(device)),
-            batch_size=size,
-            report=report,
-        )
+    is_new = write_cache(
+        out,
+        identity,
+        data.read_sequences,
+        lambda micro_batch: teacher.read(micro_batch.to(device)),
+        batch_size=size,
+    )
     return [
         "complete" if is_new else "nothing to do: the cache was complete",
         "model.objective in a recipe: "

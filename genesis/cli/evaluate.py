@@ -3,15 +3,13 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from genesis.base.arguments import Parser
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.options import ChatOptions
 from genesis.cli.device import add_device_options, read_device
@@ -19,7 +17,7 @@ from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
-from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Progress, Question
+from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Question
 from genesis.evaluate.results import (
     METRICS_NAME,
     Result,
@@ -77,13 +75,13 @@ def main(argv: list[str], ask_task: AskTask | None = None) -> int:
     questions = _list_questions(arguments, reference, ask_task)
     if arguments.watch:
         print(f"watching {reference.path}; Ctrl-C stops", file=sys.stderr, flush=True)
-        return _status(*watch(reference.path, questions, settings, out, _show, until_step=arguments.until_step))
+        return _status(*watch(reference.path, questions, settings, out, until_step=arguments.until_step))
     results: list[Result] = []
     unanswered: list[str] = []
     num_refused = 0
     for checkpoint in checkpoints:
         try:
-            answers = answer_questions(checkpoint, questions, settings, out, _show)
+            answers = answer_questions(checkpoint, questions, settings, out)
             results += answers.results
             unanswered += answers.unanswered
         except UserError as error:
@@ -181,13 +179,6 @@ def _place(reference: Reference, out: Path | None) -> Path:
         raise UserError(f"{reference.path} is not in a run's checkpoints; give the directory of its results by --out")
     run.check_own()
     return run.evaluations
-
-
-@contextmanager
-def _show(what: str) -> Iterator[Progress]:
-    """Shows the progress of a question: of tokens scored, or of requests answered."""
-    with stage(what, unit="done") as shown:
-        yield shown.advance
 
 
 def _build_parser() -> Parser:

@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
+from operator import add
 from threading import Lock
 
 import torch
@@ -31,6 +32,9 @@ class LoaderTimes:
     make_seconds: float = 0.0
     num_given: int = 0
     wait_seconds: float = 0.0
+
+    def __add__(self, other: "LoaderTimes") -> "LoaderTimes":
+        return LoaderTimes(*map(add, astuple(self), astuple(other)))
 
 
 class LoaderClock:
@@ -61,14 +65,7 @@ class LoaderClock:
         """Adds a window that took `seconds` to build."""
         num_positions = sum(micro_batch.labels.numel() for micro_batch in window.micro_batches)
         with self._lock:
-            times = self._times
-            self._times = replace(
-                times,
-                num_made=times.num_made + 1,
-                num_tokens=times.num_tokens + window.num_valid_tokens,
-                num_positions=times.num_positions + num_positions,
-                make_seconds=times.make_seconds + seconds,
-            )
+            self._times += LoaderTimes(1, window.num_valid_tokens, num_positions, seconds)
             self._num_ready += 1
 
     def wait_for(self, windows: Iterator[AccumulationWindow]) -> AccumulationWindow | None:
@@ -78,8 +75,7 @@ class LoaderClock:
         if window is not None:
             seconds = time.perf_counter() - begin_seconds
             with self._lock:
-                times = self._times
-                self._times = replace(times, num_given=times.num_given + 1, wait_seconds=times.wait_seconds + seconds)
+                self._times += LoaderTimes(num_given=1, wait_seconds=seconds)
                 self._num_ready -= 1
         return window
 

@@ -6,8 +6,9 @@ other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +53,7 @@ class ConversationCounts:
     num_bad: int = 0
 
     def __add__(self, other: "ConversationCounts") -> "ConversationCounts":
-        return ConversationCounts(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(ConversationCounts))
-        )
+        return ConversationCounts(*map(add, astuple(self), astuple(other)))
 
     def describe_missing(self) -> str:
         """Returns a line about what is cut or not in the corpus; empty if nothing is."""

@@ -123,11 +123,6 @@ class ShardMaps:
         """Returns the token at the end of documents, None if the corpus has none."""
         return self._manifest.eos_id
 
-    @property
-    def num_open(self) -> int:
-        """Returns the number of shards that are mapped at the moment."""
-        return len(self._open)
-
     def open(self, shards: ShardTable, number: int) -> OpenShard:
         """Returns the maps of one shard of a source.
 
@@ -250,15 +245,6 @@ class TokenSource:
             num_before, num_placed, start = num_before + int(running[-1]), last, stop
         return counts
 
-    def count_learned(self) -> int:
-        """Returns the number of tokens with labels by the manifest, those of first tokens of documents included."""
-        if not self.has_label_column:
-            return self.num_tokens
-        columns = (self._shards.column(name) for name in ("labels_hash", "num_labels", "num_tokens"))
-        return sum(
-            num_labels if labels else num_tokens for labels, num_labels, num_tokens in zip(*columns, strict=True)
-        )
-
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
         found = []
@@ -327,7 +313,6 @@ def open_corpus(
     *,
     tokenizer_hash: str | None = None,
     verify_hashes: VerifyHashes = "first_touch",
-    max_open_maps: int | None = None,
 ) -> Corpus:
     """Opens the corpus in the directory `path`.
 
@@ -335,8 +320,6 @@ def open_corpus(
         path: A directory that `genesis data prepare` or `genesis data adopt` wrote.
         tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
         verify_hashes: When to compare the shards' hashes with the manifest's.
-        max_open_maps: Shards that may be mapped at the same time; by default `MAX_OPEN_MAPS`, limited so that the maps
-            need at most half of the files that this process may open.
 
     Raises:
         UserError: The corpus or a file is missing, a size differs from the manifest's, or the tokenizer is
@@ -351,7 +334,7 @@ def open_corpus(
     _check_tokenizer(path, manifest, tokenizer_hash)
     for source in (*manifest.train, *manifest.validation):
         _check_sizes(path, manifest, source.table)
-    maps = ShardMaps(path, manifest, verify_hashes, max_open_maps or _limit_maps())
+    maps = ShardMaps(path, manifest, verify_hashes, _limit_maps())
     with_chat = () if manifest.chat is None else manifest.chat.sources
 
     def build(record: SourceRecord) -> TokenSource:
@@ -493,7 +476,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _limit_maps() -> int:
-    """Returns how many shards may be mapped: each map keeps one of the files open that this process may open."""
+    """Returns how many shards may be mapped: the maps need at most half of the files that this process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = soft_limit // (2 * _FILES_PER_SHARD)
     return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, most))

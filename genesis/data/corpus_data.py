@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from genesis.base.errors import UserError
 from genesis.chat.learned import build_prompt_form, find_recorded
 from genesis.chat.render import read_template
@@ -12,25 +14,22 @@ from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceColumns, SequenceFormat, TrainWindows, plan_micro_batches
 from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
-from genesis.data.order import SequenceOrder, build_order, weigh_sequences
+from genesis.data.order import weigh_sequences
 from genesis.data.packing import CUT_EVENLY, KEPT_WHOLE, Packing, count_train_sequences
 from genesis.data.pair_windows import PAIRS, PairWindows
 from genesis.data.pairs import PairedSource, PairSet
-from genesis.data.plans import SourcePlan, open_plan, require_plan
+from genesis.data.plans import SourcePlan, hash_shards, open_plan, require_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
+    DataCursor,
     DataKind,
     SumOverRanks,
     TrainingOptions,
     check_kind,
     check_sequences,
-    continue_order,
-    describe_passed,
-    find_last_position,
-    moved_position,
     refuse_skips,
 )
-from genesis.data.window import AccumulationWindow
+from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.tokenizer.open import open_tokenizer
 
 
@@ -62,13 +61,12 @@ class CorpusData:
             f"the corpus {path} has no validation set; prepare it with a larger validation_fraction, or set another by "
             "data.corpus"
         )
-        self.data_position = 0
+        self.cursor = DataCursor(options, lambda: self.corpus.train, self._count_sequences)
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
         self._pads_pairs = False
         self.columns: SequenceColumns | None = None
-        self._order: SequenceOrder | None = None
         self._windows: TrainWindows | PairWindows | None = None
         self._packed_tokens: dict[str, int] = {}
 
@@ -167,28 +165,17 @@ class CorpusData:
         if self.pairs is not None:
             refuse_skips(self.options, "pairs of answers")
             self.pairs.check_lengths(self.options.seq_len)
-        _ = self.order
+        _ = self.cursor.order
 
     def close(self) -> None:
         """Does nothing: the loader's thread reads the corpus, so that nothing must be closed here."""
 
     @property
-    def order(self) -> SequenceOrder:
-        """Returns the order of the training sequences."""
-        if self._order is None:
-            self._order = self._build_order()
-        return self._order
-
-    @property
-    def last_position(self) -> int | None:
-        """Returns the position after the last window; None if the data never end."""
-        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
-
-    @property
     def num_windows(self) -> int:
         """Returns the number of windows in one pass over the corpus, whatever the mix."""
-        counts = zip(self.order.names, self.order.num_sequences, strict=True)
-        num_sequences = sum(count for name, count in counts if self._weights.get(name))
+        order, weights = self.cursor.order, self.cursor.weights
+        counts = zip(order.names, order.num_sequences, strict=True)
+        num_sequences = sum(count for name, count in counts if weights.get(name))
         return max(1, num_sequences // self.options.global_batch_size)
 
     def window(self, position: int) -> AccumulationWindow:
@@ -197,38 +184,38 @@ class CorpusData:
             options, form = self.options, self.sequence_format
             sizes = (options.global_batch_size, options.micro_batch_size, self._ranks)
             if self.pairs is not None:
-                self._windows = PairWindows(self.order, self.pairs, form, *sizes, self._pads_pairs)
+                self._windows = PairWindows(self.cursor.order, self.pairs, form, *sizes, self._pads_pairs)
             else:
-                self._windows = TrainWindows(self.order, self.corpus.train, form, *sizes, self.plans, self.columns)
+                self._windows = TrainWindows(
+                    self.cursor.order, self.corpus.train, form, *sizes, self.plans, self.columns
+                )
         return self._windows.window(position)
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
-        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
-        if after == before:
-            return None
-        if not window.is_skipped:
-            self._count_packed_tokens()
-        self.data_position = after
-        return describe_passed(self.order, before, after, self._weights)
+        before = self.cursor.position
+        note = self.cursor.advance(window)
+        if self.cursor.position != before and not window.is_skipped:
+            self._count_packed_tokens(before)
+        return note
 
     def find_end(self) -> str | None:
         """Returns a line with the reason why training ends at this position, None if it continues."""
-        order, last = self.order, self.last_position
-        if order.end is None or last is None or self.data_position < last:
+        order, last, position = self.cursor.order, self.cursor.last_position, self.cursor.position
+        if order.end is None or last is None or position < last:
             return None
         consumed = zip(
-            order.names, order.sequences_consumed(self.data_position), order.sequences_consumed(order.end), strict=True
+            order.names, order.sequences_consumed(position), order.sequences_consumed(order.end), strict=True
         )
         dropped = ", ".join(f"{name} {end - now}" for name, now, end in consumed if end > now)
-        return f"every source has reached its epoch limit: training ends at position {self.data_position}; " + (
+        return f"every source has reached its epoch limit: training ends at position {position}; " + (
             f"dropped sequences, too few for a global batch: {dropped}" if dropped else "no sequences are dropped"
         )
 
     @property
     def usage(self) -> dict[str, dict[str, float]]:
         """Returns the usage of each source up to the position."""
-        order, position = self.order, self.data_position
+        order, position = self.cursor.order, self.cursor.position
         consumed, skipped = order.sequences_consumed(position), order.sequences_skipped(position)
         return {
             name: {
@@ -244,6 +231,46 @@ class CorpusData:
         """Returns the usage of each source up to the position, which every rank knows without communication."""
         return self.usage
 
+    # ---- fixed sequences, for what lies beside them
+
+    def identify_sequences(self) -> dict[str, Any]:
+        """Returns what determines the tokens of each sequence, by hashes, in plain types.
+
+        Raises:
+            UserError: The corpus has pairs of answers.
+        """
+        if self.pairs is not None:
+            raise UserError(
+                f"{self.path} has pairs of answers, and a teacher's probabilities are for text: give other data"
+            )
+        manifest, order = self.corpus.manifest, self.cursor.order
+        counts = dict(zip(order.names, order.num_sequences, strict=True))
+        plans = [None for _ in counts] if self.plans is None else [plan.hash for plan in self.plans]
+        sources = {
+            record.name: {"shards": hash_shards(record), "plan": plan, "num_sequences": counts[record.name]}
+            for record, plan in zip(manifest.train, plans, strict=True)
+        }
+        return {
+            "seq_len": self.options.seq_len,
+            "packing": self.packing,
+            "tokenizer_hash": manifest.tokenizer_hash,
+            "sources": sources,
+        }
+
+    def read_sequences(self, source: int, first: int, count: int) -> MicroBatch:
+        """Returns consecutive sequences of one source as one micro-batch.
+
+        Args:
+            source: The index of the source in the corpus's training set.
+            first: The first sequence of the source.
+            count: Number of sequences.
+        """
+        windows = TrainWindows(
+            *(self.cursor.order, self.corpus.train, self.sequence_format, count, count, Ranks(), self.plans)
+        )
+        (micro_batch,) = windows.read(np.full(count, source), np.arange(first, first + count), 0).micro_batches
+        return micro_batch
+
     # ---- validation
 
     @property
@@ -257,11 +284,10 @@ class CorpusData:
         """Returns the position after the last trained window, the order and the usage, in plain types."""
         usage = self.usage
         return {
-            "data_position": self.data_position,
+            **self.cursor.state(),
             **self._describe_sequences(),
             "tokens_consumed": {name: consumed["tokens"] for name, consumed in usage.items()},
             "epochs_consumed": {name: consumed["epochs"] for name, consumed in usage.items()},
-            "order": self.order.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
@@ -269,9 +295,7 @@ class CorpusData:
         state = rename_old_keys(state)
         check_kind(state, is_stream=False)
         check_sequences(state, self._describe_sequences())
-        position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
-        self.data_position, self._windows = position, None
+        note, self._windows = self.cursor.load_state(state), None
         if self._planned is not None:
             self._packed_tokens = dict(state["tokens_consumed"])
         return note
@@ -283,21 +307,19 @@ class CorpusData:
 
     # ---- parts
 
-    @property
-    def _weights(self) -> Mapping[str, int]:
-        if self.options.mix is not None:
-            return self.options.mix
-        return {source.name: source.weight for source in self.corpus.train}
-
-    def _build_order(self) -> SequenceOrder:
-        weights = self._weights
-        counts = _count_sequences(self.corpus.train, self._planned, weights, self.options.seq_len)
+    def _count_sequences(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        sources, seq_len = self.corpus.train, self.options.seq_len
         if self._planned is not None:
-            sources = zip(self.corpus.train, self._planned, strict=True)
-            weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
-        limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
-        order = build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
-        return order.with_skips(self.options.skip_positions, 0, self.options.global_batch_size)
+            planned = dict(zip([source.name for source in sources], self._planned, strict=True))
+            per_sequence = {name: plan.tokens_per_sequence for name, plan in planned.items()}
+            return {name: plan.num_sequences for name, plan in planned.items()}, weigh_sequences(weights, per_sequence)
+        for source in sources:
+            if weights.get(source.name) and source.num_tokens <= seq_len:
+                raise UserError(
+                    f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
+                    f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
+                )
+        return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}, weights
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
@@ -306,29 +328,13 @@ class CorpusData:
         packing = self.packing if self.pairs is None else PAIRS
         return {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
 
-    def _count_packed_tokens(self) -> None:
-        """Adds the global batch at the position to the usage; packed sequences differ in length."""
+    def _count_packed_tokens(self, position: int) -> None:
+        """Adds the global batch at a position to the usage; packed sequences differ in length."""
         if self._planned is None:
             return
-        source_ids, sequence_ids = self.order.sequences(self.data_position, self.options.global_batch_size)
-        for number, name in enumerate(self.order.names):
+        order = self.cursor.order
+        source_ids, sequence_ids = order.sequences(position, self.options.global_batch_size)
+        for number, name in enumerate(order.names):
             own = sequence_ids[source_ids == number]
             num_tokens = self._planned[number].num_tokens(own) if len(own) else 0
             self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens
-
-
-def _count_sequences(
-    sources: Sequence[TokenSource],
-    planned: Sequence[SourcePlan | PairedSource] | None,
-    weights: Mapping[str, int],
-    seq_len: int,
-) -> dict[str, int]:
-    if planned is not None:
-        return {source.name: plan.num_sequences for source, plan in zip(sources, planned, strict=True)}
-    for source in sources:
-        if weights.get(source.name) and source.num_tokens <= seq_len:
-            raise UserError(
-                f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
-                f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
-            )
-    return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}

@@ -1,10 +1,10 @@
 """Inspects a corpus: compares it with its manifest, reports the effect of packings, and shows samples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,93 +220,81 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
         shard = source.shard(number)
         first = int(drawn - (ends[which] - shard.num_documents))
         if corpus.manifest.is_paired:
-            samples.append(_read_pair_sample(source, number, tokenizer, first - first % 2, sample_tokens))
-            continue
-        texts, lengths, is_cut = _read_sample(source, number, tokenizer, first, sample_tokens)
-        start = source.document_start(number, first)
-        num_labels = _count_labels(source, start, lengths)
-        runs = None
-        if num_labels is not None and tokenizer is not None:
-            runs = _read_runs(source, tokenizer, start, lengths, sample_tokens)
-        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut, num_labels, runs))
+            parts = list(_find_answers(source, number, first - first % 2, sample_tokens))
+            samples.append(_read_sample(source, shard.path, first - first % 2, tokenizer, parts, has_labels=True))
+        else:
+            parts = list(_find_documents(source, number, first, sample_tokens))
+            has_labels = source.has_label_column
+            samples.append(_read_sample(source, shard.path, first, tokenizer, parts, has_labels=has_labels))
     return samples
 
 
-def _read_pair_sample(
-    source: TokenSource, shard: int, tokenizer: Tokenizer | None, first: int, sample_tokens: int
-) -> Sample:
-    """Returns the two documents of a pair, of each its last tokens, which the answer is."""
-    texts: list[str] = []
-    runs: list[tuple[tuple[str, bool], ...]] = []
-    starts = [source.document_start(shard, first + side) for side in (0, 1)]
-    ends = source.shard_ends(shard)[first : first + 2].tolist()
-    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    for start, end in zip(starts, ends, strict=True):
-        begin = max(start, end - sample_tokens)
-        tokens = np.empty(end - begin, np.int64)
-        source.read(begin, tokens)
-        ids: list[int] = tokens.tolist()
-        texts.append(" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
-        if tokenizer is not None:
-            runs += _read_runs(source, tokenizer, begin, [end - begin], sample_tokens)
-    num_labels = [_count_labels(source, start, [length]) or (0,) for start, length in zip(starts, lengths, strict=True)]
-    return Sample(
-        source.name,
-        source.shard(shard).path,
-        first,
-        tuple(texts),
-        tuple(lengths),
-        is_cut=max(lengths) > sample_tokens,
-        num_labels=tuple(count for (count,) in num_labels),
-        runs=tuple(runs) or None,
-    )
+class _Part(NamedTuple):
+    """A document from `start` to `end`, of which a sample has the tokens from `first` to `last`."""
+
+    start: int
+    end: int
+    first: int
+    last: int
 
 
-def _count_labels(source: TokenSource, start: int, lengths: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the number of tokens with labels in each document from `start` on; first tokens have none."""
-    if not source.has_label_column:
-        return None
-    ends = start + np.cumsum(lengths)
-    counts = (source.count_labels(np.array([end - length + 1, end])) for end, length in zip(ends, lengths, strict=True))
-    return tuple(int(count[1]) for count in counts)
+def _find_documents(source: TokenSource, shard: int, document: int, num_tokens: int) -> Iterator[_Part]:
+    """Yields the documents from one on, until there are so many tokens; the last one may be truncated."""
+    start = source.document_start(shard, document)
+    for end in source.shard_ends(shard)[document:].tolist():
+        yield _Part(start, end, start, min(end, start + num_tokens))
+        num_tokens -= end - start
+        if num_tokens <= 0:
+            return
+        start = end
 
 
-def _read_runs(
-    source: TokenSource, tokenizer: Tokenizer, start: int, lengths: Sequence[int], sample_tokens: int
-) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Returns the text of each run of tokens with and without labels, document by document, up to `sample_tokens`."""
-    documents, end = [], start + sample_tokens
-    for length in lengths:
-        count = min(length, end - start)
-        tokens, has_label = np.empty(count, np.int64), np.empty(count, np.bool_)
-        source.read(start, tokens)
-        source.read_labels(start, has_label)
-        has_label[0] = False
-        edges = [0, *(np.flatnonzero(np.diff(has_label)) + 1).tolist(), count]
-        documents.append(
-            tuple(
-                (tokenizer.spell(tokens[first:last].tolist(), has_controls=True), bool(has_label[first]))
-                for first, last in pairwise(edges)
-            )
-        )
-        start += length
-    return tuple(documents)
+def _find_answers(source: TokenSource, shard: int, document: int, num_tokens: int) -> Iterator[_Part]:
+    """Yields the two documents of a pair, of each its last tokens, which the answer is."""
+    for number in (document, document + 1):
+        start, end = source.document_start(shard, number), int(source.shard_ends(shard)[number])
+        yield _Part(start, end, max(start, end - num_tokens), end)
 
 
 def _read_sample(
-    source: TokenSource, shard: int, tokenizer: Tokenizer | None, first_document: int, num_tokens: int
-) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    texts: list[str] = []
-    lengths: list[int] = []
-    start = source.document_start(shard, first_document)
-    for end in source.shard_ends(shard)[first_document:].tolist():
-        room = num_tokens - sum(lengths)
-        tokens = np.empty(min(room, end - start), np.int64)
-        source.read(start, tokens)
-        ids: list[int] = tokens.tolist()
-        texts.append(" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
-        lengths.append(end - start)
-        if end - start >= room:
-            return tuple(texts), tuple(lengths), end - start > room
-        start = end
-    return tuple(texts), tuple(lengths), False
+    source: TokenSource, shard: str, document: int, tokenizer: Tokenizer | None, parts: list[_Part], *, has_labels: bool
+) -> Sample:
+    return Sample(
+        source.name,
+        shard,
+        document,
+        tuple(_read_text(source, tokenizer, part) for part in parts),
+        tuple(part.end - part.start for part in parts),
+        is_cut=any(part.last - part.first < part.end - part.start for part in parts),
+        num_labels=tuple(_count_labels(source, part) for part in parts) if has_labels else None,
+        runs=tuple(_read_runs(source, tokenizer, part) for part in parts) if has_labels and tokenizer else None,
+    )
+
+
+def _read_text(source: TokenSource, tokenizer: Tokenizer | None, part: _Part) -> str:
+    ids = _read_ids(source, part)
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def _read_ids(source: TokenSource, part: _Part) -> list[int]:
+    tokens = np.empty(part.last - part.first, np.int64)
+    source.read(part.first, tokens)
+    ids: list[int] = tokens.tolist()
+    return ids
+
+
+def _count_labels(source: TokenSource, part: _Part) -> int:
+    """Returns the number of tokens with labels in a document, whose first token has none."""
+    return int(source.count_labels(np.array([part.start + 1, part.end]))[1]) if source.has_label_column else 0
+
+
+def _read_runs(source: TokenSource, tokenizer: Tokenizer, part: _Part) -> tuple[tuple[str, bool], ...]:
+    """Returns the text of each run of tokens with and without labels."""
+    ids = _read_ids(source, part)
+    has_label = np.empty(len(ids), np.bool_)
+    source.read_labels(part.first, has_label)
+    has_label[0] = False
+    edges = [0, *(np.flatnonzero(np.diff(has_label)) + 1).tolist(), len(ids)]
+    return tuple(
+        (tokenizer.spell(ids[first:last], has_controls=True), bool(has_label[first])) for first, last in pairwise(edges)
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends
 from genesis.data.plans import SourcePlan
+from genesis.data.shards import little_endian, token_dtype
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
 Item = TypeVar("Item")
 
@@ -64,6 +66,12 @@ class SequenceFormat:
     token_num_bytes: Integer[ndarray, " vocab"]
     token_dtype: np.dtype[Any]
     has_values: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, seq_len: int) -> Self:
+        """Returns the format of sequences of a tokenizer's ids."""
+        dtype = little_endian(token_dtype(tokenizer.vocab_size))
+        return cls(seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
 
 
 class TokenStream(Protocol):

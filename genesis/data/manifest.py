@@ -11,7 +11,7 @@ if its documents are pairs of answers, which earlier versions would take for con
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, overload
@@ -154,6 +154,14 @@ class SourceRecord:
             object.__setattr__(self, "shards", ShardTable.of(self.shards))
 
     @property
+    def num_labels(self) -> int:
+        """Returns the number of tokens with labels, those of first tokens of documents included."""
+        columns = (self.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens"))
+        return sum(
+            num_labels if labels else num_tokens for labels, num_labels, num_tokens in zip(*columns, strict=True)
+        )
+
+    @property
     def table(self) -> ShardTable:
         """Returns the shards by column."""
         assert isinstance(self.shards, ShardTable)
@@ -288,14 +296,15 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
-    if not isinstance(schema, int) or schema not in _SHARD_READERS:
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA_VERSION:
         raise UserError(f"{path} has schema {schema}, but this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
+    read_shards = _read_records if schema == 1 else ShardTable
     try:
         for split in SPLITS:
             for source in raw[split]:
                 check_source_name(source["name"])
             raw[split] = tuple(
-                SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
+                SourceRecord(**{**source, "shards": read_shards(source["shards"])}) for source in raw[split]
             )
         if "chat" in raw:
             raw["chat"] = ChatRecord(**raw["chat"])
@@ -304,19 +313,14 @@ def read_manifest(corpus: Path) -> CorpusManifest:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
 
 
+def _read_records(shards: Sequence[Mapping[str, Any]]) -> ShardTable:
+    """Returns the shards of a manifest of schema 1, which lists each by itself."""
+    return ShardTable.of([ShardRecord(**shard) for shard in shards])
+
+
 def _needed_schema(manifest: CorpusManifest) -> int:
     """Returns the oldest schema that can express a manifest."""
     columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
     if manifest.chat is not None:
         return 6 if manifest.has_values else 5 if manifest.is_paired else 4
     return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else 3
-
-
-_SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
-    1: lambda shards: ShardTable.of([ShardRecord(**shard) for shard in shards]),
-    2: ShardTable,
-    3: ShardTable,
-    4: ShardTable,
-    5: ShardTable,
-    6: ShardTable,
-}

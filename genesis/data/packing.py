@@ -20,8 +20,9 @@ Everything here is a pure function of its arguments.
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
+from operator import add
 from typing import Final, Literal
 
 import numpy as np
@@ -209,9 +210,7 @@ class PackingFigures:
     num_truncated_tokens: int = 0
 
     def __add__(self, other: "PackingFigures") -> "PackingFigures":
-        return PackingFigures(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(PackingFigures))
-        )
+        return PackingFigures(*map(add, astuple(self), astuple(other)))
 
     def fill(self, seq_len: int) -> float:
         """Returns the share of the sequences' positions whose labels count."""
@@ -237,8 +236,8 @@ class LostDocuments:
     longest: int = 0
 
     def __add__(self, other: "LostDocuments") -> "LostDocuments":
-        sums = (getattr(self, field.name) + getattr(other, field.name) for field in fields(LostDocuments))
-        return replace(LostDocuments(*sums), longest=max(self.longest, other.longest))
+        sums = LostDocuments(*map(add, astuple(self), astuple(other)))
+        return replace(sums, longest=max(self.longest, other.longest))
 
     def describe(self, packing: Packing, seq_len: int) -> str:
         """Returns a line about these documents as conversations, with the remedy if some are cut."""

@@ -14,7 +14,6 @@ of each pair among all pairs of the corpus, those of the validation set last; -1
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -61,10 +60,7 @@ class PairWindows:
         """Returns this rank's window of the global batch that begins at `position`."""
         num_pairs = self.global_batch_size // self.ranks.world_size
         source_ids, pair_ids = self.order.sequences(position + self.ranks.rank * num_pairs, num_pairs)
-        numbers = [
-            self.pairs.number_of(source, pair)
-            for source, pair in zip(source_ids.tolist(), pair_ids.tolist(), strict=True)
-        ]
+        numbers = map(self.pairs.number_of, source_ids.tolist(), pair_ids.tolist())
         return build_pair_window(
             [self.pairs.read(number) for number in numbers],
             self.sequence_format,
@@ -74,6 +70,7 @@ class PairWindows:
         )
 
 
+@dataclass(frozen=True)
 class SomePairWindows:
     """One rank's windows, of one micro-batch each, of consecutive pairs, each of which is in one window of one rank.
 
@@ -89,36 +86,30 @@ class SomePairWindows:
         is_padded: Whether each answer has a row of `seq_len` tokens.
     """
 
-    def __init__(
-        self,
-        pairs: PairSet,
-        numbers: Sequence[int],
-        sequence_format: SequenceFormat,
-        micro_batch_size: int,
-        ranks: Ranks,
-        *,
-        is_padded: bool,
-    ) -> None:
-        self._pairs, self._numbers, self._format = pairs, numbers, sequence_format
-        self._micro_batch_size, self._ranks, self._is_padded = micro_batch_size, ranks, is_padded
+    pairs: PairSet
+    numbers: Sequence[int]
+    sequence_format: SequenceFormat
+    micro_batch_size: int
+    ranks: Ranks
+    is_padded: bool
 
-    @cached_property
+    @property
     def _num_per_window(self) -> int:
-        return self._micro_batch_size * self._ranks.world_size
+        return self.micro_batch_size * self.ranks.world_size
 
     def __len__(self) -> int:
-        return -(-len(self._numbers) // self._num_per_window)
+        return -(-len(self.numbers) // self._num_per_window)
 
     def window(self, index: int) -> AccumulationWindow:
         """Returns this rank's window `index`."""
         begin = index * self._num_per_window
-        first = begin + self._ranks.rank * self._micro_batch_size
-        own = self._numbers[first : first + self._micro_batch_size]
-        missing = [None] * (self._micro_batch_size - len(own))
-        end = min(begin + self._num_per_window, len(self._numbers))
-        read = [self._pairs.read(number) for number in own]
+        first = begin + self.ranks.rank * self.micro_batch_size
+        own = self.numbers[first : first + self.micro_batch_size]
+        missing = [None] * (self.micro_batch_size - len(own))
+        end = min(begin + self._num_per_window, len(self.numbers))
+        read = [self.pairs.read(number) for number in own]
         return build_pair_window(
-            [*read, *missing], self._format, self._micro_batch_size, end, is_padded=self._is_padded
+            [*read, *missing], self.sequence_format, self.micro_batch_size, end, is_padded=self.is_padded
         )
 
 

@@ -45,23 +45,21 @@ def read_path(recipe: Mapping[str, Any], *keys: str) -> str | None:
         >>> read_path({"data": {"corpus": "corpora/web"}}, "data", "corpus")
         'corpora/web'
     """
-    content: Any = recipe
-    for key in keys:
-        content = content.get(key) if isinstance(content, Mapping) else None
+    content = _read(recipe, *keys)
     return content if isinstance(content, str) else None
 
 
-def _read_mapping(recipe: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+def _read(recipe: Mapping[str, Any], *keys: str) -> Any:
     content: Any = recipe
     for key in keys:
         content = content.get(key) if isinstance(content, Mapping) else None
-    return content if isinstance(content, Mapping) else {}
+    return content
 
 
 def record_paths(run_dir: Path, recipe: Mapping[str, Any]) -> None:
     """Records the paths of a recipe relative to the run's directory, and keeps earlier records of other paths."""
     named = [read_path(recipe, *keys) for keys in TOKENIZER_PATHS]
-    listed = [source for kind in SOURCE_LISTS for source in _read_mapping(recipe, "data", kind).get("sources") or ()]
+    listed = [source for kind in SOURCE_LISTS for source in _read(recipe, "data", kind, "sources") or ()]
     sources = [path for source in listed for path in source["paths"] if is_local(path)]
     base = run_dir.resolve()  # behind a symbolic link, ".." means the parent of the link's target
     paths = {

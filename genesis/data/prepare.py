@@ -18,13 +18,18 @@ import json
 import os
 import secrets
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from genesis.base.errors import UserError
+from genesis.base.processes import PipedWorker
+from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
@@ -40,13 +45,15 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
+from genesis.data.row_notes import BadRowsError
 from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, shard_path, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, list_sources, plan_spans
 from genesis.data.sources.files import READING, check_reading
-from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
+    Failure,
     FinishedPart,
     Job,
+    Progress,
     Setup,
     Unit,
     add_notes,
@@ -63,6 +70,7 @@ from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
+_WORKER_MODULE = "genesis.data.tokenize_worker"
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
@@ -145,21 +153,10 @@ class PrepareOptions:
         return self.out / self.name
 
 
-@dataclass(frozen=True)
-class PrepareProgress:
-    """Progress of a run: input bytes in total, with those of earlier attempts, and the share of this attempt."""
-
-    num_bytes_done: int
-    num_bytes: int
-    num_new_bytes: int
-    num_new_tokens: int
-
-
 def prepare_corpus(
     options: PrepareOptions,
     *,
     restart: bool = False,
-    report: Callable[[PrepareProgress], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda line: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> CorpusManifest:
@@ -168,36 +165,36 @@ def prepare_corpus(
     Args:
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
-        report: Called with the progress.
         warn: Called with lines about the rows of each source that are skipped, and the keys that have no effect.
         note: Called with lines about the files of each source.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
     """
-    tokenizer = open_tokenizer(options.tokenizer)
-    chat = None
-    if any(source.chat is not None for source in options.sources):
-        plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
-        limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
-        has_values = options.sources[0].value_field is not None  # as all have, then
-        which = {"is_paired": options.is_paired, "has_values": has_values}
-        chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
-    files = list_sources(options.sources, note)
-    try:
-        with _locked(options.corpus):
-            if restart:
-                _remove_attempt(options.corpus)
-            _begin(options, tokenizer, files, chat)
-            if (options.corpus / MANIFEST_NAME).exists():
-                manifest = read_manifest(options.corpus)
-            else:
-                manifest = _prepare(options, tokenizer, files, chat, report, warn)
-            if options.packing is not None and options.seq_len is not None:
-                write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
-            return manifest
-    except OSError as error:
-        raise UserError(explain_write_error(error, options.corpus)) from None
+    with stage("tokenizing", unit="bytes") as shown:
+        tokenizer = open_tokenizer(options.tokenizer)
+        chat = None
+        if any(source.chat is not None for source in options.sources):
+            plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
+            limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
+            has_values = options.sources[0].value_field is not None  # as all have, then
+            which = {"is_paired": options.is_paired, "has_values": has_values}
+            chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
+        files = list_sources(options.sources, note)
+        try:
+            with _locked(options.corpus):
+                if restart:
+                    _remove_attempt(options.corpus)
+                _begin(options, tokenizer, files, chat)
+                if (options.corpus / MANIFEST_NAME).exists():
+                    manifest = read_manifest(options.corpus)
+                else:
+                    manifest = _prepare(options, tokenizer, files, chat, shown, warn)
+                if options.packing is not None and options.seq_len is not None:
+                    write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
+                return manifest
+        except OSError as error:
+            raise UserError(explain_write_error(error, options.corpus)) from None
 
 
 def plan_units(source: SourceOptions, files: Sequence[InputFile], shard_tokens: int) -> list[Unit]:
@@ -224,7 +221,7 @@ def _prepare(
     tokenizer: Tokenizer,
     files: dict[str, tuple[InputFile, ...]],
     chat: ChatSetup | None,
-    report: Callable[[PrepareProgress], None],
+    shown: Stage,
     warn: Callable[[str], None],
 ) -> CorpusManifest:
     corpus = options.corpus
@@ -234,10 +231,8 @@ def _prepare(
     finished = _read_parts(corpus)
     num_workers = options.num_workers or _num_cores()
     jobs = plan_jobs(units, finished, num_workers)
-    num_bytes = sum(unit.num_bytes for unit in units)
-    num_bytes_left = sum(job.unit.num_bytes - job.num_bytes_done for job in jobs)
-    progress = PrepareProgress(num_bytes - num_bytes_left, num_bytes, 0, 0)
-    report(progress)
+    num_new_tokens, shown.total = 0, sum(unit.num_bytes for unit in units)
+    shown.first = shown.done = shown.total - sum(job.unit.num_bytes - job.num_bytes_done for job in jobs)
     with _staging(corpus) as staging:
         setup = Setup(
             tokenizer=corpus,
@@ -253,19 +248,71 @@ def _prepare(
                 _commit_part(corpus, staging, message)
                 finished.append(message)
             else:
-                progress = replace(
-                    progress,
-                    num_bytes_done=progress.num_bytes_done + message.num_bytes,
-                    num_new_bytes=progress.num_new_bytes + message.num_bytes,
-                    num_new_tokens=progress.num_new_tokens + message.num_tokens,
-                )
-                report(progress)
+                num_new_tokens += message.num_tokens
+                rate = num_new_tokens / max(1e-9, time.monotonic() - shown.begin_seconds)
+                shown.note = f"{num_new_tokens:,} tokens, {rate:,.0f} tokens/s" if num_new_tokens else ""
+                shown.advance(message.num_bytes)
     for source in options.sources:
         for line in add_notes(finished, source.name).describe(source.name):
             warn(line)
     manifest = _build_manifest(options, tokenizer, finished, chat)
     write_manifest(corpus, manifest)
     return manifest
+
+
+# Worker processes
+
+
+def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
+    """Runs the jobs in worker processes, yields their messages as they arrive, and finally ends the processes.
+
+    Raises:
+        UserError: A job failed or a worker died; parts that other workers have finished are yielded first.
+    """
+    waiting = iter(jobs)
+    workers: dict[Connection[object, object], PipedWorker] = {}
+    try:
+        for _, job in zip(range(num_workers), waiting, strict=False):
+            worker = PipedWorker(_WORKER_MODULE)
+            workers[worker.connection] = worker
+            worker.connection.send(setup)
+            worker.connection.send(job)
+        busy = set(workers)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                message = _receive(workers[connection])
+                yield message
+                if isinstance(message, FinishedPart) and message.is_last:
+                    job_or_none = next(waiting, None)
+                    if job_or_none is None:
+                        busy.remove(connection)
+                    else:
+                        connection.send(job_or_none)
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+def _receive(worker: PipedWorker) -> Progress | FinishedPart:
+    try:
+        message = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        if worker.process.wait() == -signal.SIGPROF:
+            raise UserError(
+                "the tokenizer takes too long for a text: its expressions may search without end; use another one"
+            ) from None
+        raise UserError(
+            f"a worker of data prepare ended {worker.describe_end()}; run the same command again (with fewer "
+            "num_workers if memory is short): finished shards are kept"
+        ) from None
+    if isinstance(message, Failure):
+        raise BadRowsError(message.message) if message.has_rows else UserError(message.message)
+    assert isinstance(message, Progress | FinishedPart)
+    return message
+
+
+# Jobs and their results
 
 
 def plan_jobs(units: Sequence[Unit], finished: Sequence[FinishedPart], num_workers: int) -> list[Job]:
@@ -295,15 +342,19 @@ def _build_manifest(
     options: PrepareOptions, tokenizer: Tokenizer, finished: Sequence[FinishedPart], chat: ChatSetup | None
 ) -> CorpusManifest:
     ordered = sorted(finished, key=lambda part: (part.source, part.unit, part.part))
+    counts = {
+        source.name: sum((part.conversations for part in ordered if part.source == source.name), ConversationCounts())
+        for source in options.sources
+        if source.chat is not None
+    }
     splits: dict[Split, tuple[SourceRecord, ...]] = {}
     for split in ("train", "validation"):
-        records = [_source_record(source, _shards(ordered, source.name, split)) for source in options.sources]
+        records = [_source_record(source, ordered, split) for source in options.sources]
         splits[split] = tuple(record for record in records if record.shards)
     with_text = {record.name for records in splits.values() for record in records}
     for source in options.sources:
         if source.name not in with_text:
-            missing = _count_conversations(source, ordered).describe_missing()
-            if missing:
+            if missing := counts.get(source.name, ConversationCounts()).describe_missing():
                 raise UserError(f"no conversation of source {source.name} is left: {missing}; change the options")
             raise UserError(
                 f"source {source.name} has no text in {', '.join(source.paths)}; correct its paths or remove it"
@@ -323,24 +374,13 @@ def _build_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size),
         train=splits["train"],
         validation=splits["validation"],
-        chat=None if chat is None else chat.record(_count_all(options.sources, ordered)),
+        chat=None if chat is None else chat.record(counts),
     )
 
 
-def _count_all(sources: Sequence[SourceOptions], parts: Sequence[FinishedPart]) -> dict[str, ConversationCounts]:
-    return {source.name: _count_conversations(source, parts) for source in sources if source.chat is not None}
-
-
-def _count_conversations(source: SourceOptions, parts: Sequence[FinishedPart]) -> ConversationCounts:
-    return sum((part.conversations for part in parts if part.source == source.name), ConversationCounts())
-
-
-def _shards(parts: Sequence[FinishedPart], source: str, split: Split) -> tuple[ShardRecord, ...]:
-    shards = (part.train if split == "train" else part.validation for part in parts if part.source == source)
-    return tuple(shard for shard in shards if shard is not None)
-
-
-def _source_record(source: SourceOptions, shards: tuple[ShardRecord, ...]) -> SourceRecord:
+def _source_record(source: SourceOptions, parts: Sequence[FinishedPart], split: Split) -> SourceRecord:
+    written = (part.train if split == "train" else part.validation for part in parts if part.source == source.name)
+    shards = [shard for shard in written if shard is not None]
     return SourceRecord(
         name=source.name,
         weight=source.weight,

@@ -20,23 +20,12 @@ from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
-from genesis.data.order import SequenceOrder, build_order
 from genesis.data.packing import CUT_EVENLY, Packing
-from genesis.data.pairs import PairSet
 from genesis.data.prompts import Prompt, PromptOptions, PromptSet, find_reward_file, read_prompts
-from genesis.data.shards import little_endian, token_dtype
-from genesis.data.training_data import (
-    SumOverRanks,
-    TrainingOptions,
-    continue_order,
-    describe_passed,
-    find_last_position,
-    moved_position,
-    refuse_skips,
-)
+from genesis.data.training_data import DataCursor, SumOverRanks, TrainingOptions, refuse_skips
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import has_hash, open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.untrusted import read_file
 
 
@@ -92,6 +81,7 @@ class PromptData:
     """
 
     kind: Final = "prompts"
+    pairs: Final = None
     tokens_per_second: Final = None
     queue_depths: Final = ()
     wait_remedy: Final = "leave the loader a core"
@@ -108,11 +98,10 @@ class PromptData:
         refuse_skips(options, "prompts")
         self.prompt_options = prompt_options
         self.options = options
-        self.data_position = 0
+        self.cursor = DataCursor(options, lambda: prompt_options.sources, self._count_prompts)
         self.groups: dict[int, Group] = {}
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
-        self._order: SequenceOrder | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -174,17 +163,10 @@ class PromptData:
         """Returns the name of the vocabulary's owner, for error messages."""
         return f"the tokenizer {self.prompt_options.tokenizer}"
 
-    @property
-    def pairs(self) -> PairSet | None:
-        """Returns None: prompts have no pairs of answers."""
-        return None
-
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
-        tokenizer = self.tokenizer
-        dtype = little_endian(token_dtype(tokenizer.vocab_size))
-        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+        return SequenceFormat.of(self.tokenizer, self.options.seq_len)
 
     # ---- training
 
@@ -200,22 +182,10 @@ class PromptData:
                 f"{num_answers // num_ranks}"
             )
         self._ranks = ranks
-        _ = self.order
+        _ = self.cursor.order
 
     def close(self) -> None:
         """Does nothing: the prompts are in memory."""
-
-    @property
-    def order(self) -> SequenceOrder:
-        """Returns the order of the prompts."""
-        if self._order is None:
-            self._order = self._build_order()
-        return self._order
-
-    @property
-    def last_position(self) -> int | None:
-        """Returns the position after the last window; None if the data never end."""
-        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
 
     @property
     def num_windows(self) -> int:
@@ -239,50 +209,44 @@ class PromptData:
         """
         if all(own in self.groups for own in self.own_positions(position)):
             return []
-        step, last = self.options.global_batch_size, self.last_position
+        step, last = self.options.global_batch_size, self.cursor.last_position
         end = position + step * self.prompt_options.steps_per_rollout
         batches = range(position, end if last is None else min(end, last), step)
         return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]
 
     def prompt_at(self, position: int) -> Prompt:
         """Returns the prompt at a position."""
-        sources, sequences = self.order.sequences(position, 1)
-        return self.prompts.of_source[self.order.names[int(sources[0])]][int(sequences[0])]
+        order = self.cursor.order
+        sources, sequences = order.sequences(position, 1)
+        return self.prompts.of_source[order.names[int(sources[0])]][int(sequences[0])]
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
-        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
-        if after == before:
-            return None
-        self.data_position = after
+        note, after = self.cursor.advance(window), self.cursor.position
         self.groups = {position: group for position, group in self.groups.items() if position >= after}
-        return describe_passed(self.order, before, after, self._weights)
+        return note
 
     def find_end(self) -> str | None:
         """Returns a line with the reason why training ends at this position, None if it continues."""
-        last = self.last_position
-        if last is None or self.data_position < last:
+        position, last = self.cursor.position, self.cursor.last_position
+        if last is None or position < last:
             return None
-        return f"every source of prompts has reached its epoch limit: training ends at position {self.data_position}"
+        return f"every source of prompts has reached its epoch limit: training ends at position {position}"
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
         """Returns the prompts and epochs of each source up to the position, which every rank knows."""
-        consumed = self.order.sequences_consumed(self.data_position)
+        order = self.cursor.order
+        consumed = order.sequences_consumed(self.cursor.position)
         return {
             name: {"prompts": count, "epochs": count / max(1, length)}
-            for name, count, length in zip(self.order.names, consumed, self.order.num_sequences, strict=True)
+            for name, count, length in zip(order.names, consumed, order.num_sequences, strict=True)
         }
 
     # ---- state
 
     def state(self) -> dict[str, Any]:
         """Returns the position, the order, and this rank's answers that are not trained yet."""
-        return {
-            "data_position": self.data_position,
-            "prompts": True,
-            "order": self.order.state(),
-            "groups": pack_groups(self.groups),
-        }
+        return {**self.cursor.state(), "prompts": True, "groups": pack_groups(self.groups)}
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
         """Continues from a saved state; returns a line about the mix if that has changed."""
@@ -291,9 +255,7 @@ class PromptData:
                 "the checkpoint was not trained on prompts, so that its position has no meaning here; start a new run "
                 "from its weights (--checkpoint.restore weights)"
             )
-        position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
-        self.data_position, self.groups = position, unpack_groups(state["groups"])
+        note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
         sizes = {len(group.answers) for group in self.groups.values()}
         if sizes - {self.prompt_options.group_size}:
             # The saved answers cannot be shared among other micro-batches: the weights that wrote them answer again.
@@ -308,16 +270,8 @@ class PromptData:
 
     # ---- parts
 
-    @property
-    def _weights(self) -> Mapping[str, int]:
-        if self.options.mix is not None:
-            return self.options.mix
-        return {source.name: source.weight for source in self.prompt_options.sources}
-
-    def _build_order(self) -> SequenceOrder:
-        counts = {name: len(prompts) for name, prompts in self.prompts.of_source.items()}
-        limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
-        return build_order(counts, self._weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
+    def _count_prompts(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        return {name: len(prompts) for name, prompts in self.prompts.of_source.items()}, weights
 
 
 def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:

@@ -25,9 +25,7 @@ from genesis.data.sources import (
     find_files,
     plan_spans,
     read_rows,
-    refuse_pairs,
-    refuse_skipping,
-    refuse_values,
+    refuse_sources,
 )
 
 _SPAN_BYTES = 1 << 40
@@ -78,9 +76,12 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
-        refuse_values(self.sources, "which no answer in training has")
-        refuse_pairs(self.sources, "which have answers already; name another form by `chat`")
-        refuse_skipping(self.sources, "data.prompts")
+        refuse_sources(
+            self.sources,
+            values="which no answer in training has",
+            pairs="which have answers already; name another form by `chat`",
+            skipping="data.prompts",
+        )
         for name in ("reward", "tokenizer"):
             check_is_named(getattr(self, name), f"data.prompts.{name}")
         least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}

@@ -10,7 +10,6 @@ NAME.ds.loss        one byte per token: 0 if the token is not learned as a label
 import contextlib
 import mmap
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -25,7 +24,6 @@ from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.untrusted import check_file, open_file, path_below, read_file
 
 HASH_ALGORITHM = "blake3"
-SHARD_SUFFIX = ".ds"
 INDEX_SUFFIX = ".index"
 METADATA_SUFFIX = ".metadata"
 LABELS_SUFFIX = ".loss"
@@ -301,17 +299,6 @@ def remedy(path: str) -> str:
     if Path(path).is_absolute():
         return "restore the original file, or run `genesis data adopt` again"
     return "run `genesis data prepare` again"
-
-
-def iterate_documents(shard: Path, dtype: TokenDtype) -> Iterator[NDArray[np.unsignedinteger]]:
-    """Yields the tokens of each document of a shard, in order, from memory maps."""
-    tokens_path, index_path, _ = shard_files(shard)
-    with open_file(tokens_path) as file, open_file(index_path) as index:
-        tokens, ends = np.memmap(file, dtype=little_endian(dtype), mode="r"), np.fromfile(index, dtype="<u8")
-    start = 0
-    for end in ends.tolist():
-        yield tokens[start:end]
-        start = end
 
 
 def map_index(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger]:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -11,29 +10,16 @@ from genesis.base.errors import UserError
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
-from genesis.data.order import SequenceOrder, build_order
 from genesis.data.packing import CUT_EVENLY, Packing
-from genesis.data.pairs import PairSet
-from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import describe_left_out
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
-from genesis.data.stream.state import combine_states
-from genesis.data.stream.usage import count_spans
+from genesis.data.stream.state import combine_states, count_spans
 from genesis.data.stream.windows import StreamWindows
-from genesis.data.training_data import (
-    SumOverRanks,
-    TrainingOptions,
-    check_kind,
-    check_sequences,
-    continue_order,
-    describe_passed,
-    find_last_position,
-    moved_position,
-)
+from genesis.data.training_data import DataCursor, SumOverRanks, TrainingOptions, check_kind, check_sequences
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import has_hash, open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
 _ENDLESS_WINDOWS: Final = 1 << 40
@@ -57,6 +43,8 @@ class StreamData:
     kind: Final = "text"
     chat_template: Final = None
     """A stream has no conversations."""
+    pairs: Final = None
+    """A stream has no pairs of answers."""
 
     def __init__(
         self,
@@ -71,11 +59,11 @@ class StreamData:
         self.options = options
         self.packing: Packing = options.packing or CUT_EVENLY
         self.corpus_path = corpus_path
-        self.data_position = 0
+        # A stream's sequences have no numbers, and the lanes keep its epoch limits.
+        self.cursor = DataCursor(options, lambda: stream_options.sources, self._count_sequences, has_limits=False)
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
-        self._order: SequenceOrder | None = None
         self._num_empty_positions = 0
         self._is_described = False
 
@@ -103,7 +91,7 @@ class StreamData:
         """Returns this rank's windows of the stream."""
         return StreamWindows(
             self.stream,
-            self.order,
+            self.cursor.order,
             self.sequence_format,
             self.options.global_batch_size,
             self.options.micro_batch_size,
@@ -125,17 +113,10 @@ class StreamData:
         """Returns the name of the vocabulary's owner, for error messages."""
         return "the stream's tokenizer"
 
-    @property
-    def pairs(self) -> PairSet | None:
-        """Returns None: a stream has no pairs of answers."""
-        return None
-
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
-        tokenizer = self.stream.tokenizer
-        dtype = little_endian(token_dtype(tokenizer.vocab_size))
-        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+        return SequenceFormat.of(self.stream.tokenizer, self.options.seq_len)
 
     # ---- training
 
@@ -161,18 +142,6 @@ class StreamData:
             self.windows.close()
 
     @property
-    def order(self) -> SequenceOrder:
-        """Returns the order, which selects only the sources; the lanes provide the sequences."""
-        if self._order is None:
-            self._order = self._build_order()
-        return self._order
-
-    @property
-    def last_position(self) -> int | None:
-        """Returns None, because the lanes keep the epoch limits."""
-        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
-
-    @property
     def num_windows(self) -> int:
         """Returns a number that no run reaches."""
         return _ENDLESS_WINDOWS
@@ -183,14 +152,14 @@ class StreamData:
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
-        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
-        if after == before:
-            return None
-        if not window.is_skipped:  # whether its lanes had a sequence, nobody has looked at
-            self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + self.options.global_batch_size
-        self.data_position = after
-        self.windows.release(after)
-        return describe_passed(self.order, before, after, self._weights)
+        before = self.cursor.position
+        note = self.cursor.advance(window)
+        if self.cursor.position != before:
+            if not window.is_skipped:  # whether its lanes had a sequence, nobody has looked at
+                size = self.options.global_batch_size
+                self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + size
+            self.windows.release(self.cursor.position)
+        return note
 
     @property
     def has_ended(self) -> bool:
@@ -203,12 +172,12 @@ class StreamData:
             return None
         return (
             "every source of the stream has reached its epoch limit, or has no text: training ends at position "
-            f"{self.data_position}"
+            f"{self.cursor.position}"
         )
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
         """Returns the usage of each source, summed over the lanes of all ranks."""
-        entries = self.windows.usage(self.data_position).values()
+        entries = self.windows.usage(self.cursor.position).values()
         own = [
             (e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans, e.num_blank_documents)
             for e in entries
@@ -246,14 +215,13 @@ class StreamData:
 
     def state(self) -> dict[str, Any]:
         """Returns the position after the last trained window, and the state and usage of this rank's lanes."""
-        usage_of_lanes = self.windows.usage(self.data_position)
+        usage_of_lanes = self.windows.usage(self.cursor.position)
         return {
-            "data_position": self.data_position,
+            **self.cursor.state(),
             **self._describe_sequences(),
-            "order": self.order.state(),
             "num_empty_positions": self._num_empty_positions,
-            "stream": self.windows.state(self.data_position),
-            "usage_of_lanes": {name: asdict(entry) for name, entry in usage_of_lanes.items()},
+            "stream": self.windows.state(self.cursor.position),
+            "usage_of_lanes": {name: entry._asdict() for name, entry in usage_of_lanes.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
@@ -261,11 +229,9 @@ class StreamData:
         state = rename_old_keys(state)
         check_kind(state, is_stream=True)
         check_sequences(state, self._describe_sequences())
-        position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
-        self.data_position, self._num_empty_positions = position, state["num_empty_positions"]
-        self.windows.order = self._order
-        self.windows.load_state(state["stream"], position)
+        note, self._num_empty_positions = self.cursor.load_state(state), state["num_empty_positions"]
+        self.windows.order = self.cursor.order
+        self.windows.load_state(state["stream"], self.cursor.position)
         return note
 
     def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -287,16 +253,8 @@ class StreamData:
 
     # ---- parts
 
-    @property
-    def _weights(self) -> Mapping[str, int]:
-        if self.options.mix is not None:
-            return self.options.mix
-        return {source.name: source.weight for source in self.stream_options.sources}
-
-    def _build_order(self) -> SequenceOrder:
-        # A stream's sequences have no numbers, and the lanes keep its epoch limits.
-        order = build_order(dict.fromkeys(self.stream.names, 1), self._weights, self.options.seed)
-        return order.with_skips(self.options.skip_positions, 0, self.options.global_batch_size)
+    def _count_sequences(self, weights: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        return dict.fromkeys(self.stream.names, 1), weights
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""

@@ -42,21 +42,8 @@ class _Job:
     out: Path
 
 
-@dataclass(frozen=True)
-class _Read:
-    """So many bytes of text are read."""
-
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Failure:
-    message: str
-
-
-@dataclass(frozen=True)
-class _Warning:
-    line: str
+_Message = int | str | UserError | Path
+"""Of the worker: the bytes of text that are read so far, a warning, why it failed, or the tokenizer's directory."""
 
 
 def train_in_worker(
@@ -79,25 +66,26 @@ def train_in_worker(
         worker.connection.send(_Job(sample, options, out))
         with stage("reading text", unit="bytes") as shown:  # how much there is, is not known
             message = _receive(worker, warn)
-            while isinstance(message, _Read) and message.num_bytes > shown.done:
-                shown.done = message.num_bytes
+            while isinstance(message, int) and message > shown.done:
+                shown.done = message
                 message = _receive(worker, warn)
         with stage(f"training {options.vocab_size:,} pieces"):
-            while isinstance(message, _Read):
+            while isinstance(message, int):
                 message = _receive(worker, warn)
     finally:
         worker.end()
-    if isinstance(message, _Failure):
-        raise UserError(message.message)
+    if isinstance(message, UserError):
+        raise message
     assert isinstance(message, Path)
     return message
 
 
-def _receive(worker: PipedWorker, warn: Callable[[str], None]) -> object:
+def _receive(worker: PipedWorker, warn: Callable[[str], None]) -> _Message:
     """Returns the next message that is not a warning."""
     try:
-        while isinstance(message := worker.connection.recv(), _Warning):
-            warn(message.line)
+        while isinstance(message := worker.connection.recv(), str):
+            warn(message)
+        assert isinstance(message, _Message)
         return message
     except (EOFError, ConnectionResetError):
         raise RunEndedError(
@@ -115,11 +103,11 @@ def _serve(connection: "Connection[object, object]") -> None:
     job = connection.recv()
     assert isinstance(job, _Job)
     sample = job.sample
-    texts = sample_texts(sample.sources, sample.num_bytes, sample.seed, lambda line: connection.send(_Warning(line)))
+    texts = sample_texts(sample.sources, sample.num_bytes, sample.seed, connection.send)
     try:
         connection.send(train_tokenizer(_reported(texts, connection), job.options, job.out))
     except UserError as error:
-        connection.send(_Failure(str(error)))
+        connection.send(UserError(str(error)))
 
 
 def _reported(texts: Iterable[str], connection: "Connection[object, object]") -> Iterator[str]:
@@ -129,6 +117,6 @@ def _reported(texts: Iterable[str], connection: "Connection[object, object]") ->
         yield text
         num_bytes += len(text.encode(errors="replace"))
         if num_bytes - num_sent >= _REPORT_BYTES:
-            connection.send(_Read(num_bytes))
+            connection.send(num_bytes)
             num_sent = num_bytes
-    connection.send(_Read(num_sent))
+    connection.send(num_sent)

@@ -1,8 +1,8 @@
-"""The protocol of training data, implemented by prepared corpora and by streams.
+"""The protocol of training data, implemented by prepared corpora, streams and prompts, and what these share.
 
-`CorpusData` (`corpus_data.py`) and `StreamData` (`stream_data.py`) implement the protocol. The Trainer's data module,
-the training step, the command line, telemetry and checkpoints use only the protocol. The module also has the pure
-functions that both kinds of data share. Nothing in `genesis.data` imports Lightning.
+`CorpusData` (`corpus_data.py`), `StreamData` (`stream_data.py`) and `PromptData` (`prompt_data.py`) implement the
+protocol. The Trainer's data module, the training step, the command line, telemetry and checkpoints use only the
+protocol. `DataCursor` has the position and the order for all of them. Nothing in `genesis.data` imports Lightning.
 
 The position counts global sequences; where the data are pairs of answers, it counts pairs. The position belongs to the
 data, and moves when a window has been trained, not when a window is read ahead.
@@ -10,15 +10,17 @@ data, and moves when a window has been trained, not when a window is read ahead.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal, Protocol
 
 from genesis.base.errors import UserError
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat
-from genesis.data.order import Mix, SequenceOrder
+from genesis.data.order import Mix, SequenceOrder, build_order
 from genesis.data.packing import Packing
 from genesis.data.pairs import PairSet
 from genesis.data.skipped import Ranges, clip, describe
+from genesis.data.sources import SourceOptions
 from genesis.data.window import AccumulationWindow
 
 DataKind = Literal["text", "pairs", "prompts"]
@@ -109,16 +111,8 @@ class TrainingData(Protocol):
         """Ends the data's worker processes, if any; after the next `open` new ones can start."""
 
     @property
-    def order(self) -> SequenceOrder:
-        """Returns the order of the training sequences, or at least of their sources."""
-
-    @property
-    def data_position(self) -> int:
-        """Returns the position after the last trained window."""
-
-    @property
-    def last_position(self) -> int | None:
-        """Returns the position after the last window; None if it is unknown or the data never end."""
+    def cursor(self) -> "DataCursor":
+        """Returns where training is: the position, and the order of the training sequences or of their sources."""
 
     @property
     def num_windows(self) -> int:
@@ -187,6 +181,129 @@ class TrainingData(Protocol):
         """Returns the remedy for training that waits for the data."""
 
 
+class DataCursor:
+    """Where training is: a position in an order of sequences, with the mix that is in force there.
+
+    The order is built at the first use, because that opens the data.
+
+    Args:
+        options: The seed, the mix, the limits of epochs, and what is skipped.
+        list_sources: Returns the sources, whose weights are the mix where the options have none.
+        count: Returns the number of sequences of each source, and the weights by which these are mixed, from the
+            weights of the sources.
+        has_limits: Whether the order ends at the limits of epochs; False where the data keep them by themselves.
+
+    Attributes:
+        position: The position after the last trained window.
+    """
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        list_sources: Callable[[], Sequence[TokenSource] | Sequence[SourceOptions]],
+        count: Callable[[Mapping[str, int]], tuple[Mapping[str, int], Mapping[str, int]]],
+        *,
+        has_limits: bool = True,
+    ) -> None:
+        self.position = 0
+        self._options, self._list_sources, self._count, self._has_limits = options, list_sources, count, has_limits
+
+    @property
+    def weights(self) -> Mapping[str, int]:
+        """Returns the weights of the sources, as the user wrote them."""
+        if self._options.mix is not None:
+            return self._options.mix
+        return {source.name: source.weight for source in self._list_sources()}
+
+    @cached_property
+    def order(self) -> SequenceOrder:
+        """Returns the order, or that of the saved run which is continued."""
+        return self._build()
+
+    @property
+    def last_position(self) -> int | None:
+        """Returns the position after the last whole global batch; None if it is unknown or the data never end."""
+        end, size = self.order.end, self._options.global_batch_size
+        return None if end is None else end - max(0, end - self.position) % size
+
+    def advance(self, window: AccumulationWindow) -> str | None:
+        """Moves the position past a trained window; a second call for the same window has no effect.
+
+        Returns:
+            A line about the mix of sources that begins at the new position; None if the mix does not change there.
+
+        Raises:
+            RuntimeError: The window neither begins nor ends at the position: training skipped or repeated windows.
+        """
+        before, after = self.position, window.data_position
+        if after not in (before, before + self._options.global_batch_size):
+            raise RuntimeError(
+                f"a window that ends at position {after} was trained at position {before}: windows are trained in "
+                "order, each once"
+            )
+        self.position = after
+        passed = [mix for mix in self.order.mixes if before < mix.start_position <= after and any(mix.weights)]
+        return describe_mixes(self.order, passed, self.weights) if passed else None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position and the order, in plain types."""
+        return {"data_position": self.position, "order": self.order.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> str | None:
+        """Continues at a saved position and in the saved order, with the mix of this run's options from there on.
+
+        What this run skips is skipped beside what the saved run skips.
+
+        Returns:
+            A line about what changes; None if nothing does.
+
+        Raises:
+            UserError: The saved run had another order.
+        """
+        position, size, skips = state["data_position"], self._options.global_batch_size, self._options.skip_positions
+        order = self._build().continued(state["order"], position)
+        asked = clip(skips, 0, position)
+        notes = []
+        if any(clip(order.skipped, first, stop) != ((first, stop),) for first, stop in asked):
+            notes.append(
+                f"data.skip_positions has positions before the checkpoint's, {position} ({describe(asked)}): what was "
+                "trained there is not skipped"
+            )
+        order = order.with_skips(skips, position, size)
+        if order.state()["mixes"] != state["order"]["mixes"]:
+            now = replace(order.mix_at(position), start_position=position)
+            ahead = [mix for mix in order.mixes if mix.start_position > position]
+            notes.append(describe_mixes(order, [now, *ahead], self.weights))
+        self.position, self.order = position, order
+        return "; ".join(notes) or None
+
+    def _build(self) -> SequenceOrder:
+        options = self._options
+        counts, weights = self._count(self.weights)
+        limits: dict[str, int] = {}
+        if self._has_limits:
+            limits = {} if options.num_epochs is None else dict.fromkeys(counts, options.num_epochs)
+            limits |= options.max_epochs or {}
+        order = build_order(counts, weights, options.seed, limits)
+        return order.with_skips(options.skip_positions, 0, options.global_batch_size)
+
+
+def describe_mixes(order: SequenceOrder, mixes: Sequence[Mix], weights: Mapping[str, int]) -> str:
+    """Returns a line about mixes: the weights that the user wrote, their shares, and their start positions.
+
+    The weights of the order itself count sequences. They are large if a packing fills the sources' sequences
+    differently.
+    """
+
+    def describe(mix: Mix) -> str:
+        consumed = {name: weights[name] for name, weight in zip(order.names, mix.weights, strict=True) if weight}
+        total = sum(consumed.values())
+        shares = ", ".join(f"{name} {weight} ({100 * weight / total:.3g}%)" for name, weight in consumed.items())
+        return f"{shares or 'none, every source has reached its limit'} from position {mix.start_position} on"
+
+    return "the mix of sources changes: " + "; ".join(map(describe, mixes))
+
+
 _BEFORE_PACKING: Final[dict[str, Any]] = {"packing": "chunk", "plans": {}}
 """The packing of checkpoints that do not record it."""
 _REMEDIES: Final = {
@@ -249,79 +366,3 @@ def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
                 f"the checkpoint was trained with {key} {saved}, but this run has {value}, so that a position "
                 f"selects other sequences: {_REMEDIES[key]}"
             )
-
-
-def moved_position(window: AccumulationWindow, position: int, global_batch_size: int) -> int:
-    """Returns the position after `window`, which begins at `position`, or ends there if the call is repeated.
-
-    Raises:
-        RuntimeError: The window neither begins nor ends at `position`: training skipped or repeated windows.
-    """
-    if window.data_position not in (position, position + global_batch_size):
-        raise RuntimeError(
-            f"a window that ends at position {window.data_position} was trained at position {position}: windows are "
-            "trained in order, each once"
-        )
-    return window.data_position
-
-
-def find_last_position(order: SequenceOrder, position: int, global_batch_size: int) -> int | None:
-    """Returns the position after the last whole global batch; None if the order does not end."""
-    return None if order.end is None else order.end - max(0, order.end - position) % global_batch_size
-
-
-def continue_order(
-    order: SequenceOrder,
-    saved: Mapping[str, Any],
-    position: int,
-    weights: Mapping[str, int],
-    options: TrainingOptions,
-) -> tuple[SequenceOrder, str | None]:
-    """Returns the saved order, continued at `position` with the mix of `order`, and a line about what changes.
-
-    Args:
-        order: This run's order.
-        saved: `SequenceOrder.state` of the saved run.
-        position: The position of the saved run.
-        weights: Weights of the sources, as in this run's recipe.
-        options: This run's; what it skips is skipped beside what the saved run skips.
-
-    Raises:
-        UserError: The saved run had another order.
-    """
-    continued = order.continued(saved, position)
-    asked = clip(options.skip_positions, 0, position)
-    notes = []
-    if any(clip(continued.skipped, first, stop) != ((first, stop),) for first, stop in asked):
-        notes.append(
-            f"data.skip_positions has positions before the checkpoint's, {position} ({describe(asked)}): what was "
-            "trained there is not skipped"
-        )
-    continued = continued.with_skips(options.skip_positions, position, options.global_batch_size)
-    if continued.state()["mixes"] != saved["mixes"]:
-        now = replace(continued.mix_at(position), start_position=position)
-        ahead = [mix for mix in continued.mixes if mix.start_position > position]
-        notes.append(describe_mixes(continued, [now, *ahead], weights))
-    return continued, "; ".join(notes) or None
-
-
-def describe_passed(order: SequenceOrder, before: int, position: int, weights: Mapping[str, int]) -> str | None:
-    """Returns a line about the mixes that begin after `before` and up to `position`; None if there are none."""
-    passed = [mix for mix in order.mixes if before < mix.start_position <= position and any(mix.weights)]
-    return describe_mixes(order, passed, weights) if passed else None
-
-
-def describe_mixes(order: SequenceOrder, mixes: Sequence[Mix], weights: Mapping[str, int]) -> str:
-    """Returns a line about mixes: the weights that the user wrote, their shares, and their start positions.
-
-    The weights of the order itself count sequences. They are large if a packing fills the sources' sequences
-    differently.
-    """
-
-    def describe(mix: Mix) -> str:
-        consumed = {name: weights[name] for name, weight in zip(order.names, mix.weights, strict=True) if weight}
-        total = sum(consumed.values())
-        shares = ", ".join(f"{name} {weight} ({100 * weight / total:.3g}%)" for name, weight in consumed.items())
-        return f"{shares or 'none, every source has reached its limit'} from position {mix.start_position} on"
-
-    return "the mix of sources changes: " + "; ".join(map(describe, mixes))

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
-from genesis.evaluate.questions import Progress, Question, UnanswerableError, list_versions
+from genesis.evaluate.questions import Question, UnanswerableError, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import find_learned_template, load_decoder, load_tokenizer, require_tokenizer
@@ -25,13 +26,6 @@ from genesis_callbacks.checkpoint import (
     read_committed_hash,
     read_manifest,
 )
-
-
-class Display(Protocol):
-    """Shows progress: a context manager for each question, which yields the function to call with progress."""
-
-    def __call__(self, what: str) -> AbstractContextManager[Progress]:
-        """Starts to show the work on `what`."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +54,7 @@ class Answers(NamedTuple):
     unanswered: list[str]
 
 
-def answer_questions(
-    checkpoint: Path, questions: Sequence[Question], settings: Settings, out: Path, display: Display
-) -> Answers:
+def answer_questions(checkpoint: Path, questions: Sequence[Question], settings: Settings, out: Path) -> Answers:
     """Returns the results of all questions about a checkpoint; existing results in `out` are reused.
 
     The checkpoint is verified before it is loaded, and its weights are compared with their digests. It is loaded only
@@ -73,7 +65,6 @@ def answer_questions(
         questions: The questions.
         settings: The settings.
         out: The directory of results: `RUN/evaluations`.
-        display: Shows progress.
 
     Raises:
         UserError: The checkpoint does not verify, or a task's rows or settings are wrong for every model.
@@ -101,8 +92,9 @@ def answer_questions(
     for question, details in open_questions:
         start_seconds = perf_counter()
         try:
-            with display(f"{checkpoint.name} {question.name}") as on_progress:
-                measures, items = question.answer(loaded, manifest, settings.batch_tokens, on_progress)
+            # What is counted are tokens scored, or requests answered.
+            with stage(f"{checkpoint.name} {question.name}", unit="done") as shown:
+                measures, items = question.answer(loaded, manifest, settings.batch_tokens, shown.advance)
         except UnanswerableError as error:
             unanswered.append(f"{checkpoint.name}: {error}")
             continue

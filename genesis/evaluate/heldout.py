@@ -26,7 +26,7 @@ from genesis.data.validation_windows import ValidationWindows
 from genesis.evaluate.results import Measure
 from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
-from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 
 ALL: Final = "all"
 """The subject of sums over all sources."""
@@ -134,8 +134,7 @@ def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
         sources.append(TextSource(name, documents, tokenizer))
     if not sources:
         raise UserError(f"{path} contains no text; give a file or folder with text")
-    dtype = little_endian(token_dtype(tokenizer.vocab_size))
-    sequence_format = SequenceFormat(seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+    sequence_format = SequenceFormat.of(tokenizer, seq_len)
     return HeldOut(tuple(sources), sequence_format, digest.hexdigest())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from genesis.base.errors import UserError
-from genesis.evaluate.answer import Display, Settings, answer_questions, read_hashes
+from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.log import RunLog
 from genesis.evaluate.questions import Question
 from genesis.evaluate.results import Result, read_results, select_comparable, write_metrics
@@ -29,7 +29,6 @@ def watch(
     questions: Sequence[Question],
     settings: Settings,
     out: Path,
-    display: Display,
     until_step: int | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Watched:
@@ -52,7 +51,7 @@ def watch(
                 done.add((path.name, manifest.created_seconds))
                 before = read_results(out)
                 try:
-                    answers, unanswered = answer_questions(path, questions, settings, out, display)
+                    answers, unanswered = answer_questions(path, questions, settings, out)
                 except (UserError, OSError) as error:
                     answers, unanswered = [], []
                     is_there = path.exists()

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from genesis.base.errors import UserError, check_is_named
 from genesis.data.corpus_data import CorpusData
-from genesis.data.fixed_sequences import identify_sequences
 from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
@@ -153,7 +152,7 @@ class Distillation(Objective):
                 top_k=self.top_k,
                 temperature=self.temperature,
                 log_probs=cache.identity.log_probs,
-                sequences=identify_sequences(data),
+                sequences=data.identify_sequences(),
             )
         )
         self.cache, data.columns = str(path), cache

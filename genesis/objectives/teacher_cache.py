@@ -33,6 +33,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from genesis.base.errors import UserError
+from genesis.base.progress import stage
 from genesis.data.window import MicroBatch
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.teacher import name_classes
@@ -66,7 +67,7 @@ class CacheIdentity:
         top_k: Number of ids for each position.
         temperature: The temperature of the probabilities.
         log_probs: The type on disk of the log-probabilities.
-        sequences: `genesis.data.fixed_sequences.identify_sequences`.
+        sequences: `CorpusData.identify_sequences`.
     """
 
     teacher: str
@@ -151,17 +152,15 @@ def write_cache(
     read_classes: Callable[[MicroBatch], TeacherClasses],
     *,
     batch_size: int,
-    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> bool:
     """Writes a cache, or what an interrupted writer has left to write. May be killed at any time.
 
     Args:
         directory: The cache's directory.
         identity: What the cache is made for.
-        read_sequences: `genesis.data.fixed_sequences.read_sequences` for the corpus.
+        read_sequences: `CorpusData.read_sequences`.
         read_classes: `Teacher.read`, with the sequences moved to its device.
         batch_size: Number of sequences of one forward.
-        report: Called with the numbers of sequences done and of all.
 
     Returns:
         Whether anything was left to write.
@@ -172,12 +171,13 @@ def write_cache(
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file: give a directory for the cache")
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    total = sum(identity.num_sequences.values())
+    with stage("asking the teacher", total, "sequences") as shown, _locked(directory):
         _begin(directory, identity)
         if (directory / CACHE_NAME).exists():
             open_cache(directory)  # refuses a damaged one
             return False
-        total, done = sum(identity.num_sequences.values()), 0
+        done = 0
         digests: dict[str, list[str]] = {}
         for number, (source, num_sequences) in enumerate(identity.num_sequences.items()):
             (directory / source).mkdir(exist_ok=True)
@@ -191,11 +191,10 @@ def write_cache(
                     for first in range(0, len(rows), batch_size):
                         run = rows[first : first + batch_size]
                         runs.append(read_classes(read_sequences(number, run.start, len(run))))
-                        report(done + first + len(run), total)
+                        shown.done = done + first + len(run)
                     digest = _write_block(path, identity, source, block, runs)
                 digests[source].append(digest)
-                done += len(rows)
-                report(done, total)
+                shown.done = done = done + len(rows)
         content = {"version": _VERSION, "made_for": _plain(identity), "blocks": digests}
         replace_file(directory / CACHE_NAME, json.dumps(content).encode())
     return True

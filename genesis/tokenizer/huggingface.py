@@ -34,6 +34,7 @@ from genesis.tokenizer.limits import (
 )
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
 from genesis.tokenizer.panics import refusing_panics
+from genesis.tokenizer.tokenizer import is_utf8
 from genesis_callbacks.base.json_text import load_json
 
 GENERATION_NAME: Final = "generation_config.json"
@@ -84,7 +85,7 @@ class HuggingFaceTokenizer:
         spelling = _find_spelling(content)
         self._bytes = [b"" if token in self._controls else spelling(piece) for token, piece in enumerate(self.pieces)]
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
-        self._is_partial = [not _is_utf8(one) for one in self._bytes]
+        self._is_partial = [not is_utf8(one) for one in self._bytes]
         symbols = [self.pieces[token] for token in sorted(special)]
         expressions = list_expressions(content)
         self.has_unknown_expressions: bool = has_unknown(expressions)
@@ -454,11 +455,3 @@ def _read_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str
     if isinstance(template, list):  # a list of templates with names
         template = next((one.get("template") for one in template if one.get("name") == "default"), None)
     return template if isinstance(template, str) else None
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -26,7 +26,7 @@ from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
 from genesis.tokenizer.limits import check_charsmap
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
-from genesis.tokenizer.tokenizer import find_offsets
+from genesis.tokenizer.tokenizer import find_offsets, is_utf8
 from genesis.tokenizer.train import MODEL_NAME, read_model
 
 _SPACE_MARK: Final = "\u2581"
@@ -136,7 +136,7 @@ class SentencePieceTokenizer:
             tokens = list(run)
             if is_byte:
                 data = self.decode_bytes(tokens)
-                parts.append(data.decode() if _is_utf8(data) else "\ufffd" * len(data))
+                parts.append(data.decode() if is_utf8(data) else "\ufffd" * len(data))
             else:
                 parts += [self.pieces[token] if self.is_control(token) else self.decode([token]) for token in tokens]
         return "".join(parts).removeprefix(self._prefix)
@@ -280,11 +280,3 @@ def _drop_dummy_prefix(model: bytes) -> bytes:
     content = read_model(model)
     content.normalizer_spec.add_dummy_prefix = False
     return bytes(content.SerializeToString())
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

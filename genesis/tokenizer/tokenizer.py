@@ -196,6 +196,15 @@ def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]
     return offsets
 
 
+def is_utf8(data: bytes) -> bool:
+    """Returns whether bytes are whole characters."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def padding_id(tokenizer: Tokenizer) -> int:
     """Returns the id that fills positions without a token: eos, or 0 if the tokenizer has no eos."""
     return 0 if tokenizer.eos_id is None else tokenizer.eos_id

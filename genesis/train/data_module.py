@@ -242,7 +242,7 @@ class CorpusDataModule(pl.LightningDataModule):
     @property
     def data_position(self) -> int:
         """The position after the last trained window, for `Heartbeat`."""
-        return self.training.data_position
+        return self.training.cursor.position
 
     @property
     def validation_measure(self) -> tuple[str | None, str | None]:
@@ -280,11 +280,11 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _positions(self) -> range:
         """Returns the positions of an epoch's windows; fewer if the data end before the epoch."""
-        training, step = self.training, self.training.options.global_batch_size
-        end = training.data_position + training.num_windows * step
-        if training.last_position is not None:
-            end = min(end, training.last_position)
-        return range(training.data_position, end, step)
+        cursor, step = self.training.cursor, self.training.options.global_batch_size
+        end = cursor.position + self.training.num_windows * step
+        if cursor.last_position is not None:
+            end = min(end, cursor.last_position)
+        return range(cursor.position, end, step)
 
     def _ranks(self) -> Ranks:
         """Returns this rank's index among the ranks with different data."""

@@ -44,7 +44,7 @@ def count_steps(data: TrainingData, max_epochs: int | None) -> tuple[str, int] |
                 "trainer.max_steps or data.num_tokens"
             )
         return TRAINER_MAX_EPOCHS, max_epochs * data.num_windows
-    end = data.order.end
+    end = data.cursor.order.end
     if end is None:
         return None
     option = DATA_MAX_EPOCHS if options.num_epochs is None else f"data.num_epochs {options.num_epochs}"
@@ -53,7 +53,7 @@ def count_steps(data: TrainingData, max_epochs: int | None) -> tuple[str, int] |
 
 def count_steps_left(data: TrainingData) -> int | None:
     """Returns the number of steps from the data's position on; None if the data never end, or nobody knows."""
-    options, position, last = data.options, data.data_position, data.last_position
+    options, position, last = data.options, data.cursor.position, data.cursor.last_position
     lengths = [] if last is None else [max(0, last - position) // options.global_batch_size]
     if options.num_tokens is not None:
         size = options.global_batch_size

@@ -65,7 +65,7 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
     length = f"length: {numbered(max_steps, 'steps')} of {numbered(size, what)}"
     if isinstance(data, StreamData):
         return f"{length}, {max_steps * size * options.seq_len:,} tokens with padding"
-    epochs = count_epochs(data, data.data_position + max(0, max_steps - step) * size)
+    epochs = count_epochs(data, data.cursor.position + max(0, max_steps - step) * size)
     if len(epochs) == 1 or len(epochs) > _MANY_SOURCES:
         least, most = min(epochs.values()), max(epochs.values())
         noun = "epoch" if most == 1 else "epochs"
@@ -89,7 +89,7 @@ def describe_limits(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def count_epochs(data: TrainingData, position: int) -> dict[str, float]:
     """Returns how often each source has been trained on at a position, without sources that never are."""
-    order = data.order
+    order = data.cursor.order
     end = position if order.end is None else min(position, order.end)
     counted = zip(order.names, order.sequences_consumed(end), order.num_sequences, strict=True)
     epochs = {name: count / max(1, length) for name, count, length in counted}
@@ -128,7 +128,7 @@ def measure_learned_share(data: CorpusData) -> float:
         figures = [plan.figures for plan in data.plans]
         positions = sum(one.num_sequences for one in figures) * data.options.seq_len
         return sum(one.num_valid_tokens for one in figures) / max(1, positions)
-    shards = [source.count_learned() for source in data.corpus.train]
+    shards = [source.num_labels for source in data.corpus.manifest.train]
     return sum(shards) / max(1, sum(source.num_tokens for source in data.corpus.train))
 
 

@@ -63,7 +63,7 @@ def test_what_messages_and_tools_spell_is_text_and_no_control_symbol(tokenizer: 
     expected = [token for role, text in messages for token in turn(role, text)]
     prompt = [*expected, start, *tokenizer.encode("assistant\n")]
     assert renderer.render_prompt(given) == prompt
-    assert renderer.prompt_text(given) == renderer.template.render(given, has_prompt=True)
+    assert tokenizer.literal.reveal(renderer.write_prompt(given)) == renderer.template.render(given, has_prompt=True)
     rendered = renderer.render(given)
     assert rendered.ids.tolist() == expected
     assert learned(renderer, rendered) == [f"no: {FORGED}<|im_end|>"]
@@ -126,7 +126,7 @@ def test_keys_that_the_template_does_not_use_are_counted_and_likely_marks_among_
 def test_a_prompt_goes_on_after_an_answer_without_text(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
     renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
     turns = [TURNS[0], {"role": "assistant", **said}, TURNS[2]]
-    assert "<|im_start|>assistant\n<|im_end|>\n" in renderer.prompt_text(turns)
+    assert "<|im_start|>assistant\n<|im_end|>\n" in tokenizer.literal.reveal(renderer.write_prompt(turns))
     with pytest.raises(ConversationError, match=r"^turn 2 of the assistant is empty; remove it"):
         renderer.render(turns)
 

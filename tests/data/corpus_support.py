@@ -3,12 +3,17 @@
 import json
 import random
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import zstandard
 
+from genesis.base.progress import Stage
 from genesis.data.prepare import PrepareOptions
 from genesis.data.sources import SourceOptions
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
@@ -53,6 +58,28 @@ def make_options(directory: Path, **changes: object) -> PrepareOptions:
 def write_jsonl(path: Path, texts: list[str]) -> None:
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     path.write_bytes(zstandard.compress(data) if path.suffix == ".zst" else data)
+
+
+def read_shard(path: Path, dtype: str) -> list[list[int]]:
+    """Returns the tokens of each document of a shard."""
+    ends = np.fromfile(f"{path}.index", "<u8").astype(np.int64)
+    return [document.tolist() for document in np.split(np.fromfile(path, dtype), ends[:-1])]
+
+
+def watch_stage(monkeypatch: pytest.MonkeyPatch, module: str, see: Callable[[Stage], object]) -> None:
+    """Calls `see` with a module's stage whenever more of its units are done."""
+
+    class Watched(Stage):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "done" and hasattr(self, "begin_seconds"):
+                see(self)
+
+    @contextmanager
+    def begin(name: str, total: int | None = None, unit: str = "", *, first: int = 0) -> Iterator[Stage]:
+        yield Watched(name, total, unit, first, first)
+
+    monkeypatch.setattr(f"{module}.stage", begin)
 
 
 def read_tree(corpus: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genesis.base.errors import UserError
-from genesis.data.corpus import TokenSource, open_corpus
+from genesis.data.corpus import Corpus, TokenSource, open_corpus
 from genesis.data.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from tests.data.corpora import BOS, EOS, FAKE_TOKENIZER, make_documents, write_corpus
 from tests.golden.files import GOLDEN
@@ -66,20 +66,26 @@ def test_reading_beyond_the_end_is_our_mistake(corpus: Path) -> None:
         read(source, len(STREAM) - 3, 4)
 
 
+def open_limited(corpus: Path, most: int) -> Corpus:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("genesis.data.corpus.MAX_OPEN_MAPS", most)
+        return open_corpus(corpus)
+
+
 def test_maps_stay_within_their_limit_and_reads_stay_right(corpus: Path) -> None:
-    opened = open_corpus(corpus, max_open_maps=2)
+    opened = open_limited(corpus, 2)
     (source,) = opened.train
     rng = np.random.default_rng(0)
     for start in rng.integers(0, len(STREAM) - 30, 200).tolist():
         assert read(source, start, 30) == STREAM[start : start + 30]
-        assert source._maps.num_open <= 2
+        assert len(source._maps._open) <= 2
 
 
 def test_no_shard_is_mapped_before_it_is_read(corpus: Path) -> None:
     (source,) = open_corpus(corpus).train
-    assert source._maps.num_open == 0
+    assert len(source._maps._open) == 0
     read(source, 0, 1)
-    assert source._maps.num_open == 1
+    assert len(source._maps._open) == 1
 
 
 def test_a_flipped_bit_is_refused_when_its_shard_is_first_read(corpus: Path) -> None:
@@ -133,7 +139,7 @@ def test_of_many_shards_the_one_that_is_missing_is_named(tmp_path: Path) -> None
 
 
 def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> None:
-    (source,) = open_corpus(corpus, max_open_maps=1).train
+    (source,) = open_limited(corpus, 1).train
     data = (corpus / SHARD).read_bytes()
     (corpus / SHARD).write_bytes(data[:4])
     with pytest.raises(UserError) as error:
@@ -146,7 +152,7 @@ def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> No
 
 
 def test_a_shard_that_changes_in_mid_run_is_refused_when_it_is_mapped_again(corpus: Path) -> None:
-    (source,) = open_corpus(corpus, max_open_maps=1).train
+    (source,) = open_limited(corpus, 1).train
     assert read(source, 0, len(STREAM)) == STREAM
     before = (corpus / SHARD).stat().st_mtime_ns
     data = bytearray((corpus / SHARD).read_bytes())

@@ -190,7 +190,7 @@ def test_an_epoch_reads_every_pair_once_and_ends(corpus: Path) -> None:
     data = training(corpus, num_epochs=1)
     assert data.pairs is not None
     num_train = data.pairs.first_of_validation
-    assert data.order.end == num_train
+    assert data.cursor.order.end == num_train
     seen = [number for position in range(0, num_train // 4 * 4, 4) for number, _ in read_back(data.window(position))]
     assert len(seen) == len(set(seen)) == num_train // 4 * 4
     assert all(number < num_train for number in seen)
@@ -204,7 +204,7 @@ def test_a_run_continues_with_the_next_pair_and_counts_its_tokens(corpus: Path) 
     assert state["packing"] == "pairs"
     resumed = training(corpus)
     resumed.load_state(state)
-    assert resumed.data_position == 12
+    assert resumed.cursor.position == 12
     assert resumed.usage == whole.usage
     assert read_back(resumed.window(12)) == read_back(whole.window(12))
 
@@ -385,7 +385,7 @@ def move_border(tokens: Any, ends: Any) -> Any:
 
 def read_an_epoch(corpus: Path) -> None:
     data = training(corpus, num_epochs=1)
-    for position in range(0, (data.order.end or 0) // 4 * 4, 4):
+    for position in range(0, (data.cursor.order.end or 0) // 4 * 4, 4):
         data.window(position)
 
 

@@ -12,13 +12,21 @@ import yaml
 from genesis.base.errors import UserError
 from genesis.data.manifest import read_manifest
 from genesis.data.plans import list_plans
-from genesis.data.prepare import PrepareProgress, plan_units, prepare_corpus
-from genesis.data.shards import hash_file, iterate_documents
+from genesis.data.prepare import plan_units, prepare_corpus
+from genesis.data.shards import hash_file
 from genesis.data.sources import InputFile, SourceOptions
 from genesis.data.tokenize_worker import is_validation
 from genesis.tokenizer.open import open_tokenizer
 from tests.commands import run_module
-from tests.data.corpus_support import make_options, make_texts, make_tokenizer, read_tree, write_jsonl
+from tests.data.corpus_support import (
+    make_options,
+    make_texts,
+    make_tokenizer,
+    read_shard,
+    read_tree,
+    watch_stage,
+    write_jsonl,
+)
 
 COMMAND = """
 import json, os, resource, signal, sys
@@ -84,9 +92,9 @@ def test_every_document_is_in_one_split_once_and_in_order(inputs):
             (record,) = (record for record in records if record.name == name)
             wanted = [text for text in texts if is_validation(text.encode(), 0, 0.1) == (split == "validation")]
             found = [
-                document.tolist()
+                document
                 for shard in record.shards
-                for document in iterate_documents(options.corpus / shard.path, manifest.token_dtype)
+                for document in read_shard(options.corpus / shard.path, manifest.token_dtype)
             ]
             assert found == [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in wanted]
             assert record.num_documents == len(wanted) > 0
@@ -165,18 +173,19 @@ def test_a_kill_between_the_last_shard_and_the_manifest_leaves_the_same_corpus(i
 
 
 @pytest.mark.usefixtures("started_workers")
-def test_a_killed_worker_ends_the_run_in_one_line_and_the_next_run_goes_on(inputs):
+def test_a_killed_worker_ends_the_run_in_one_line_and_the_next_run_goes_on(inputs, monkeypatch):
     options = make_options(inputs, out=inputs / "worker", num_workers=1)
     killed = []
 
-    def kill_a_worker(progress):
-        if progress.num_new_tokens and not killed:
+    def kill_a_worker(shown):
+        if shown.note and not killed:
             killed.extend(find_workers())
             for process in killed:
                 os.kill(process, signal.SIGKILL)
 
+    watch_stage(monkeypatch, "genesis.data.prepare", kill_a_worker)
     with pytest.raises(UserError, match=r"a worker .* ended by signal 9 .*run the same command again"):
-        prepare_corpus(options, report=kill_a_worker)
+        prepare_corpus(options)
     assert len(killed) == 1
     prepare_corpus(options)
     assert read_tree(options.corpus) == read_tree(make_options(inputs).corpus)
@@ -210,33 +219,38 @@ def test_a_full_disk_is_one_line_and_finished_shards_survive(inputs):
     assert read_tree(options.corpus) == read_tree(whole.corpus)
 
 
-def test_progress_counts_all_bytes_and_only_new_tokens(inputs):
+def test_progress_counts_all_bytes_and_only_new_tokens(inputs, monkeypatch):
     options = make_options(inputs, out=inputs / "progress")
-    seen: list[PrepareProgress] = []
+    seen = []
 
-    def stop_in_the_middle(progress):
-        seen.append(progress)
-        if progress.num_bytes_done > progress.num_bytes // 2:
+    def stop_in_the_middle(shown):
+        seen.append(replace(shown))
+        if shown.done > shown.total // 2 and not is_second:
             raise KeyboardInterrupt
 
+    is_second = False
+    watch_stage(monkeypatch, "genesis.data.prepare", stop_in_the_middle)
     with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(options, report=stop_in_the_middle)
-    first = list(seen)
-    prepare_corpus(options, report=seen.append)
+        prepare_corpus(options)
+    first, is_second = list(seen), True
+    prepare_corpus(options)
     second = seen[len(first) :]
-    assert second[0].num_bytes_done <= first[-1].num_bytes_done
-    assert second[0].num_new_tokens == 0
-    assert second[-1].num_bytes_done == second[-1].num_bytes == first[0].num_bytes
-    assert 0 < second[-1].num_new_bytes == second[-1].num_bytes - second[0].num_bytes_done < second[-1].num_bytes
+    assert second[0].done <= first[-1].done
+    assert (second[0].note, second[0].first) == ("", second[0].done)
+    assert second[-1].done == second[-1].total == first[0].total
+    assert second[-1].note
+    assert 0 < second[-1].first < second[-1].total
 
 
 def begin_and_stop(options):
-    def stop(progress):
-        if progress.num_new_tokens:
+    def stop(shown):
+        if shown.note:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare_corpus(options, report=stop)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch_stage(monkeypatch, "genesis.data.prepare", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_corpus(options)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_ranks_plan_a_rollout_together_and_keep_what_is_not_trained(tmp_path: Pa
     alone = open_data(tmp_path, tokenizer, records)
     alone.load_state(alone.combine_states(states))
     alone.open(Ranks(0, 1))
-    assert alone.data_position == 2
+    assert alone.cursor.position == 2
     assert alone.plan_rollout(2) == []
     assert all(same(alone.groups[position], make_group(position)) for position in (2, 3))
     assert alone.plan_rollout(4) == [4, 5, 6, 7]
@@ -209,7 +209,7 @@ def test_a_resume_with_another_group_size_answers_again(tmp_path: Path, tokenize
 def test_epochs_end_the_data_at_the_last_whole_batch(tmp_path: Path, tokenizer: Path) -> None:
     data = open_data(tmp_path, tokenizer, [{"prompt": f"{n}"} for n in range(5)], batch={"num_epochs": 1})
     data.open(Ranks())
-    assert data.last_position == 4
+    assert data.cursor.last_position == 4
     data.advance(window_at(2))
     assert data.find_end() is None
     assert data.plan_rollout(2) == [2, 3]  # and not beyond the end

@@ -10,11 +10,11 @@ from genesis.data.shards import (
     EncodedDocuments,
     ShardWriter,
     hash_file,
-    iterate_documents,
     publish_shard,
     shard_files,
     token_dtype,
 )
+from tests.data.corpus_support import read_shard
 
 DOCUMENTS = [[2, 40, 41, 3], [2, 3], [2, *range(100, 160), 3], [2, 7, 3]]
 
@@ -70,7 +70,7 @@ def test_the_record_counts_and_hashes_what_is_on_disk(tmp_path):
 
 def test_documents_come_back_in_order(tmp_path):
     write_shard(tmp_path / "a.ds", "uint32")
-    assert [document.tolist() for document in iterate_documents(tmp_path / "a.ds", "uint32")] == DOCUMENTS
+    assert read_shard(tmp_path / "a.ds", "uint32") == DOCUMENTS
 
 
 def test_publishing_moves_all_three_files(tmp_path):

@@ -1,13 +1,11 @@
 """A tiny teacher beside a tiny corpus."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from genesis.data.corpus_data import CorpusData
-from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.training_data import TrainingOptions
 from genesis.export.importing import save_weights
@@ -64,7 +62,7 @@ def identify(teacher: Path, data: CorpusData, **changes: Any) -> CacheIdentity:
         "top_k": TOP_K,
         "temperature": TEMPERATURE,
         "log_probs": "float32",
-        "sequences": identify_sequences(data),
+        "sequences": data.identify_sequences(),
         **changes,
     }
     return CacheIdentity(**given)
@@ -75,5 +73,5 @@ def make_cache(directory: Path, teacher: Path, corpus: Path, batch_size: int = 2
     data = open_data(corpus)
     identity = identify(teacher, data, **changes)
     loaded = load(teacher, data, identity.top_k, identity.temperature)
-    write_cache(directory, identity, partial(read_sequences, data), loaded.read, batch_size=batch_size)
+    write_cache(directory, identity, data.read_sequences, loaded.read, batch_size=batch_size)
     return directory

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 import torch
 
 from genesis.base.errors import UserError
+from genesis.base.progress import Stage
 from genesis.data.corpus import open_corpus
-from genesis.data.fixed_sequences import identify_sequences, read_sequences
 from genesis.data.loader import Ranks
 from genesis.data.plans import write_plan
 from genesis.generate.teacher import find_teacher
@@ -24,6 +23,7 @@ from genesis.objectives.teacher import LOG_PROBS, LOG_REST, find_classes
 from genesis.objectives.teacher_cache import CACHE_NAME, open_cache, write_cache
 from genesis_callbacks.testing import run_ranks
 from tests.data.corpora import make_documents, write_corpus
+from tests.data.corpus_support import watch_stage
 from tests.objectives.teachers import TOP_K, identify, load, make_cache, make_teacher, open_data
 
 BLOCK_BYTES = 1 << 14  # sixteen sequences of sixteen tokens
@@ -66,7 +66,7 @@ def test_training_reads_what_the_teacher_gives_bit_for_bit(
         write_plan(open_corpus(corpus), packing, 16)
     data = open_data(corpus, packing=packing)
     loaded = load(teacher, data)
-    write_cache(tmp_path / "cache", identify(teacher, data), partial(read_sequences, data), loaded.read, batch_size=2)
+    write_cache(tmp_path / "cache", identify(teacher, data), data.read_sequences, loaded.read, batch_size=2)
     data.columns = open_cache(tmp_path / "cache")
     data.open(Ranks())
     for position in (0, 8, 800):
@@ -106,21 +106,15 @@ def kill_after(number: int, directory: str, teacher: str, corpus: str) -> None:
     data = open_data(Path(corpus))
     calls = 0
 
-    def report(done: int, total: int) -> None:
+    def count(shown: Stage) -> None:
         nonlocal calls
         calls += 1
         if calls == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     identity = identify(Path(teacher), data)
-    write_cache(
-        Path(directory),
-        identity,
-        partial(read_sequences, data),
-        load(Path(teacher), data).read,
-        batch_size=2,
-        report=report,
-    )
+    watch_stage(pytest.MonkeyPatch(), "genesis.objectives.teacher_cache", count)
+    write_cache(Path(directory), identity, data.read_sequences, load(Path(teacher), data).read, batch_size=2)
 
 
 def test_a_killed_writer_is_continued_with_the_same_bytes(
@@ -165,9 +159,7 @@ def read_all(cache: Path) -> None:
 def test_a_complete_cache_is_left_alone(cache: Path, teacher: Path, tiny_corpus: Path) -> None:
     read_all(cache)
     data = open_data(tiny_corpus)
-    assert not write_cache(
-        cache, identify(teacher, data), partial(read_sequences, data), load(teacher, data).read, batch_size=2
-    )
+    assert not write_cache(cache, identify(teacher, data), data.read_sequences, load(teacher, data).read, batch_size=2)
 
 
 def swap_blocks(cache: Path) -> None:
@@ -249,21 +241,19 @@ def test_a_cache_of_something_else_is_refused_with_both_values(
         with pytest.raises(UserError, match=message):
             opened.check(changed)
         with pytest.raises(UserError, match=f"cache was begun with .*{message}"):
-            write_cache(cache, changed, partial(read_sequences, data), load(teacher, data).read, batch_size=2)
+            write_cache(cache, changed, data.read_sequences, load(teacher, data).read, batch_size=2)
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path, teacher: Path, tiny_corpus: Path) -> None:
     data = open_data(tiny_corpus)
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty, and holds no cache"):
-        write_cache(
-            tmp_path, identify(teacher, data), partial(read_sequences, data), load(teacher, data).read, batch_size=2
-        )
+        write_cache(tmp_path, identify(teacher, data), data.read_sequences, load(teacher, data).read, batch_size=2)
     with pytest.raises(UserError, match="is a file"):
         write_cache(
             tmp_path / "thesis.txt",
             identify(teacher, data),
-            partial(read_sequences, data),
+            data.read_sequences,
             lambda m: None,
             batch_size=2,
         )
@@ -273,7 +263,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, teacher: Path,
 
 def test_a_teacher_of_another_tokenizer_is_refused_with_both(tmp_path: Path, teacher: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", {"web": make_documents(20, 12, seed=1)})
-    found, hash = find_teacher(teacher), identify_sequences(open_data(corpus))["tokenizer_hash"]
+    found, hash = find_teacher(teacher), open_data(corpus).identify_sequences()["tokenizer_hash"]
     with pytest.raises(
         UserError, match=f"has the tokenizer {found.tokenizer_hash[:16]}, and the corpus has {hash[:16]}"
     ):

@@ -149,7 +149,7 @@ def train(directory: str, corpus: str, layout: str, max_steps: int) -> dict[str,
     return {
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.data_position,
+        "position": data.training.cursor.position,
     }
 
 

@@ -117,7 +117,7 @@ def answer(
         "batches": record.batches,
         "extras": record.extras,
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.data_position,
+        "position": data.training.cursor.position,
         "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
     }
 

@@ -121,7 +121,7 @@ def test_training_sees_the_windows_of_the_order_across_lightnings_epochs(corpus:
     num_steps = 3 * len(data.train_dataloader()) + 2
     module = fit(tmp_path, data, num_steps)
     assert [position for position, _ in module.trained] == [GLOBAL_BATCH * step for step in range(1, num_steps + 1)]
-    assert data.training.data_position == GLOBAL_BATCH * num_steps
+    assert data.training.cursor.position == GLOBAL_BATCH * num_steps
     windows = list(data_module(corpus).train_dataloader())
     expected = [[micro_batch.input_ids.tolist() for micro_batch in window.micro_batches] for window in windows]
     assert [rows for _, rows in module.trained[: len(windows)]] == expected
@@ -129,16 +129,16 @@ def test_training_sees_the_windows_of_the_order_across_lightnings_epochs(corpus:
 
 def test_an_epoch_is_as_many_windows_as_the_corpus_has_and_max_epochs_counts_them(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus)
-    num_sequences = sum(data.training.order.num_sequences)
+    num_sequences = sum(data.training.cursor.order.num_sequences)
     module = fit(tmp_path, data, -1, max_epochs=2)
     assert len(module.trained) == 2 * (num_sequences // GLOBAL_BATCH)
     alone = data_module(corpus, mix={"code": 5})
-    assert len(alone.train_dataloader()) == alone.training.order.num_sequences[1] // GLOBAL_BATCH
+    assert len(alone.train_dataloader()) == alone.training.cursor.order.num_sequences[1] // GLOBAL_BATCH
 
 
 def test_a_number_of_epochs_sets_the_steps_and_the_end_of_the_schedule(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus, num_epochs=2, max_epochs={"code": 1})
-    counts = dict(zip(data.training.order.names, data.training.order.num_sequences, strict=True))
+    counts = dict(zip(data.training.cursor.order.names, data.training.cursor.order.num_sequences, strict=True))
     num_sequences = sum((1 if name == "code" else 2) * count for name, count in counts.items())
     num_steps = num_sequences // GLOBAL_BATCH
 
@@ -212,7 +212,7 @@ def test_a_failed_step_leaves_the_position_after_the_last_trained_window(corpus:
     data = data_module(corpus)
     with pytest.raises(RuntimeError, match="as the test wants it"):
         trainer(tmp_path, 9).fit(Recorder(fail_at=4 * GLOBAL_BATCH), data)
-    assert data.training.data_position == 3 * GLOBAL_BATCH
+    assert data.training.cursor.position == 3 * GLOBAL_BATCH
 
 
 def test_a_callback_that_stands_first_reads_the_moved_position(corpus: Path, tmp_path: Path) -> None:
@@ -268,11 +268,11 @@ def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None
     data.load_state_dict({**data.state_dict(), "data_position": 30})
     changed = data_module(corpus, mix={"code": 1})
     changed.load_state_dict(data.state_dict())
-    assert [mix.start_position for mix in changed.training.order.mixes] == [0, 30]
-    assert set(changed.training.order.sequences(30, 20)[0].tolist()) == {1}
+    assert [mix.start_position for mix in changed.training.cursor.order.mixes] == [0, 30]
+    assert set(changed.training.cursor.order.sequences(30, 20)[0].tolist()) == {1}
     again = data_module(corpus, mix={"code": 1})
     again.load_state_dict({**changed.state_dict(), "data_position": 40})
-    assert again.training.order == changed.training.order
+    assert again.training.cursor.order == changed.training.cursor.order
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
     with pytest.raises(RuntimeError, match="in order"):
         data.training.advance(first)
     data.training.advance(third)
-    assert data.training.data_position == 3 * GLOBAL_BATCH
+    assert data.training.cursor.position == 3 * GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -314,7 +314,10 @@ def test_the_usage_counts_the_tokens_that_were_consumed(corpus: Path, packing: P
             num_tokens += int((~is_padding).sum())
     assert data.training.usage["web"] == {"tokens": 0, "epochs": 0.0}
     assert data.training.usage["code"]["tokens"] == num_tokens
-    assert data.training.usage["code"]["epochs"] == data.training.data_position / data.training.order.num_sequences[1]
+    assert (
+        data.training.usage["code"]["epochs"]
+        == data.training.cursor.position / data.training.cursor.order.num_sequences[1]
+    )
     state = json.loads(json.dumps(data.state_dict()))
     assert (state["tokens_consumed"]["code"], state["epochs_consumed"]["code"]) == tuple(
         data.training.usage["code"].values()
@@ -328,11 +331,11 @@ def test_the_usage_counts_the_tokens_that_were_consumed(corpus: Path, packing: P
 def test_tokens_are_mixed_in_the_proportions_asked_for(corpus: Path, packing: Packing) -> None:
     """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are consumed."""
     data = data_module(corpus, packing=packing, mix={"web": 1, "code": 1})
-    while data.training.data_position < 5_000:
-        data.training.advance(AccumulationWindow((), 0, 0, data.training.data_position + GLOBAL_BATCH))
+    while data.training.cursor.position < 5_000:
+        data.training.advance(AccumulationWindow((), 0, 0, data.training.cursor.position + GLOBAL_BATCH))
     web, code = (consumed["tokens"] for consumed in data.training.usage.values())
     assert abs(code / web - 1) < 0.01
-    consumed = data.training.order.sequences_consumed(data.training.data_position)
+    consumed = data.training.cursor.order.sequences_consumed(data.training.cursor.position)
     assert (consumed[0] == consumed[1]) == (packing == "chunk")
 
 
@@ -376,14 +379,14 @@ def test_one_epoch_shows_every_token_once_or_says_what_it_dropped(
     corpus: Path, packing: Packing, world_size: int
 ) -> None:
     data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 1})
-    last, end = data.training.last_position, data.training.order.end
+    last, end = data.training.cursor.last_position, data.training.cursor.order.end
     assert last is not None
     assert end is not None
-    assert end == sum(data.training.order.num_sequences)
+    assert end == sum(data.training.cursor.order.num_sequences)
     assert last == end - end % GLOBAL_BATCH
     data_windows = [
         TrainWindows(
-            data.training.order,
+            data.training.cursor.order,
             data.training.corpus.train,
             data.training.sequence_format,
             GLOBAL_BATCH,
@@ -413,16 +416,18 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
 ) -> None:
     caplog.set_level(logging.INFO)
     data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 2}, global_batch_size=7)
-    last, end = data.training.last_position, data.training.order.end
+    last, end = data.training.cursor.last_position, data.training.cursor.order.end
     assert last is not None
     assert end is not None
     module = fit(tmp_path, data, 10_000, callbacks=[SaveEveryStep(tmp_path)])
-    assert len(module.trained) * 7 == data.training.data_position == last
+    assert len(module.trained) * 7 == data.training.cursor.position == last
     (message,) = [record.message for record in caplog.records if "training ends" in record.message]
     left = [
         b - a
         for a, b in zip(
-            data.training.order.sequences_consumed(last), data.training.order.sequences_consumed(end), strict=True
+            data.training.cursor.order.sequences_consumed(last),
+            data.training.cursor.order.sequences_consumed(end),
+            strict=True,
         )
     ]
     assert sum(left) == (end - last) > 0
@@ -434,8 +439,8 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
     more = data_module(corpus, packing=packing, max_epochs={"web": 2, "code": 2}, global_batch_size=7)
     longer = fit(tmp_path, more, 10_000, tmp_path / f"step={len(module.trained)}.ckpt")
     assert longer.trained[0][0] == last + 7
-    assert more.training.order.end is not None
-    assert more.training.order.end - more.training.data_position < 7
+    assert more.training.cursor.order.end is not None
+    assert more.training.cursor.order.end - more.training.cursor.position < 7
 
 
 def test_more_steps_than_the_data_have_are_refused_where_they_are_a_must(corpus: Path, tmp_path: Path) -> None:
@@ -449,7 +454,7 @@ def test_a_change_of_the_mix_is_named_when_it_comes_and_when_a_run_goes_on_with_
 ) -> None:
     caplog.set_level(logging.INFO)
     data = data_module(corpus, max_epochs={"code": 1})
-    (_, mix) = data.training.order.mixes
+    (_, mix) = data.training.cursor.order.mixes
     num_steps = mix.start_position // GLOBAL_BATCH + 1
     fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
     told = [record.message for record in caplog.records if "mix of sources" in record.message]

@@ -111,7 +111,7 @@ def climb(
     return {
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.data_position,
+        "position": data.training.cursor.position,
         "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
         "failed": checkpoint.statistics.num_failed,
         "log": keep.steps,

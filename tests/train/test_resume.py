@@ -62,7 +62,7 @@ def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer:
         "batches": record.batches,
         "lrs": record.lrs,
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.data_position,
+        "position": data.training.cursor.position,
         "report": checkpoint.restore_report,
     }
 

@@ -28,8 +28,8 @@ def read(training: TrainingData, until: int, ranks: Ranks | None = None) -> list
     """Trains on windows up to a number of them."""
     training.open(ranks or Ranks())
     windows, size = [], training.options.global_batch_size
-    while training.data_position < until * size:
-        windows.append(training.window(training.data_position))
+    while training.cursor.position < until * size:
+        windows.append(training.window(training.cursor.position))
         training.advance(windows[-1], has_tokens=windows[-1].num_valid_tokens > 0)
     return windows
 
@@ -123,7 +123,7 @@ def test_a_resume_reports_positions_that_are_trained_already(corpus: Path) -> No
     assert note == (
         "data.skip_positions has positions before the checkpoint's, 12 (4 to 7): what was trained there is not skipped"
     )
-    assert late.order.skipped == ((16, 20),)
+    assert late.cursor.order.skipped == ((16, 20),)
 
 
 def test_pairs_and_prompts_refuse_to_be_skipped_in_one_line(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_trainer_that_fits_twice_goes_on_and_leaves_no_worker(
 
     class Watch(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            workers.extend(data.training.windows.process_ids)
+            workers.extend(data.training.windows._supply.process_ids)
 
     running = trainer(tmp_path, 3, callbacks=[Watch()])
     running.fit(module, data)
@@ -148,7 +148,7 @@ def test_a_failed_step_leaves_no_worker(directory: Path, tokenizer: Path, tmp_pa
 
     class Fail(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            workers.extend(data.training.windows.process_ids)
+            workers.extend(data.training.windows._supply.process_ids)
             raise RuntimeError("as the test wants it")
 
     with pytest.raises(RuntimeError, match="as the test wants it"):
@@ -187,7 +187,7 @@ def test_a_run_of_one_epoch_sees_every_token_once_and_ends_by_itself(
     with caplog.at_level("INFO"):
         running.fit(small_module(), data)
     assert running.global_step < 1_000
-    assert f"training ends at position {data.training.data_position}" in caplog.text
+    assert f"training ends at position {data.training.cursor.position}" in caplog.text
     assert count_pairs(remember.rows) == expected_pairs(data.training.stream.tokenizer, TEXTS["web"] + TEXTS["code"])
     assert remember.metrics["data/epochs_web"] == remember.metrics["data/epochs_code"] == 1.0
     assert remember.metrics["data/bad_documents_web"] == 0.0
@@ -238,16 +238,16 @@ def test_a_changed_mix_holds_from_the_restored_position_on(directory: Path, toke
     changed.load_state_dict(json.loads(json.dumps(data.state_dict())))
     for step in range(4, 12):
         changed.training.advance(changed.training.windows.window(step * GLOBAL_BATCH))
-        usage = changed.training.windows.usage(changed.training.data_position)
+        usage = changed.training.windows.usage(changed.training.cursor.position)
         consumed = dict(
             zip(
-                changed.training.order.names,
-                changed.training.order.sequences_consumed(changed.training.data_position),
+                changed.training.cursor.order.names,
+                changed.training.cursor.order.sequences_consumed(changed.training.cursor.position),
                 strict=True,
             )
         )
         assert {name: entry.num_sequences for name, entry in usage.items()} == consumed
-    assert [mix.weights for mix in changed.training.order.mixes] == [(1, 1), (2, 5)]
+    assert [mix.weights for mix in changed.training.cursor.order.mixes] == [(1, 1), (2, 5)]
 
 
 def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(

@@ -18,10 +18,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from genesis.base.errors import UserError, find_remedy
+from genesis.base.progress import Stage, numbered, stage
 from genesis.data.clean.decontaminate import Decontamination
 from genesis.data.clean.execute import (
     Phase,
@@ -50,17 +50,6 @@ _EXECUTION = ("executor", "local", "slurm", "ray")
 
 
 @dataclass(frozen=True)
-class CleanProgress:
-    """Progress of a run: the phase `number` (from 1) of `num_phases`, and its tasks."""
-
-    phase: str
-    number: int
-    num_phases: int
-    num_done: int
-    num_tasks: int
-
-
-@dataclass(frozen=True)
 class Submitted:
     """The submitted Slurm jobs."""
 
@@ -71,7 +60,6 @@ def clean_corpus(
     options: CleanOptions,
     *,
     restart: bool = False,
-    report: Callable[[CleanProgress], None] = lambda progress: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> CleanReport | Submitted:
     """Cleans, or finishes an earlier attempt, and returns the report; a finished result is not changed.
@@ -79,8 +67,7 @@ def clean_corpus(
     Args:
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
-        report: Called when a phase begins and, with local workers, as its tasks are finished.
-        note: Called with lines about the files of each source.
+        note: Called with lines about the files of each source, and about each phase that begins.
 
     Returns:
         The report, or with Slurm the submitted jobs: the same call returns the report after they have ended.
@@ -102,7 +89,7 @@ def clean_corpus(
             plan = _describe_plan(options, files)
             _begin(options, plan)
             if not (options.out / MANIFEST_NAME).exists():
-                submitted = _execute(options, files, plan, report)
+                submitted = _execute(options, files, plan, note)
                 if submitted is not None:
                     return submitted
             _remove_left_overs(options)
@@ -123,9 +110,9 @@ def _check_executor(options: CleanOptions) -> None:
 
 def _find_all_files(options: CleanOptions, note: Callable[[str], None]) -> dict[str, tuple[InputFile, ...]]:
     files = list_sources(options.sources, note)
-    for number, stage in enumerate(options.stages):
-        if isinstance(stage, Decontamination):
-            for source in stage.evaluation:
+    for number, chosen in enumerate(options.stages):
+        if isinstance(chosen, Decontamination):
+            for source in chosen.evaluation:
                 files[evaluation_key(options.label(number), source.name)] = find_files(source)
     return files
 
@@ -134,37 +121,31 @@ def _execute(
     options: CleanOptions,
     files: dict[str, tuple[InputFile, ...]],
     plan: dict[str, Any],
-    report: Callable[[CleanProgress], None],
+    note: Callable[[str], None],
 ) -> Submitted | None:
-    logs = options.work / "logs"
     phases = plan_phases(options, files)
-    finish = Finish(
-        out=options.out,
-        work=options.work,
-        logs=logs,
-        plan=plan,
-        sources=[source.name for source in options.sources],
-        stages=[options.label(number) for number in range(len(options.stages))],
-        indices=[phase.name for phase in phases if phase.name.endswith("-index")],
-        has_tokens=options.tokenizer is not None,
-    )
-    phases.append(Phase("finish", (finish,), 1))
+    indices = [phase.name for phase in phases if phase.name.endswith("-index")]
+    phases.append(Phase("finish", (Finish(options, plan, indices),), 1))
     numbers = {phase.name: number for number, phase in enumerate(phases, 1)}
 
-    def tell(phase: Phase, num_done: int) -> None:
-        report(CleanProgress(phase.name, numbers[phase.name], len(phases), num_done, phase.num_tasks))
+    @contextmanager
+    def begin(phase: Phase, num_done: int) -> Iterator[Stage]:
+        tasks = numbered(phase.num_tasks, "tasks")
+        note(f"phase {numbers[phase.name]} of {len(phases)}: {phase.name}, {tasks}")
+        with stage(phase.name, phase.num_tasks, "tasks", first=num_done) as shown:
+            yield shown
 
     if options.executor == "slurm":
-        return _submit(options, phases, logs)
+        return _submit(options, phases)
     if options.executor == "ray":
-        run_on_ray(phases, logs, options.ray, tell)
+        run_on_ray(phases, options.logs, options.ray, begin)
     else:
-        run_locally(phases, options.work / _WORKERS_NAME, logs, options.local, tell)
+        run_locally(phases, options.work / _WORKERS_NAME, options.logs, options.local, begin)
     return None
 
 
-def _submit(options: CleanOptions, phases: list[Phase], logs: Path) -> Submitted:
-    jobs = submit_to_slurm(phases, logs, options.slurm)
+def _submit(options: CleanOptions, phases: list[Phase]) -> Submitted:
+    jobs = submit_to_slurm(phases, options.logs, options.slurm)
     write_json(options.work / _JOBS_NAME, jobs)
     return Submitted(tuple(jobs))
 
@@ -238,10 +219,10 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
 
 def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> dict[str, Any]:
     described = {key: value for key, value in asdict(options).items() if key not in _EXECUTION}
-    described["stages"] = [{"filter": stage.name, **asdict(stage)} for stage in options.stages]
+    described["stages"] = [{"filter": chosen.name, **asdict(chosen)} for chosen in options.stages]
     for source in (
         *described["sources"],
-        *(one for stage in described["stages"] for one in stage.get("evaluation", ())),
+        *(source for chosen in described["stages"] for source in chosen.get("evaluation", ())),
     ):
         if source["chat"] is None:
             del source["chat"]  # plans of earlier versions have no such key

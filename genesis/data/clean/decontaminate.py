@@ -19,7 +19,7 @@ from datatrove.utils.text import ngrams, simplify_text
 from genesis.base.errors import UserError
 from genesis.chat.conversation import load_conversation
 from genesis.data.clean.words import HASH, Words
-from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_pairs, refuse_skipping
+from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_sources
 
 _INDEX_SUFFIX = ".index.hashes"
 """The suffix by which datatrove's filter finds index files."""
@@ -51,8 +51,8 @@ class Decontamination:
         if self.n_grams < 1:
             raise UserError(f"n_grams {self.n_grams} of decontamination must be at least 1")
         check_sources(self.evaluation)
-        refuse_pairs(self.evaluation, "which no evaluation set holds; name another form by `chat`")
-        refuse_skipping(self.evaluation, "decontamination")
+        pairs = "which no evaluation set holds; name another form by `chat`"
+        refuse_sources(self.evaluation, pairs=pairs, skipping="decontamination")
 
     def build_filter(self, index: Path) -> NGramsDecontFilter:
         """Returns the filter that reads the index in the directory `index`."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
 from genesis.data.clean.documents import SOURCE, PassReader
+from genesis.data.clean.execute import Phase
 from genesis.data.clean.words import HASH, Words
 from genesis_callbacks.base.untrusted import open_file
 
@@ -33,15 +34,6 @@ CLUSTER = "minhash_cluster_id"
 """The key of a document's metadata in which datatrove records the group of near-duplicates."""
 _MAX_PRIORITY = 65_535
 """The highest priority that datatrove accepts."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """A part of a deduplication between signatures and removal: a pipeline and the number of its tasks."""
-
-    name: str
-    pipeline: tuple[PipelineStep, ...]
-    num_tasks: int
 
 
 @dataclass(frozen=True)
@@ -54,10 +46,10 @@ class ExactDuplicates:
         """Returns the step that computes a signature of each document."""
         return ExactDedupSignature(str(work / "signatures"), _exact_config(sources))
 
-    def build_searches(self, work: Path) -> list[Search]:
-        """Returns the searches for duplicates among the signatures."""
+    def build_searches(self, work: Path, label: str) -> list[Phase]:
+        """Returns the searches for duplicates among the signatures, by the name of the stage."""
         finder = ExactFindDedups(str(work / "signatures"), str(work / "duplicates"), _exact_config(()))
-        return [Search("find", (finder,), 1)]
+        return [Phase(f"{label}-find", (finder,), 1)]
 
     def build_removal(self, work: Path) -> PipelineStep:
         """Returns the step that removes the duplicates."""
@@ -95,11 +87,14 @@ class NearDuplicates:
         """Returns the step that computes a signature of each document."""
         return MinhashDedupSignature(str(work / "signatures"), self.config, language=Words())
 
-    def build_searches(self, work: Path) -> list[Search]:
-        """Returns the searches for duplicates among the signatures."""
+    def build_searches(self, work: Path, label: str) -> list[Phase]:
+        """Returns the searches for duplicates among the signatures, by the name of the stage."""
         buckets = MinhashDedupBuckets(str(work / "signatures"), str(work / "pairs"), config=self.config)
         cluster = MinhashDedupCluster(str(work / "pairs"), str(work / "duplicates"), self.config, save_cluster_id=True)
-        return [Search("buckets", (buckets,), self.num_buckets), Search("cluster", (cluster,), 1)]
+        return [
+            Phase(f"{label}-buckets", (buckets,), self.num_buckets),
+            Phase(f"{label}-cluster", (cluster,), 1),
+        ]
 
     def build_removal(self, work: Path) -> PipelineStep:
         """Returns the step that removes the duplicates."""

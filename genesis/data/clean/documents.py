@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import zstandard
 from datatrove.data import Document, DocumentsPipeline
@@ -54,15 +54,9 @@ class WrittenShard:
     hash: str
 
 
-@dataclass(frozen=True)
-class TokenCounter:
-    """Counts the tokens of a text with the tokenizer at a path; without a tokenizer, counts no tokens."""
-
-    tokenizer: Path | None
-
-    def count(self, text: str) -> int | None:
-        """Returns the tokens of `text`, without bos and eos."""
-        return None if self.tokenizer is None else len(_load(self.tokenizer).encode(text))
+def count_tokens(tokenizer: Path | None, text: str) -> int | None:
+    """Returns the tokens of `text`, without bos and eos, by the tokenizer at a path; None without a tokenizer."""
+    return None if tokenizer is None else len(_load(tokenizer).encode(text))
 
 
 @lru_cache(maxsize=1)
@@ -81,13 +75,13 @@ class SourceReader(PipelineStep):  # type: ignore[misc]
         sources: Sequence[SourceOptions],
         spans: Sequence[Sequence[tuple[str, Span]]],
         fields: Sequence[str],
-        counter: TokenCounter,
+        tokenizer: Path | None,
     ) -> None:
         super().__init__()
         self._sources = {source.name: source for source in sources}
         self._spans = spans
         self._fields = tuple(fields)
-        self._counter = counter
+        self._tokenizer = tokenizer
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yields the documents of the task `rank`."""
@@ -101,7 +95,7 @@ class SourceReader(PipelineStep):  # type: ignore[misc]
                     metadata[CONVERSATION] = conversation
                 if fields:
                     metadata[FIELDS] = fields
-                num_tokens = self._counter.count(text)
+                num_tokens = count_tokens(self._tokenizer, text)
                 if num_tokens is not None:
                     metadata[NUM_TOKENS] = num_tokens
                 self.stat_update(f"documents.{name}")
@@ -122,9 +116,9 @@ class PassWriter(PipelineStep):  # type: ignore[misc]
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Writes and yields the documents of `data`."""
-        with _written_whole(_pass_file(self._folder, rank), "zst") as file:
+        with _written_whole(_pass_file(self._folder, rank), "zst") as write:
             for document in data:
-                file.write(_line([document.text, document.id, document.metadata]))
+                write(_line([document.text, document.id, document.metadata]))
                 yield document
 
 
@@ -170,9 +164,9 @@ class TextWriter(PipelineStep):  # type: ignore[misc]
             source = document.metadata[SOURCE]
             path = f"text/{source}/{rank:05d}.jsonl.{self._compression}"
             counts = [0, 0, 0]
-            with _written_whole(self._out / path, self._compression) as file:
+            with _written_whole(self._out / path, self._compression) as write:
                 while document is not None and document.metadata[SOURCE] == source:
-                    file.write(_line(_published(document)))
+                    write(_line(_published(document)))
                     counts[0] += 1
                     counts[1] += len(document.text)
                     counts[2] += document.metadata.get(NUM_TOKENS, 0)
@@ -250,20 +244,14 @@ def _published(document: Document) -> dict[str, Any]:
     return {**document.metadata.get(FIELDS, {}), "text": document.text, "id": document.id, **known}
 
 
-class _Writable(Protocol):
-    """A file or stream that accepts bytes."""
-
-    def write(self, data: bytes, /) -> int:
-        """Writes `data`."""
-
-
 @contextmanager
-def _written_whole(path: Path, compression: Compression) -> Iterator[_Writable]:
+def _written_whole(path: Path, compression: Compression) -> Iterator[Callable[[bytes], object]]:
+    """Yields what writes bytes to a file, which appears completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, has_rivals=True) as file:
         if compression == "zst":
             with zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(file, closefd=False) as stream:
-                yield stream
+                yield stream.write
         else:
             with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=_GZIP_LEVEL) as stream:
-                yield stream
+                yield stream.write

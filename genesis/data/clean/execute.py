@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from genesis.base.errors import UserError
 from genesis.base.processes import PipedWorker, run_program, serve_pipe, without_input
+from genesis.base.progress import Stage
 from genesis_callbacks.base.locks import lock_file, open_lock
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
 
@@ -40,6 +41,10 @@ class Phase:
     name: str
     pipeline: tuple[PipelineStep, ...]
     num_tasks: int
+
+
+Begin = Callable[[Phase, int], contextlib.AbstractContextManager[Stage]]
+"""Shows a phase, and how many of its tasks are finished, until the block ends."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class LocalOptions:
 class SlurmOptions:
     """Jobs of a Slurm cluster, one array for each phase; each waits until the one before has succeeded.
 
-    All nodes must see the same paths.
+    All nodes must see the same paths. The names are those of datatrove's executor.
 
     Args:
         partition: The partition.
@@ -137,9 +142,7 @@ def wait_for_workers(lock: Path) -> None:
         pass
 
 
-def run_locally(
-    phases: Sequence[Phase], lock: Path, logs: Path, options: LocalOptions, report: Callable[[Phase, int], None]
-) -> None:
+def run_locally(phases: Sequence[Phase], lock: Path, logs: Path, options: LocalOptions, begin: Begin) -> None:
     """Runs the unfinished tasks of the phases, one phase after another; returns when all tasks are finished.
 
     Args:
@@ -147,7 +150,7 @@ def run_locally(
         lock: The lock file that each worker holds while it runs.
         logs: Directory of datatrove's marks, statistics and logs.
         options: The number of workers.
-        report: Called with a phase and the number of its finished tasks, when it begins and as they are finished.
+        begin: Begins a phase of which so many tasks are finished.
 
     Raises:
         UserError: A task refused its input, or a process was killed. Finished tasks are kept.
@@ -160,15 +163,14 @@ def run_locally(
             )
             ranks = executor.get_incomplete_ranks()
             if ranks:
-                num_before = phase.num_tasks - len(ranks)
-                report(phase, num_before)
-                executor.save_executor_as_json()
-                for num_done, _ in enumerate(workers.run(executor, ranks), num_before + 1):
-                    report(phase, num_done)
+                with begin(phase, phase.num_tasks - len(ranks)) as shown:
+                    executor.save_executor_as_json()
+                    for _ in workers.run(executor, ranks):
+                        shown.advance()
 
 
-def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report: Callable[[Phase, int], None]) -> None:
-    """Runs the unfinished tasks of the phases, one phase after another; calls `report` when a phase begins.
+def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, begin: Begin) -> None:
+    """Runs the unfinished tasks of the phases, one phase after another, each within `begin`.
 
     Raises:
         UserError: A task failed; the line names its log. Finished tasks are kept.
@@ -178,15 +180,12 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report:
             executor = RayPipelineExecutor(
                 list(phase.pipeline),
                 tasks=phase.num_tasks,
-                workers=options.workers,
-                cpus_per_task=options.cpus_per_task,
-                mem_per_cpu_gb=options.mem_per_cpu_gb,
                 logging_dir=str(logs / phase.name),
+                **asdict(options),
             )
         ranks = executor.get_incomplete_ranks()
         if ranks:
-            report(phase, phase.num_tasks - len(ranks))
-            with _quiet():
+            with begin(phase, phase.num_tasks - len(ranks)), _quiet():
                 executor.run()
             check_complete(executor, logs / phase.name)
 
@@ -221,18 +220,10 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
         executor = SlurmPipelineExecutor(
             list(phase.pipeline),
             tasks=phase.num_tasks,
-            time=options.time,
-            partition=options.partition,
-            workers=options.workers,
-            cpus_per_task=options.cpus_per_task,
-            mem_per_cpu_gb=options.mem_per_cpu_gb,
-            tasks_per_job=options.tasks_per_job,
-            qos=options.qos,
-            env_command=options.env_command,
-            sbatch_args=dict(options.sbatch_args),
             job_name=f"clean-{phase.name}",
             logging_dir=str(logs / phase.name),
             depends=executors[-1] if executors else None,
+            **asdict(options),
         )
         executors.append(executor)
     try:

@@ -5,13 +5,12 @@ Gopher's and C4's rules are datatrove's, with its published thresholds as defaul
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from datatrove.data import Document
 from datatrove.pipeline.filters import C4QualityFilter, GopherQualityFilter, GopherRepetitionFilter
-from datatrove.pipeline.filters.base_filter import BaseFilter
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from genesis.base.errors import UserError
@@ -25,6 +24,13 @@ _LANGUAGE_CHARACTERS = 10_000
 """Number of characters at the beginning of a document from which the language is detected."""
 
 Verdict = bool | tuple[bool, str]
+
+
+class Filter(Protocol):
+    """What judges documents: an object of this module, or a filter of datatrove."""
+
+    def filter(self, doc: Document) -> Verdict:
+        """Returns whether the document is kept, or why not."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,13 @@ class FilterOptions(ABC):
     languages: tuple[str, ...] = ()
 
     @abstractmethod
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
+
+    def rules(self) -> dict[str, Any]:
+        """Returns the options of the filter itself, by name."""
+        shared = [field.name for field in fields(FilterOptions)]
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
 
 
 @dataclass(frozen=True)
@@ -63,27 +74,15 @@ class Length(FilterOptions):
             if low is not None and high is not None and low > high:
                 raise UserError(f"length keeps nothing: its lower bound {low} is above its upper bound {high}")
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return LengthFilter(self)
-
-
-class LengthFilter(BaseFilter):  # type: ignore[misc]
-    """Drops documents whose length is out of bounds."""
-
-    name = "length"
-
-    def __init__(self, options: Length) -> None:
-        super().__init__()
-        self._options = options
-        self._words = Words()
+        return self
 
     def filter(self, doc: Document) -> Verdict:
         """Returns whether the document is kept, or why not."""
-        options = self._options
-        bounds = [("characters", len(doc.text), options.min_characters, options.max_characters)]
-        if options.min_words is not None or options.max_words is not None:
-            bounds.append(("words", len(self._words.word_tokenize(doc.text)), options.min_words, options.max_words))
+        bounds = [("characters", len(doc.text), self.min_characters, self.max_characters)]
+        if self.min_words is not None or self.max_words is not None:
+            bounds.append(("words", len(Words().word_tokenize(doc.text)), self.min_words, self.max_words))
         for unit, length, low, high in bounds:
             if low is not None and length < low:
                 return False, f"too_few_{unit}"
@@ -104,17 +103,10 @@ class Repetition(FilterOptions):
     top_n_grams: tuple[tuple[int, float], ...] = ((2, 0.2), (3, 0.18), (4, 0.16))
     dup_n_grams: tuple[tuple[int, float], ...] = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return GopherRepetitionFilter(
-            dup_line_frac=self.dup_line_frac,
-            dup_para_frac=self.dup_para_frac,
-            dup_line_char_frac=self.dup_line_char_frac,
-            dup_para_char_frac=self.dup_para_char_frac,
-            top_n_grams=self.top_n_grams,
-            dup_n_grams=self.dup_n_grams,
-            language=Words(),
-        )
+        built: Filter = GopherRepetitionFilter(**self.rules(), language=Words())
+        return built
 
 
 @dataclass(frozen=True)
@@ -137,21 +129,12 @@ class GopherQuality(FilterOptions):
     min_stop_words: int | None = 2
     stop_words: tuple[str, ...] | None = None
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return GopherQualityFilter(
-            min_doc_words=self.min_doc_words,
-            max_doc_words=self.max_doc_words,
-            min_avg_word_length=self.min_avg_word_length,
-            max_avg_word_length=self.max_avg_word_length,
-            max_symbol_word_ratio=self.max_symbol_word_ratio,
-            max_bullet_lines_ratio=self.max_bullet_lines_ratio,
-            max_ellipsis_lines_ratio=self.max_ellipsis_lines_ratio,
-            max_non_alpha_words_ratio=self.min_alpha_words_ratio,
-            min_stop_words=self.min_stop_words,
-            stop_words=None if self.stop_words is None else list(self.stop_words),
-            language=Words(),
-        )
+        rules = self.rules()
+        rules["max_non_alpha_words_ratio"] = rules.pop("min_alpha_words_ratio")  # datatrove's name for the same
+        built: Filter = GopherQualityFilter(**rules, language=Words())
+        return built
 
 
 @dataclass(frozen=True)
@@ -173,21 +156,11 @@ class C4Quality(FilterOptions):
     filter_curly_bracket: bool = True
     filter_policy: bool = True
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return C4QualityFilter(
-            split_paragraph=self.split_paragraph,
-            remove_citations=self.remove_citations,
-            filter_no_terminal_punct=self.filter_no_terminal_punct,
-            min_num_sentences=-1 if self.min_num_sentences is None else self.min_num_sentences,
-            min_words_per_line=-1 if self.min_words_per_line is None else self.min_words_per_line,
-            max_word_length=-1 if self.max_word_length is None else self.max_word_length,
-            filter_lorem_ipsum=self.filter_lorem_ipsum,
-            filter_javascript=self.filter_javascript,
-            filter_curly_bracket=self.filter_curly_bracket,
-            filter_policy=self.filter_policy,
-            language=Words(),
-        )
+        rules = {name: -1 if value is None else value for name, value in self.rules().items()}
+        built: Filter = C4QualityFilter(**rules, language=Words())
+        return built
 
 
 @dataclass(frozen=True)
@@ -210,28 +183,17 @@ class Language(FilterOptions):
         if not 0 <= self.min_score <= 1:
             raise UserError(f"min_score {self.min_score} of language is not between 0 and 1")
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return LanguageFilter(self)
-
-
-class LanguageFilter(BaseFilter):  # type: ignore[misc]
-    """Records a document's language in its metadata, and drops documents of languages that are not in `keep`."""
-
-    name = "language"
-
-    def __init__(self, options: Language) -> None:
-        super().__init__()
-        self._keep = frozenset(options.keep)
-        self._min_score = options.min_score
+        return self
 
     def filter(self, doc: Document) -> Verdict:
-        """Returns whether the document is kept, or why not."""
+        """Records a document's language in its metadata, and returns whether the document is kept, or why not."""
         language, score = _identifier().classify(doc.text[:_LANGUAGE_CHARACTERS])
         doc.metadata[LANGUAGE] = language
-        if self._keep and language not in self._keep:
+        if self.keep and language not in self.keep:
             return False, f"is_{language}"
-        return True if score >= self._min_score else (False, "uncertain")
+        return True if score >= self.min_score else (False, "uncertain")
 
 
 @lru_cache(maxsize=1)
@@ -258,33 +220,22 @@ class Score(FilterOptions):
         if self.min_score is None and self.max_score is None:
             raise UserError(f"score on {self.field} has no bound; give min_score or max_score")
 
-    def build(self) -> BaseFilter:
+    def build(self) -> Filter:
         """Returns the filter."""
-        return ScoreFilter(self)
-
-
-class ScoreFilter(BaseFilter):  # type: ignore[misc]
-    """Drops documents whose score is out of bounds."""
-
-    name = "score"
-
-    def __init__(self, options: Score) -> None:
-        super().__init__()
-        self._options = options
+        return self
 
     def filter(self, doc: Document) -> Verdict:
         """Returns whether the document is kept, or why not."""
-        options = self._options
-        value = doc.metadata.get(FIELDS, {}).get(options.field)
-        if value is None and options.missing != "error":
-            return True if options.missing == "keep" else (False, "no_score")
+        value = doc.metadata.get(FIELDS, {}).get(self.field)
+        if value is None and self.missing != "error":
+            return True if self.missing == "keep" else (False, "no_score")
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise UserError(
-                f"{doc.id}: {options.field!r} is {value!r}, not a number; fix it, name another field, or set "
+                f"{doc.id}: {self.field!r} is {value!r}, not a number; fix it, name another field, or set "
                 "`missing: drop` or `keep` for documents without it"
             )
-        if options.min_score is not None and value < options.min_score:
+        if self.min_score is not None and value < self.min_score:
             return False, "too_low"
-        if options.max_score is not None and value > options.max_score:
+        if self.max_score is not None and value > self.max_score:
             return False, "too_high"
         return True

@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 from genesis.base.errors import UserError
 from genesis.data.clean.decontaminate import Decontamination, EvaluationIndex
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
-from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter, TokenCounter
+from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter
 from genesis.data.clean.execute import Executor, LocalOptions, Phase, RayOptions, SlurmOptions
 from genesis.data.clean.filters import (
     C4Quality,
@@ -31,10 +31,7 @@ from genesis.data.sources import (
     Span,
     check_sources,
     plan_spans,
-    refuse_conversations,
-    refuse_pairs,
-    refuse_skipping,
-    refuse_values,
+    refuse_sources,
 )
 
 CLEAN_DIRECTORY = ".clean"
@@ -93,9 +90,12 @@ class CleanOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
-        refuse_pairs(self.sources, "which the filters do not take; clean the conversations that the pairs are made of")
-        refuse_skipping(self.sources, "data clean")
-        refuse_values(self.sources, "which the result would not have")
+        refuse_sources(
+            self.sources,
+            pairs="which the filters do not take; clean the conversations that the pairs are made of",
+            skipping="data clean",
+            values="which the result would not have",
+        )
         if self.tasks < 1:
             raise UserError(f"tasks {self.tasks} must be at least 1")
         if self.num_examples < 0:
@@ -113,15 +113,19 @@ class CleanOptions:
                 )
             if isinstance(stage, C4Quality):
                 of_stage = [source for source in self.sources if not stage.sources or source.name in stage.sources]
-                refuse_conversations(
-                    of_stage, f"which are kept or dropped whole; list other sources for stage {number} (c4_quality)"
-                )
+                remedy = f"list other sources for stage {number} (c4_quality)"
+                refuse_sources(of_stage, conversations=f"which are kept or dropped whole; {remedy}")
             has_language = has_language or isinstance(stage, Language)
 
     @property
     def work(self) -> Path:
         """Returns the directory of the files that are needed until the result is complete."""
         return self.out / CLEAN_DIRECTORY
+
+    @property
+    def logs(self) -> Path:
+        """Returns the directory of datatrove's marks, statistics and logs, with a directory for each phase."""
+        return self.work / "logs"
 
     def label(self, number: int) -> str:
         """Returns the name of stage `number` (from 0) in reports and paths."""
@@ -146,21 +150,19 @@ def plan_tasks(
 
 def plan_phases(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> list[Phase]:
     """Returns the pipelines of the cleaning, in the order in which they must run."""
-    counter = TokenCounter(options.tokenizer)
-    account = Account(options.work / "examples", options.num_examples, counter)
+    account = Account(options.work / "examples", options.num_examples, options.tokenizer)
     fields = sorted({stage.field for stage in options.stages if isinstance(stage, Score)})
     tasks = plan_tasks(options.sources, files, options.tasks)
     sources = [source.name for source in options.sources]
     phases: list[Phase] = []
-    steps: list[PipelineStep] = [SourceReader(options.sources, tasks, fields, counter)]
+    steps: list[PipelineStep] = [SourceReader(options.sources, tasks, fields, options.tokenizer)]
     for number, stage in enumerate(options.stages):
         label = options.label(number)
         work = options.work / "work" / label
         if isinstance(stage, ExactDuplicates | NearDuplicates):
             steps += [PassWriter(work / "documents"), stage.build_signature(work, sources)]
             phases.append(Phase(f"{label}-signatures", tuple(steps), options.tasks))
-            for search in stage.build_searches(work):
-                phases.append(Phase(f"{label}-{search.name}", search.pipeline, search.num_tasks))
+            phases += stage.build_searches(work, label)
             steps = [PassReader(work / "documents"), RemovalStage(label, account, stage.build_removal(work))]
         elif isinstance(stage, Decontamination):
             phases.insert(0, _index_phase(stage, label, files, work))

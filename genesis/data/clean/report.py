@@ -21,6 +21,7 @@ from genesis import __version__
 from genesis.base.errors import UserError
 from genesis.data.clean.dedup import CLUSTER, read_kept
 from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
+from genesis.data.clean.plan import CleanOptions
 from genesis.data.clean.stages import EXAMPLE_CHARACTERS
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_text
@@ -96,50 +97,29 @@ class Finish(PipelineStep):  # type: ignore[misc]
     """Writes the report, the examples and finally the manifest.
 
     Args:
-        out: The result's directory.
-        work: The directory of intermediate files.
-        logs: The directory of datatrove's statistics, with a directory for each phase.
-        plan: The options and the input files.
-        sources: Names of the sources.
-        stages: Labels of the stages.
+        options: The options of the cleaning.
+        plan: The options and the input files, as they are recorded.
         indices: Names of the phases that made an index of evaluation sets.
-        has_tokens: Whether tokens were counted.
     """
 
     name = "finish"
     type = "report"
 
-    def __init__(
-        self,
-        out: Path,
-        work: Path,
-        logs: Path,
-        plan: dict[str, Any],
-        sources: Sequence[str],
-        stages: Sequence[str],
-        indices: Sequence[str],
-        has_tokens: bool,
-    ) -> None:
+    def __init__(self, options: CleanOptions, plan: dict[str, Any], indices: Sequence[str]) -> None:
         super().__init__()
-        self._out = out
-        self._work = work
-        self._logs = logs
-        self._plan = plan
-        self._sources = tuple(sources)
-        self._stages = tuple(stages)
-        self._indices = tuple(indices)
-        self._has_tokens = has_tokens
+        self._options, self._plan, self._indices = options, plan, tuple(indices)
+        self._labels = tuple(map(options.label, range(len(options.stages))))
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Writes the files."""
         assert data is None
         assert world_size == 1
-        shards = read_shard_records(self._work / "shards")
+        shards = read_shard_records(self._options.work / "shards")
         report = self._build_report(shards)
         _check_sums(report)
-        for label in self._stages:
-            write_json(self._out / "dropped" / f"{label}.json", self._gather_examples(label))
-        write_json(self._out / _REPORT_NAME, asdict(report))
+        for label in self._labels:
+            write_json(self._options.out / "dropped" / f"{label}.json", self._gather_examples(label))
+        write_json(self._options.out / _REPORT_NAME, asdict(report))
         manifest = {
             "schema_version": _SCHEMA_VERSION,
             "plan": self._plan,
@@ -148,14 +128,14 @@ class Finish(PipelineStep):  # type: ignore[misc]
             "shards": [asdict(shard) for shard in shards],
             "report": asdict(report),
         }
-        write_json(self._out / MANIFEST_NAME, manifest)
+        write_json(self._options.out / MANIFEST_NAME, manifest)
         yield from ()
 
     def _build_report(self, shards: Sequence[WrittenShard]) -> CleanReport:
-        totals = _read_totals(self._logs)
+        totals = _read_totals(self._options.logs)
         read = totals["reader: sources"]
         sources = []
-        for name in self._sources:
+        for name in (source.name for source in self._options.sources):
             own = [shard for shard in shards if shard.source == name]
             kept = Counter(
                 documents=sum(shard.num_documents for shard in own),
@@ -165,7 +145,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
             num_blank = read[f"blank.{name}"]
             sources.append(SourceReport(name, self._amount(read, f".{name}"), self._amount(kept, ""), num_blank))
         stages = []
-        for label in self._stages:
+        for label in self._labels:
             counts = totals[f"stage: {label}"]
             dropped = {key.removeprefix("dropped."): n for key, n in counts.most_common() if key.startswith("dropped.")}
             stages.append(StageReport(label, self._amount(counts, "_in"), self._amount(counts, "_kept"), dropped))
@@ -173,17 +153,17 @@ class Finish(PipelineStep):  # type: ignore[misc]
 
     def _evaluation_reports(self) -> Iterator[EvaluationReport]:
         for phase in self._indices:
-            counts = _read_totals(self._logs, phase)["decontamination: evaluation index"]
+            counts = _read_totals(self._options.logs, phase)["decontamination: evaluation index"]
             yield EvaluationReport(phase, counts["texts"], counts["texts_too_short"])
 
     def _amount(self, counts: Counter[str], ending: str) -> Amount:
-        tokens = counts[f"tokens{ending}"] if self._has_tokens else None
+        tokens = counts[f"tokens{ending}"] if self._options.tokenizer is not None else None
         return Amount(counts[f"documents{ending}"], counts[f"characters{ending}"], tokens)
 
     def _gather_examples(self, label: str) -> list[dict[str, Any]]:
         """Returns examples of each reason, taken from the tasks in turn."""
         by_turn: list[tuple[int, dict[str, Any]]] = []
-        for path in sorted((self._work / "examples" / label).glob("*.json")):
+        for path in sorted((self._options.work / "examples" / label).glob("*.json")):
             turns: Counter[str] = Counter()
             for example in load_json(read_text(path, MAX_DOCUMENT_BYTES)):
                 by_turn.append((turns[example["reason"]], example))
@@ -192,7 +172,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         num_by_reason: Counter[str] = Counter()
         for _, example in sorted(by_turn, key=lambda pair: pair[0]):
             num_by_reason[example["reason"]] += 1
-            if num_by_reason[example["reason"]] <= self._plan["options"]["num_examples"]:
+            if num_by_reason[example["reason"]] <= self._options.num_examples:
                 chosen.append(example)
         self._name_kept(label, chosen)
         return sorted(chosen, key=lambda example: str(example["reason"]))
@@ -200,7 +180,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
     def _name_kept(self, label: str, examples: Sequence[dict[str, Any]]) -> None:
         """Adds to each example of a near-duplicate the document that was kept instead."""
         clusters = {example["notes"][CLUSTER] for example in examples if CLUSTER in example["notes"]}
-        for cluster, kept in read_kept(self._work / "work" / label, clusters).items() if clusters else ():
+        for cluster, kept in read_kept(self._options.work / "work" / label, clusters).items() if clusters else ():
             for example in examples:
                 if example["notes"].get(CLUSTER) == cluster:
                     example["notes"] = {"kept": kept.id, "kept_text": kept.text[:EXAMPLE_CHARACTERS]}

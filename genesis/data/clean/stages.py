@@ -7,39 +7,28 @@ stage also stores a few of the documents that it dropped, with the reason.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.pipeline.filters.base_filter import get_filter_result
 
-from genesis.data.clean.documents import CONVERSATION, NUM_TOKENS, SOURCE, TokenCounter, write_durably
-from genesis.data.clean.filters import LANGUAGE
+from genesis.data.clean.documents import CONVERSATION, NUM_TOKENS, SOURCE, count_tokens, write_durably
+from genesis.data.clean.filters import LANGUAGE, Filter
 
 EXAMPLE_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
-class Example:
-    """A document that a stage dropped: the reason, the filter's notes, and the beginning of the text."""
-
-    reason: str
-    notes: dict[str, Any]
-    id: str
-    source: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Account:
-    """The directory of a stage's examples, their number for each reason, and the counter of tokens."""
+    """The directory of a stage's examples, their number for each reason, and the path of the tokenizer, if any."""
 
     folder: Path
     num_examples: int
-    counter: TokenCounter
+    tokenizer: Path | None
 
 
 class Stage(PipelineStep):  # type: ignore[misc]
@@ -51,7 +40,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
         self.name = label
         super().__init__()
         self.account = account
-        self._examples: list[Example] = []
+        self._examples: list[dict[str, Any]] = []
         self._num_by_reason: Counter[str] = Counter()
 
     def enter(self, document: Document) -> None:
@@ -68,12 +57,12 @@ class Stage(PipelineStep):  # type: ignore[misc]
         self._num_by_reason[reason] += 1
         if self._num_by_reason[reason] <= self.account.num_examples:
             notes = {key: value for key, value in document.metadata.items() if key not in (*known, CONVERSATION)}
-            text = document.text[:EXAMPLE_CHARACTERS]
-            self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
+            example = {"reason": reason, "notes": notes, "id": document.id, "source": document.metadata[SOURCE]}
+            self._examples.append({**example, "text": document.text[:EXAMPLE_CHARACTERS]})
 
     def write_examples(self, rank: int) -> None:
         """Writes the examples of the task `rank`."""
-        data = json.dumps([asdict(example) for example in self._examples], ensure_ascii=False).encode()
+        data = json.dumps(self._examples, ensure_ascii=False).encode()
         write_durably(self.account.folder / self.name / f"{rank:05d}.json", data)
 
     def _count(self, moment: str, document: Document) -> None:
@@ -86,7 +75,7 @@ class FilterStage(Stage):
     """Applies a filter to documents of some sources and languages; other documents pass."""
 
     def __init__(
-        self, label: str, account: Account, inner: BaseFilter, sources: Sequence[str], languages: Sequence[str]
+        self, label: str, account: Account, inner: Filter, sources: Sequence[str], languages: Sequence[str]
     ) -> None:
         super().__init__(label, account)
         self._inner = inner
@@ -126,7 +115,7 @@ class FilterStage(Stage):
     def _take_new_text(self, document: Document) -> tuple[bool, str]:
         if not document.text:
             return False, "nothing_left"
-        num_tokens = self.account.counter.count(document.text)
+        num_tokens = count_tokens(self.account.tokenizer, document.text)
         if num_tokens is not None:
             document.metadata[NUM_TOKENS] = num_tokens
         return True, ""
@@ -142,7 +131,7 @@ class RemovalStage(Stage):
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yields the documents that are not removed."""
-        self._inner.exclusion_writer = _Excluded(self)
+        self._inner.exclusion_writer = nullcontext(self)  # in the place of datatrove's writer
         for document in self._inner.run(self._entering(data), rank, world_size):
             self.keep(document)
             yield document
@@ -154,24 +143,6 @@ class RemovalStage(Stage):
             self._known = set(document.metadata)
             yield document
 
-    def remove(self, document: Document) -> None:
-        """Counts the document that entered last as removed."""
-        self.drop(document, "duplicate", self._known)
-
-
-class _Excluded:
-    """Takes the place of datatrove's writer of excluded documents."""
-
-    def __init__(self, stage: RemovalStage) -> None:
-        self._stage = stage
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def write(self, document: Document, rank: int = 0, **_: Any) -> None:
-        self._stage.remove(document)
+        """Counts the document that entered last as removed, where datatrove would write it to a file."""
+        self.drop(document, "duplicate", self._known)

@@ -14,7 +14,7 @@ Memory is bounded by a shard. The corpus is renamed into place when all of it is
 import secrets
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
-from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
+from genesis.base.progress import Stage, stage
+from genesis.data.foreign.find import ForeignFormat, find_token_files, read_token_file
 from genesis.data.foreign.token_file import TokenFile
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, check_source_name, write_manifest
 from genesis.data.shards import (
@@ -145,12 +146,8 @@ class Adoption:
     num_inner: int
 
 
-def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda num_tokens: None) -> Adoption:
+def adopt_corpus(options: AdoptOptions) -> Adoption:
     """Makes the corpus; no token is copied.
-
-    Args:
-        options: What to adopt.
-        report: Called during the work with the number of tokens so far.
 
     Raises:
         UserError: The corpus already exists, or the files contradict the options; no partial result is left.
@@ -161,7 +158,8 @@ def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda n
     staging = options.out / f".{options.name}-{secrets.token_hex(4)}"
     try:
         staging.mkdir(parents=True)
-        adoption = _Adopter(options, vocabulary, staging, report).adopt()
+        with stage("reading tokens", unit="tokens") as shown:
+            adoption = _Adopter(options, vocabulary, staging, shown).adopt()
         if vocabulary.tokenizer is not None:
             write_files(vocabulary.tokenizer.files, staging)
         write_manifest(staging, adoption.manifest)
@@ -231,14 +229,12 @@ class _Piece(NamedTuple):
 class _Adopter:
     """Makes the records of all shards, and writes their indices."""
 
-    def __init__(
-        self, options: AdoptOptions, vocabulary: _Vocabulary, staging: Path, report: Callable[[int], None]
-    ) -> None:
+    def __init__(self, options: AdoptOptions, vocabulary: _Vocabulary, staging: Path, shown: Stage) -> None:
         self._options = options
         self._vocabulary = vocabulary
         self._staging = staging
-        self._report = report
-        self._num_files = self._num_tokens = self._num_unfinished = self._num_inner = 0
+        self._shown = shown
+        self._num_files = self._num_unfinished = self._num_inner = 0
 
     def adopt(self) -> Adoption:
         sources = self._options.sources
@@ -284,8 +280,7 @@ class _Adopter:
                 num_documents += shard.num_documents
                 num_tokens += shard.num_tokens
                 num_added += shard.num_added
-                self._num_tokens += piece.num_tokens
-                self._report(self._num_tokens)
+                self._shown.advance(piece.num_tokens)
         if not num_added:
             added_path.unlink()
         sync_directory(self._staging / split)
@@ -302,7 +297,7 @@ class _Adopter:
     def _find_pieces(self, source: ForeignSource, paths: tuple[str, ...]) -> Iterator[_Piece]:
         for found in find_token_files(paths, source.format):
             mtime_ns = found.path.stat().st_mtime_ns
-            file = reader_of(found, source.column, source.dtype)()
+            file = read_token_file(found, source.column, source.dtype)
             by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
             if not by_eos and file.read_ends is None:
                 raise UserError(f"{file.path} has no index of documents; set documents to eos")

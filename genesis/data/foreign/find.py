@@ -1,8 +1,7 @@
 """Finds the files of a foreign source and their format."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -52,7 +51,7 @@ def find_token_files(paths: tuple[str, ...], wanted: ForeignFormat | Literal["au
     return found
 
 
-def reader_of(file: FoundFile, column: str, dtype: str | None) -> Callable[[], TokenFile]:
+def read_token_file(file: FoundFile, column: str, dtype: str | None) -> TokenFile:
     """Returns the content of a file, by the reader of its format.
 
     Args:
@@ -60,13 +59,15 @@ def reader_of(file: FoundFile, column: str, dtype: str | None) -> Callable[[], T
         column: The column of ids in a Hugging Face dataset.
         dtype: The type of tokens in a flat file without a header.
     """
-    readers: dict[ForeignFormat, Callable[[], TokenFile]] = {
-        "datatrove": partial(read_datatrove, file.path),
-        "megatron": partial(read_megatron, file.path),
-        "flat": partial(read_flat, file.path, dtype),
-        "huggingface": partial(read_arrow, file.path, column),
-    }
-    return readers[file.format]
+    match file.format:
+        case "datatrove":
+            return read_datatrove(file.path)
+        case "megatron":
+            return read_megatron(file.path)
+        case "flat":
+            return read_flat(file.path, dtype)
+        case "huggingface":
+            return read_arrow(file.path, column)
 
 
 def _find(path: Path, wanted: ForeignFormat | Literal["auto"]) -> list[FoundFile]:

@@ -49,13 +49,7 @@ def _read_npy(path: Path) -> TokenFile:
         raise UserError(f"{path} has the type {dtype.str} ({dtype.name}), but tokens must be {wanted}; convert it")
     if is_fortran and len(shape) > 1:
         raise UserError(f"{path} is stored in Fortran order; write it again in C order")
-    num_tokens = prod(shape)
-    expected_bytes = byte_offset + num_tokens * dtype.itemsize
-    if num_bytes != expected_bytes:
-        raise UserError(
-            f"{path} has {num_bytes} bytes, but its header requires {expected_bytes}; it is truncated: copy it again"
-        )
-    return TokenFile(path, num_bytes, dtype.name, one_run(byte_offset, num_tokens), None)
+    return _with_header(path, num_bytes, byte_offset, prod(shape), dtype.name)
 
 
 def _read_bin(path: Path, dtype: str | None) -> TokenFile:
@@ -65,7 +59,7 @@ def _read_bin(path: Path, dtype: str | None) -> TokenFile:
     if len(header) == _LLMC_HEADER.size:
         magic, _, num_tokens, *rest = _LLMC_HEADER.unpack(header)
         if magic in _LLMC_DTYPES and not any(rest):
-            return _with_header(path, num_bytes, num_tokens, _LLMC_DTYPES[magic])
+            return _with_header(path, num_bytes, _LLMC_HEADER.size, num_tokens, _LLMC_DTYPES[magic])
     if dtype is None:
         raise UserError(
             f"{path} has no header with the type of its tokens; give dtype (uint16 for nanoGPT's, or uint32)"
@@ -78,10 +72,11 @@ def _read_bin(path: Path, dtype: str | None) -> TokenFile:
     return TokenFile(path, num_bytes, dtype, one_run(0, num_bytes // item_bytes), None)
 
 
-def _with_header(path: Path, num_bytes: int, num_tokens: int, dtype: str) -> TokenFile:
-    expected_bytes = _LLMC_HEADER.size + num_tokens * np.dtype(dtype).itemsize
+def _with_header(path: Path, num_bytes: int, byte_offset: int, num_tokens: int, dtype: str) -> TokenFile:
+    """Returns the content of a file with a header of `byte_offset` bytes, which gives the number of tokens."""
+    expected_bytes = byte_offset + num_tokens * np.dtype(dtype).itemsize
     if num_bytes != expected_bytes:
         raise UserError(
             f"{path} has {num_bytes} bytes, but its header requires {expected_bytes}; it is truncated: copy it again"
         )
-    return TokenFile(path, num_bytes, dtype, one_run(_LLMC_HEADER.size, num_tokens), None)
+    return TokenFile(path, num_bytes, dtype, one_run(byte_offset, num_tokens), None)

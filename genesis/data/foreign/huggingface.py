@@ -17,8 +17,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
-from genesis.data.arrow_file import open_stream
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
+from genesis.data.sources.table_files import open_stream
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import read_file
 

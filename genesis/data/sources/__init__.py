@@ -10,7 +10,7 @@ cache (`genesis.data.cache`), which is downloaded when a span of the file is fir
     walk.py        files below local directories            binary.py       what is no text
     blocks.py      the bytes of a file, in blocks and cut at a delimiter
     records.py     entries of text, jsonl and json files    json_values.py  the objects of a json file
-    tables.py      entries of parquet, arrow, csv and tsv files              csv_table.py    csv and tsv
+    tables.py      entries of parquet, arrow, csv and tsv files             table_files.py  opens these files
     read.py        spans, entries and documents of files    sample.py       a sample of documents
 """
 
@@ -19,10 +19,7 @@ from genesis.data.sources.files import InputFile, Listing, Span, check_unchanged
 from genesis.data.sources.options import (
     SourceOptions,
     check_sources,
-    refuse_conversations,
-    refuse_pairs,
-    refuse_skipping,
-    refuse_values,
+    refuse_sources,
 )
 from genesis.data.sources.read import (
     describe_left_out,
@@ -57,9 +54,6 @@ __all__ = [
     "read_documents",
     "read_entries",
     "read_rows",
-    "refuse_conversations",
-    "refuse_pairs",
-    "refuse_skipping",
-    "refuse_values",
+    "refuse_sources",
     "sample_texts",
 ]

@@ -101,50 +101,38 @@ class SourceOptions:
         return None if self.text_field == TEXT_FIELD else self.text_field
 
 
-def refuse_conversations(sources: Sequence[SourceOptions], purpose: str) -> None:
-    """Refuses sources of conversations where only plain text has a meaning.
+def refuse_sources(
+    sources: Sequence[SourceOptions],
+    *,
+    conversations: str | None = None,
+    pairs: str | None = None,
+    values: str | None = None,
+    skipping: str | None = None,
+) -> None:
+    """Refuses sources with options that have no meaning where they are read; each reason ends a line about one.
+
+    Args:
+        sources: The sources.
+        conversations: The reason why only plain text can be read, None to accept conversations.
+        pairs: The reason why pairs of answers cannot be read, None to accept them.
+        values: The reason why nothing would keep values, None to accept them.
+        skipping: The command that does not count rows, None to accept that bad ones are skipped.
 
     Raises:
-        UserError: A source has conversations.
+        UserError: A source has one of these options.
     """
     for source in sources:
-        if source.chat is not None:
-            raise UserError(f"source {source.name} has conversations (chat: {source.chat}), {purpose}")
-
-
-def refuse_pairs(sources: Sequence[SourceOptions], purpose: str) -> None:
-    """Refuses sources of pairs where only texts or conversations have a meaning.
-
-    Raises:
-        UserError: A source has pairs.
-    """
-    for source in sources:
-        if source.has_pairs:
-            raise UserError(f"source {source.name} has pairs of answers (chat: pairs), {purpose}")
-
-
-def refuse_values(sources: Sequence[SourceOptions], purpose: str) -> None:
-    """Refuses sources with values where nothing would keep them.
-
-    Raises:
-        UserError: A source has a value_field.
-    """
-    for source in sources:
-        if source.value_field is not None:
-            raise UserError(f"source {source.name} has value_field {source.value_field}, {purpose}: leave it out")
-
-
-def refuse_skipping(sources: Sequence[SourceOptions], command: str) -> None:
-    """Refuses sources that skip bad rows where rows are not counted.
-
-    Raises:
-        UserError: A source skips them.
-    """
-    for source in sources:
-        if source.on_bad_row == "skip":
+        has = f"source {source.name} has"
+        if conversations is not None and source.chat is not None:
+            raise UserError(f"{has} conversations (chat: {source.chat}), {conversations}")
+        if values is not None and source.value_field is not None:
+            raise UserError(f"{has} value_field {source.value_field}, {values}: leave it out")
+        if pairs is not None and source.has_pairs:
+            raise UserError(f"{has} pairs of answers (chat: pairs), {pairs}")
+        if skipping is not None and source.on_bad_row == "skip":
             raise UserError(
-                f"source {source.name} has on_bad_row: skip, and {command} does not count what it skips: leave it out, "
-                "and remove bad rows"
+                f"{has} on_bad_row: skip, and {skipping} does not count what it skips: leave it out, and remove bad "
+                "rows"
             )
 
 

@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from genesis.base.errors import UserError
-from genesis.data.arrow_file import ArrowFile
 from genesis.data.sources.binary import find_binary, guess_encodings
 from genesis.data.sources.blocks import (
     MAX_RECORD_BYTES,
@@ -26,17 +24,15 @@ from genesis.data.sources.blocks import (
     read_head,
     refuse_binary,
 )
-from genesis.data.sources.csv_table import CsvFile
 from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, drop_blank, one_line
 from genesis.data.sources.files import InputFile, Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
+from genesis.data.sources.table_files import Table, open_arrow, open_csv, open_parquet
 from genesis_callbacks.base.untrusted import check_file
 
 TABLES: Final[frozenset[Kind]] = frozenset(("parquet", "arrow", "csv", "tsv"))
 """The kinds of tables."""
 
-_ROWS_PER_BATCH: Final = 64
-"""Rows that are in memory at a time: a dictionary of one large text may stand for each of them."""
 _MAX_NAMES: Final = 40
 """Columns that a message lists, at most."""
 
@@ -49,9 +45,8 @@ def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -
     """
     kind = kind_of(file.path, source)
     try:
-        with _open_kind(source, file, Path(file.path)) as table:
-            _check_column(source, file.path, table.schema_arrow)
-            sizes = [table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)]
+        with _open(source, file, Path(file.path)) as table:
+            sizes = table.num_bytes
     except pa.ArrowException as error:
         what = find_binary(read_head(file)) if kind in ("parquet", "arrow") else None
         raise UserError(
@@ -72,33 +67,32 @@ def row_entries(source: SourceOptions, span: Span, start: int, fields: Sequence[
 
     The documents of texts have those of the columns `fields` that there are as their records.
     """
-    with _open_table(source, span) as (table, groups):
-        first = sum(table.metadata.row_group(index).num_rows for index in range(span.start))
+    with open_local(span.file) as path, _open(source, span.file, path) as table:
+        first = sum(table.num_rows[: span.start])
         row = position = 0
-        for index in groups:
-            group = table.metadata.row_group(index)
-            num_skipped = min(max(start - row, 0), group.num_rows)
+        for index in range(span.start, min(span.end, len(table.num_rows))):
+            num_skipped = min(max(start - row, 0), table.num_rows[index])
             row += num_skipped
-            if num_skipped < group.num_rows:
+            if num_skipped < table.num_rows[index]:
                 for text, record in _read_values(source, table, index, num_skipped, fields):
                     place = partial("{}, row {}".format, span.file.path, first + row)
                     read = partial(_read_row, source, span, text, record)
                     yield Entry(row, row + 1, partial(read, position, place), place)
                     row += 1
             # Of a file that is one span, `num_bytes` is the compressed size.
-            position = min(position + group.total_byte_size, span.num_bytes)
+            position = min(position + table.num_bytes[index], span.num_bytes)
 
 
 def _read_values(
-    source: SourceOptions, table: Any, group: int, num_skipped: int, fields: Sequence[str]
+    source: SourceOptions, table: Table, group: int, num_skipped: int, fields: Sequence[str]
 ) -> Iterator[tuple[bytes | None, dict[str, Any]]]:
     """Yields the rows of a row group without the first `num_skipped`: text and some fields, or conversations."""
-    names = table.schema_arrow.names
-    path = _find_column(source.text_field, table.schema_arrow) if source.chat is None else None
+    names = table.schema.names
+    path = _find_column(source.text_field, table.schema) if source.chat is None else None
     columns = (
         list(names) if path is None else list(dict.fromkeys((path[0], *(name for name in fields if name in names))))
     )
-    for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
+    for batch in table.read(group, columns):
         rest = batch.slice(min(num_skipped, len(batch)))
         num_skipped -= len(batch) - len(rest)
         if path is None:
@@ -160,34 +154,28 @@ def _read_row(
 
 
 @contextmanager
-def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]]:
-    """Yields the open file and the span's row groups."""
-    with open_local(span.file) as path, _open_kind(source, span.file, path) as table:
-        _check_column(source, span.file.path, table.schema_arrow)
-        yield table, range(span.start, min(span.end, table.num_row_groups))
-
-
-def _open_kind(source: SourceOptions, file: InputFile, path: Path) -> Any:
-    """Returns the table in a file, which lies at `path`, by the interface of a parquet file."""
+def _open(source: SourceOptions, file: InputFile, path: Path) -> Iterator[Table]:
+    """Yields the table in a file, which lies at `path`, after checking its columns."""
     kind, compression = kind_of(file.path, source), compression_of(file.path)
     check_file(path)
     if kind in ("csv", "tsv"):
         refuse_binary(file)
         open_expanded = None if compression is None else partial(BlockStream, file)
         try:
-            return CsvFile(path, "," if kind == "csv" else "\t", open_expanded)
+            table = open_csv(path, "," if kind == "csv" else "\t", open_expanded)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{file.path}: the names of its columns are not UTF-8; {guess_encodings(error.object)}"
             ) from None
+        _check_column(source, file.path, table.schema)
+        yield table
+        return
     if compression is not None:
         raise UserError(f"{file.path}: a {kind} file cannot be read while it is compressed as a whole; decompress it")
     check = partial(check_expansion, file.path, num_bytes=path.stat().st_size)
-    if kind == "arrow":
-        return ArrowFile(path, check)
-    table = pq.ParquetFile(path)
-    check(sum(table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)))
-    return table
+    with (open_arrow if kind == "arrow" else open_parquet)(path, check) as table:
+        _check_column(source, file.path, table.schema)
+        yield table
 
 
 def _plain(value: Any) -> Any:

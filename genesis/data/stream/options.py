@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from genesis.base.errors import UserError
-from genesis.data.sources import SourceOptions, check_sources, refuse_conversations
+from genesis.data.sources import SourceOptions, check_sources, refuse_sources
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class StreamOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
-        refuse_conversations(self.sources, "which a stream does not read; make a corpus by `genesis data prepare`")
+        remedy = "which a stream does not read; make a corpus by `genesis data prepare`"
+        refuse_sources(self.sources, conversations=remedy)
         for name, least in (("num_lanes", 1), ("block_tokens", 1), ("num_workers", 0), ("max_worker_restarts", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

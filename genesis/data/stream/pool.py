@@ -4,14 +4,13 @@ A block is a pure function of its job, so a killed worker costs only time: a new
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
 from threading import Condition, Thread
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 from genesis.base.errors import UserError
 from genesis.base.processes import PipedWorker
@@ -26,74 +25,32 @@ _WORKER_MODULE: Final = "genesis.data.stream.worker"
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class MadeSoFar:
+class Production(NamedTuple):
     """Tokens of all blocks so far and the time spent on them, over all workers."""
 
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def plus(self, answer: Made) -> "MadeSoFar":
+    def plus(self, answer: Made) -> "Production":
         """Returns the sum with one more block."""
-        return MadeSoFar(self.num_tokens + answer.block.num_tokens, self.seconds + answer.seconds)
-
-
-class BlockSupply(Protocol):
-    """The source of a rank's blocks."""
-
-    def request(self, job: Job) -> None:
-        """Requests a block ahead of `take`."""
-
-    def take(self, job: Job) -> Block:
-        """Returns the block of a job; each block can be taken once."""
-
-    def forget(self) -> None:
-        """Drops all that was asked for and not taken."""
-
-    def close(self) -> None:
-        """Ends the processes."""
-
-    @property
-    def queue_depths(self) -> tuple[int, ...]:
-        """Returns how many blocks each worker still has to make."""
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Returns the processes that work now."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """Returns the total time that `take` has waited."""
-
-    @property
-    def made(self) -> "MadeSoFar":
-        """Returns the production of all workers together."""
-
-    @property
-    def num_restarts(self) -> int:
-        """Returns the number of workers that were replaced."""
+        return Production(self.num_tokens + answer.block.num_tokens, self.seconds + answer.seconds)
 
 
 class InlineSupply:
     """Builds each block when it is taken, in the caller's thread."""
 
     queue_depths: tuple[int, ...] = ()
-    process_ids: tuple[int, ...] = ()
-    num_restarts = 0
 
     def __init__(self, setup: Setup) -> None:
         self._maker = BlockMaker(setup)
-        self.wait_seconds = 0.0
-        self.made = MadeSoFar()
+        self.made = Production()
 
     def request(self, job: Job) -> None:
         """Does nothing."""
 
     def take(self, job: Job) -> Block:
         """Returns the block."""
-        begun = time.perf_counter()
         answer = self._maker.make(job)
-        self.wait_seconds += time.perf_counter() - begun
         if isinstance(answer, Made):
             self.made = self.made.plus(answer)
         return _block_of(answer)
@@ -136,8 +93,7 @@ class WorkerPool:
         self._has_ended = False
         self._bell, self._heard_bell = Pipe(duplex=False)[::-1]
         self._is_ringing = False
-        self.wait_seconds = 0.0
-        self.made = MadeSoFar()
+        self.made = Production()
         self.num_restarts = 0
         self._thread = Thread(target=self._serve, name="genesis-stream", daemon=True)
         self._thread.start()
@@ -167,10 +123,8 @@ class WorkerPool:
             UserError: The block cannot be built, or too many workers have died.
         """
         self.request(job)
-        begun = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._answers[job] is not None or self._has_ended)
-            self.wait_seconds += time.perf_counter() - begun
             if self._answers[job] is None and self._error is not None:
                 raise UserError(self._error)
             if self._answers[job] is None:
@@ -278,6 +232,10 @@ class WorkerPool:
         if not self._is_ringing:
             self._is_ringing = True
             self._bell.send_bytes(b"")
+
+
+BlockSupply = InlineSupply | WorkerPool
+"""The source of a rank's blocks."""
 
 
 def _block_of(answer: Made | Failure) -> Block:

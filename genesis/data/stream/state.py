@@ -1,4 +1,7 @@
-"""The state of a stream's lanes: small, in plain types, and refused by a run with other settings."""
+"""The state of a stream's lanes: small, in plain types, and refused by a run with other settings.
+
+The data usage follows from the states alone.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
@@ -132,3 +135,52 @@ def _differing(saved: object, here: object) -> tuple[str, str]:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 16 else text[:16]
+
+
+class SourceUsage(NamedTuple):
+    """The usage of one source by some lanes. Entries of different lanes can be added, field by field.
+
+    Args:
+        num_sequences: Number of sequences given out.
+        num_tokens: Number of labels of these sequences.
+        num_documents: Number of documents started.
+        num_bad_documents: Number of documents skipped because they could not be read.
+        num_damaged_spans: Number of parts of shards whose rest was skipped.
+        num_spans: Number of parts of shards read to their end, counted in every epoch.
+        num_blank_documents: Number of documents dropped because they are only white space.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_documents: int
+    num_bad_documents: int
+    num_damaged_spans: int
+    num_spans: int
+    num_blank_documents: int
+
+
+def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
+    """Returns the usage of each source by the lanes of `states`."""
+    summed = [name for name in SourceUsage._fields if name != "num_spans"]
+    usage = {}
+    for index, source in enumerate(stream.names):
+        parts = {key: state for key, state in states.items() if key.source == index}
+        sums = {name: sum(getattr(state, name) for state in parts.values()) for name in summed}
+        num_spans = sum(_count_spans(stream, key, state) for key, state in parts.items())
+        usage[source] = SourceUsage(**sums, num_spans=num_spans)
+    return usage
+
+
+def count_spans(stream: Stream) -> dict[str, int]:
+    """Returns the number of spans of each source in one epoch."""
+    counts = dict.fromkeys(stream.names, 0)
+    for part in stream.parts.values():
+        counts[part.source.name] += len(part.spans)
+    return counts
+
+
+def _count_spans(stream: Stream, key: LaneSource, state: PartState) -> int:
+    part = stream.parts[key]
+    if state.cursor is None:
+        return len(part.spans) * (part.max_epochs or 0)
+    return state.cursor.epoch * len(part.spans) + state.cursor.span

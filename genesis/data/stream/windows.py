@@ -19,8 +19,7 @@ from genesis.data.stream.block import Block
 from genesis.data.stream.lanes import check_world_size, choose_other, lanes_at
 from genesis.data.stream.open import Stream
 from genesis.data.stream.pool import BlockSupply, InlineSupply, WorkerPool
-from genesis.data.stream.state import LaneStates, PartState, read_states, write_states
-from genesis.data.stream.usage import SourceUsage, measure_usage
+from genesis.data.stream.state import LaneStates, PartState, SourceUsage, measure_usage, read_states, write_states
 from genesis.data.stream.worker import Job, LaneSource, Setup
 from genesis.data.window import AccumulationWindow
 
@@ -144,34 +143,12 @@ class StreamWindows:
         return self._supply.queue_depths if self._supply is not None else ()
 
     @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Returns the workers' processes."""
-        return self._supply.process_ids if self._supply is not None else ()
-
-    @property
-    def wait_seconds(self) -> float:
-        """Returns how long windows have waited for blocks since the workers were started."""
-        return self._supply.wait_seconds if self._supply is not None else 0.0
-
-    @property
     def tokens_per_second(self) -> float | None:
         """Returns the mean throughput of all workers since their start; None before their first block."""
         supply = self._supply
         if supply is None or not supply.made.num_tokens:
             return None
         return supply.made.num_tokens / supply.made.seconds * max(1, len(supply.queue_depths))
-
-    @property
-    def num_restarts(self) -> int:
-        """Returns how many workers were replaced since they were started."""
-        return self._supply.num_restarts if self._supply is not None else 0
-
-    @property
-    def fill(self) -> float:
-        """Returns the share of positions with a valid label in all consumed sequences."""
-        num_sequences = sum(state.num_sequences for state in self._states.values())
-        num_tokens = sum(state.num_tokens for state in self._states.values())
-        return num_tokens / max(1, num_sequences * self._format.seq_len)
 
     # ---- drawing
 

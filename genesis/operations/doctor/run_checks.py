@@ -335,5 +335,5 @@ def check_overfit(losses: Sequence[float], limit: float, what: str) -> Check:
 
 def find_position(trainer: pl.Trainer) -> int:
     """Returns the data position at the end of a fit."""
-    position: int = trainer.datamodule.training.data_position  # type: ignore[attr-defined]  # ours
+    position: int = trainer.datamodule.training.cursor.position  # type: ignore[attr-defined]  # ours
     return position

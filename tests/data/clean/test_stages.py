@@ -4,14 +4,13 @@ from typing import Any
 import pytest
 from datatrove.data import Document
 
-from genesis.data.clean.documents import TokenCounter
 from genesis.data.clean.filters import Length
 from genesis.data.clean.stages import Account, FilterStage
 
 
 def run_stage(folder: Path, documents: list[Document], **only: Any) -> list[str]:
     """Returns the identifiers of those that pass a filter which drops all."""
-    account = Account(folder, 2, TokenCounter(None))
+    account = Account(folder, 2, None)
     concerned = {"sources": (), "languages": (), **only}
     stage = FilterStage("01-length", account, Length(min_characters=10**6).build(), **concerned)
     return [document.id for document in stage.run(iter(documents))]

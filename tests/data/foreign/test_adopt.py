@@ -30,7 +30,7 @@ from genesis.data.sources import SourceOptions
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.data_module import CorpusDataModule
-from tests.data.corpus_support import make_options, make_texts, write_jsonl
+from tests.data.corpus_support import make_options, make_texts, watch_stage, write_jsonl
 from tests.data.foreign.files import (
     flatten,
     write_bin,
@@ -339,15 +339,14 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
         open_adopted(path)
 
 
-def test_a_file_that_is_written_while_it_is_adopted_is_refused(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_file_that_is_written_while_it_is_adopted_is_refused(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_npy(tmp_path / "tokens.npy", prepared.documents)
     options = AdoptOptions("adopted", (ForeignSource("web", (str(path),)),), tmp_path, prepared.corpus.path)
-
-    def write(num_tokens: int) -> None:
-        os.utime(path, ns=(0, num_tokens))
-
+    watch_stage(monkeypatch, "genesis.data.foreign.adopt", lambda shown: os.utime(path, ns=(0, shown.done)))
     with pytest.raises(UserError, match=r"tokens\.npy changed while it was read"):
-        adopt_corpus(options, report=write)
+        adopt_corpus(options)
     assert [file.name for file in tmp_path.iterdir()] == ["tokens.npy"]
 
 

@@ -14,14 +14,13 @@ import zstandard
 
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import build_order
-from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
 from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 SEQ_LEN = 16
@@ -89,10 +88,7 @@ def make_windows(
     stream: Stream, weights: dict[str, int] | None = None, rank: int = 0, world_size: int = 1, micro_batch_size: int = 2
 ) -> StreamWindows:
     order = build_order(dict.fromkeys(stream.names, 1), weights or dict.fromkeys(stream.names, 1), stream.recipe.seed)
-    tokenizer = stream.tokenizer
-    sequence_format = SequenceFormat(
-        SEQ_LEN, padding_id(tokenizer), tokenizer.token_num_bytes, little_endian(token_dtype(tokenizer.vocab_size))
-    )
+    sequence_format = SequenceFormat.of(stream.tokenizer, SEQ_LEN)
     return StreamWindows(stream, order, sequence_format, GLOBAL_BATCH, micro_batch_size, Ranks(rank, world_size))
 
 

@@ -76,7 +76,6 @@ def test_workers_killed_again_and_again_lose_and_double_nothing(stream, caplog):
         assert read_blocks(pool, stream, 12, kill) == expected
     assert pool.num_restarts == 4
     assert caplog.text.count("ended by signal 9 (out of memory?); a new worker takes over its jobs") == 4
-    assert pool.wait_seconds > 0
     pool.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.data.sources import SourceOptions
-from genesis.data.stream.usage import measure_usage
+from genesis.data.stream.state import measure_usage
 from genesis.tokenizer.open import hash_contents
 from tests.data.stream.streams import (
     GLOBAL_BATCH,

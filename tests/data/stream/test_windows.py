@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genesis.base.errors import UserError
-from genesis.data.stream.state import combine_states, read_states
-from genesis.data.stream.usage import count_spans, measure_usage
+from genesis.data.stream.state import combine_states, count_spans, measure_usage, read_states
 from genesis.data.window import IGNORE_INDEX
 from tests.data.stream.streams import (
     FORMATS,
