@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError, UnreadableCheckpointError
 from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.base.local_shards import LocalShard, TensorShard, local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
-    DirectoryInUseError,
-    DirectoryLock,
     QuarantineWarning,
     Ranks,
     Retention,
@@ -28,16 +27,16 @@ from genesis_callbacks.checkpoint import (
     SaveFailedError,
     SaveTarget,
     Snapshot,
-    UnreadableCheckpointError,
     find_latest,
     list_committed,
     read_manifest,
     read_tensors,
-    restore_shards,
     save_blocking,
     verify,
     verify_digests,
 )
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
+from genesis_callbacks.checkpoint.restore import restore_shards
 
 TENSORS = {
     "model.weight": torch.randn(7, 5),
