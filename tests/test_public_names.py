@@ -81,11 +81,11 @@ def test_the_application_imports_public_names_or_those_of_the_engine_from_their_
 def test_a_private_name_is_found(tmp_path: Path):
     file = tmp_path / "module.py"
     file.write_text(
-        "import genesis_callbacks._votes\nfrom genesis_callbacks.checkpoint import Manifest, step_of\n"
+        "import genesis_callbacks._triggers\nfrom genesis_callbacks.checkpoint import Manifest, step_of\n"
         "from genesis_callbacks.checkpoint.lineage import find_holder, verify\n"
     )
     assert find_private(list_imports(file)) == [
-        "genesis_callbacks._votes.",
+        "genesis_callbacks._triggers.",
         "genesis_callbacks.checkpoint.step_of",
         "genesis_callbacks.checkpoint.lineage.verify",
     ]

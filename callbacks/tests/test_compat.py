@@ -28,10 +28,11 @@ from genesis_callbacks._compat import (
     read_fetch_generators,
     read_loader_states,
     route_load_checkpoint,
+    shield_validation,
     unfinish_before_hooks,
     unroute_load_checkpoint,
+    unshield_validation,
 )
-from genesis_callbacks._validation import shield_validation, unshield_validation
 from genesis_callbacks.base.local_shards import local_chunks
 
 

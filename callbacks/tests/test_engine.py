@@ -31,9 +31,9 @@ from genesis_callbacks.checkpoint import (
     list_committed,
     read_manifest,
     read_tensors,
+    restore,
     save_blocking,
     verify,
-    verify_digests,
 )
 from genesis_callbacks.checkpoint.lineage import DirectoryLock
 from genesis_callbacks.checkpoint.restore import restore_shards
@@ -283,7 +283,7 @@ def test_a_copy_under_another_steps_name_is_refused_by_name_and_latest_passes_ov
 
 
 def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(restore, "_BLOCK_BYTES", 64)
     (path,) = save_steps(tmp_path, 3)
     verify(path, "deep")
     for name in TENSORS:
@@ -296,7 +296,7 @@ def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkey
 
 @pytest.mark.parametrize("cut", [(1, 4), (0, 2), (2, 3)])
 def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(restore, "_BLOCK_BYTES", 64)
     dim, at = cut
     whole = torch.randn(5, 7, 4)
     parts = []

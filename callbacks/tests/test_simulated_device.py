@@ -21,9 +21,11 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     read_tensors,
-    stager,
 )
 from genesis_callbacks.checkpoint import digest as digest_module
+from genesis_callbacks.checkpoint import (
+    stage as stager,
+)
 from genesis_callbacks.checkpoint.device import DevicePath
 from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device
 from genesis_callbacks.checkpoint.digest import DigestScratch, digest_chunk

@@ -16,7 +16,6 @@ RestoredState = Literal["all", "no_optimizer", "weights"]
 WhenBusy = Literal["wait", "skip"]
 OnExisting = Literal["refuse", "start_over"]
 OnSaveFailure = Literal["raise", "warn"]
-
 _POSITIVE = ("every_n_steps", "every_n_epochs", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
 _MAX_KEPT_BEST = 100  # so that the file of their marks stays a small one
 _CHOICES = {
@@ -30,6 +29,26 @@ _CHOICES = {
     "on_lost_data_position": get_args(OnLostDataPosition),
     "verify_level": get_args(VerifyLevel),
 }
+
+
+class SaveFailedWarning(UserWarning):
+    """A save failed and training continues, by `on_save_failure="warn"`; the message holds the reason."""
+
+
+class SaveSkippedWarning(UserWarning):
+    """A save was due while the one before still ran, by `when_busy="skip"`."""
+
+
+class LostRankWarning(UserWarning):
+    """Training ended because the process of another rank is gone. One rank of each node issues it."""
+
+
+class TornSnapshotWarning(UserWarning):
+    """Training changed a tensor while it was staged; the save is repeated, and staging is blocking from now on."""
+
+
+class SlowDeviceWarning(UserWarning):
+    """Saves use a slower path on this device: memory was short or not pinned, or a proof at the start failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

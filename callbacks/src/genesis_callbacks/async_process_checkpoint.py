@@ -30,48 +30,51 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._argument_types import explaining
 from ._best_watch import BestWatch
-from ._ckpt_words import choose_path, find_best_path, find_last_path, read_best_score
 from ._compat import (
     LoadCheckpoint,
     finish_before_hooks,
     route_ckpt_path,
     route_load_checkpoint,
+    shield_validation,
     unfinish_before_hooks,
     unroute_load_checkpoint,
+    unshield_validation,
     watch_loaders,
 )
 from ._data_position import OnLostDataPosition
-from ._fit_saves import SaveHistory
-from ._fit_session import FitSession
-from ._foreign_arguments import explaining
+from ._fit_saves import SaveHistory, SaveStatistics
+from ._fit_session import FitSession, stop_training
 from ._rank_watch import say_gone
 from ._refused_strategies import refuse_to_save
-from ._restore_route import LATEST, RestoreRoute
-from ._save_options import OnExisting, OnSaveFailure, RestoredState, SaveOptions, WhenBusy
-from ._save_statistics import SaveStatistics
-from ._save_warnings import (
+from ._restore_route import LATEST, RestoreRoute, choose_path, find_best_path, find_last_path, read_best_score
+from ._save_options import (
     LostRankWarning,
+    OnExisting,
+    OnSaveFailure,
+    RestoredState,
     SaveFailedWarning,
+    SaveOptions,
     SaveSkippedWarning,
     SlowDeviceWarning,
     TornSnapshotWarning,
+    WhenBusy,
 )
-from ._signals import stop_training
 from ._start_notices import describe_start
+from ._trainer_restore import RestoreReport
 from ._triggers import is_save_due, read_moment
-from ._validation import shield_validation, unshield_validation
 from .base.events import EventLog
 from .base.run_directory import RunDirectory, read_run_dir
 from .checkpoint.best import MonitorMode, find_best
+from .checkpoint.device import read_rng_state
 from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
-from .checkpoint.rng import read_rng_state
 from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
-from .restore_report import RestoreReport
+from .phases import find_callbacks
 
 __all__ = [
     "LATEST",
@@ -86,7 +89,7 @@ __all__ = [
 
 def _siblings(trainer: Any) -> list["AsyncProcessCheckpoint"]:
     """Returns the Trainer's callbacks of this kind: each has its own directory, and one of them restores for all."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, AsyncProcessCheckpoint)]
+    return find_callbacks(trainer, AsyncProcessCheckpoint)
 
 
 route_ckpt_path(_CheckpointConnector, lambda trainer, path, own: choose_path(trainer, path, own, _siblings(trainer)))

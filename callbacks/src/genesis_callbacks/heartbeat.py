@@ -19,7 +19,7 @@ from torch import Tensor
 from ._argument_types import checking
 from .base.run_directory import read_run_dir
 from .heartbeats import HeartbeatRecord, write_heartbeat
-from .phases import Phase, PhaseListener
+from .phases import Phase, PhaseListener, find_callbacks
 from .token_counters import DEFAULT_UNIT, TokenCounters
 
 __all__ = ["Heartbeat", "HeartbeatWarning", "Progress"]
@@ -106,8 +106,7 @@ class Heartbeat(Callback, PhaseListener):
         self._clocks, self._rate_from = {}, None
         self._forget()
         self._milestones = {"created": self._created_seconds, "setup": time.monotonic()}
-        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
-        self._counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
+        self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the first heartbeat: everything is restored, and training begins."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from genesis_callbacks._log_lines import is_log_step, log_exact
+from genesis_callbacks._log_lines import check_version, is_log_step, log_exact
 from genesis_callbacks.host_group import HostGroup, Pending
 
 from ._argument_types import checking
@@ -241,11 +241,7 @@ class TokenCounters(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the clocks of a checkpoint."""
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's token counters have version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's token counters have")
         unit = state_dict.get("unit", DEFAULT_UNIT)  # earlier releases counted tokens alone
         if unit != self.unit:
             raise UserError(f"the checkpoint's counters count {unit}, and this run {self.unit}: give unit={unit!r}")

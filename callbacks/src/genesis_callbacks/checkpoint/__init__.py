@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .contents import Contents, find_format, find_non_finite, read_contents
     from .digest import digest_chunk
     from .lightning_file import export_lightning_checkpoint
+    from .pipeline import save_blocking
     from .ranks import Ranks
     from .restore import read_tensors
-    from .save_once import save_blocking
     from .save_target import RunMetadata, SaveTarget, Snapshot
     from .scope import SaveScope
 
@@ -44,7 +44,7 @@ _MODULES = {
     "local_shards": "..base.local_shards",
     "read_contents": ".contents",
     "read_tensors": ".restore",
-    "save_blocking": ".save_once",
+    "save_blocking": ".pipeline",
 }
 """The names whose modules import torch, at their first use: a listing of checkpoints uses none."""
 

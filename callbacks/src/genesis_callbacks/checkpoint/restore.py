@@ -8,27 +8,39 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
-from ..base.local_shards import LocalShard, TensorShard
+from ..base.errors import name_some
+from ..base.local_shards import LocalShard, TensorShard, local_shards
 from ..base.manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
 from ..base.safe_read import open_regular, reading
+from .collect import MODEL_PREFIX, canonical_name, name_model
+from .dcp_metadata import check_dcp_metadata
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .ranks import Ranks
-from .roles import read_roles
-from .state import read_state
+from .state import read_roles, read_state
 from .tagged_json import check_tagged
 from .tensor_places import TensorPlace, TensorPlaces, blaming_base
 from .tiling import blocks_overlap, check_tiling
 
 _READ_BLOCK_BYTES = 64 << 20
 
+_BLOCK_BYTES = 16 << 20
+_MAX_NAMED = 5
 
-def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -> None:
+
+def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -> None:
+    """Fills a buffer from a position of an open file.
+
+    Raises:
+        CorruptCheckpointError: The file ends before; the message names it.
+    """
     while buffer:
         # The kernel returns at most 2 GiB at a time, and network file systems less: a short read is not the end.
         num_bytes = os.preadv(descriptor, [buffer], offset)
@@ -88,7 +100,7 @@ class RecordedFiles:
                 raise CorruptCheckpointError(f"{chunk.file} ends before byte {offset + num_bytes}: it is truncated")
             # Read as bytes and viewed as the dtype: `torch.load` would run the pickle that the file holds beside them.
             raw = torch.empty(num_bytes, dtype=torch.uint8)
-            _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
+            read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
         return raw.view(dtype)
 
 
@@ -232,11 +244,6 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks
         raise CorruptCheckpointError(f"{len(reasons)} tensors differ from step {manifest.step} as saved: {listed}")
 
 
-def _check_whole(name: str, record: TensorRecord) -> None:
-    """Checks that a tensor's chunks cover all of it, before memory is allocated for it."""
-    check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
-
-
 def _check_readable(files: RecordedFiles, record: TensorRecord) -> None:
     """Checks that the files exist and are long enough, by their last element, before memory is allocated."""
     for chunk in record.chunks:
@@ -259,7 +266,7 @@ def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) 
 def _read_whole(files: RecordedFiles, place: TensorPlace, name: str) -> Tensor:
     record = place.record
     with blaming_base(place.path, place.named_by):
-        _check_whole(name, record)
+        check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
         _check_readable(files, record)
         tensor = torch.empty(record.shape, dtype=record.torch_dtype)
         zeros = (0,) * len(record.shape)
@@ -318,3 +325,130 @@ def check_state(path: Path, manifest: Manifest) -> None:
             check_tagged(section, dtypes)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path / STATE_NAME} cannot be restored: {error}") from error
+
+
+def separate_shared(path: Path, manifest: Manifest, module: nn.Module) -> None:
+    """Gives tensors of a model that share memory their own memory if their saved values are inconsistent.
+
+    A module may register one tensor as two buffers, or build two parameters on the same memory, and later give each its
+    own memory. When the module is built again for a restore, both share memory again, and filling one overwrites the
+    other. Tensors that share memory are filled with the saved values here, and stay shared if these are consistent. No
+    communication.
+
+    Args:
+        path: A checkpoint that verifies.
+        manifest: Its manifest.
+        module: The live model; changed in place.
+
+    Raises:
+        CorruptCheckpointError: A saved tensor cannot be read.
+    """
+    _separate_buffers(manifest.tensors, module)
+    model = name_model(module.state_dict(keep_vars=True))
+    tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
+    for names in _find_overlaps({name: tensor for name, tensor in tensors.items() if name in manifest.tensors}):
+        parts = [part for name in names for part in local_shards(name, tensors[name], "buffer")]
+        restore_shards(path, manifest, parts)
+        digests = {part.part.name: digest_chunk(part.data, part.part.shape, part.part.offsets) for part in parts}
+        if any(digest != manifest.tensors[name].digest for name, digest in digests.items()):
+            for name in names:
+                tensors[name].data = tensors[name].data.clone()
+
+
+def _separate_buffers(records: Mapping[str, TensorRecord], module: nn.Module) -> None:
+    """Replaces a buffer that is the same object as another one, if the two were saved with different values."""
+    first: dict[int, str] = {}
+    for key, buffer in list(module.named_buffers(remove_duplicate=False)):
+        name = MODEL_PREFIX + canonical_name(key)
+        other = first.setdefault(id(buffer), name)
+        if name in records and other in records and records[name].digest != records[other].digest:
+            owner, _, attribute = key.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, buffer.clone())
+
+
+def _find_overlaps(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the groups of tensors whose address ranges, from first to last element, overlap."""
+    spans = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            spans.append((str(tensor.device), begin, begin + (reach + 1) * tensor.element_size(), name))
+    groups: list[list[str]] = []
+    end_of_group = 0
+    for before, span in pairwise([("", 0, 0, ""), *sorted(spans)]):
+        if span[0] != before[0] or span[1] >= end_of_group:
+            groups.append([])
+            end_of_group = 0
+        groups[-1].append(span[3])
+        end_of_group = max(end_of_group, span[2])
+    return [group for group in groups if len(group) > 1]
+
+
+def _first_of_run(shape: Sequence[int], chunk: ChunkRecord) -> int | None:
+    """Returns the number of the chunk's first element if it is one run of the tensor's row-major order, else None."""
+    longest = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(shape))
+    if tuple(chunk.sizes[longest + 1 :]) != tuple(shape[longest + 1 :]):
+        return None
+    return sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(chunk.offsets))
+
+
+def _digest_recorded(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord) -> int:
+    """Returns the digest of a chunk's bytes, some megabytes at a time."""
+    dtype, num_elements = record.torch_dtype, math.prod(chunk.sizes)
+    start = _first_of_run(record.shape, chunk)
+    total = 0
+    if start is not None:
+        step, whole = _BLOCK_BYTES // dtype.itemsize, (math.prod(record.shape),)
+        for first in range(0, num_elements, step):
+            block = files.read_elements(chunk, dtype, first, min(step, num_elements - first))
+            total += digest_chunk(block, whole, (start + first,))
+        return total
+    step = max(1, _BLOCK_BYTES // (math.prod(chunk.sizes[1:]) * dtype.itemsize)) if num_elements else chunk.sizes[0]
+    for first in range(0, chunk.sizes[0] if num_elements else 0, step):
+        block = files.read_rows(chunk, dtype, first, min(step, chunk.sizes[0] - first))
+        total += digest_chunk(block, record.shape, (chunk.offsets[0] + first, *chunk.offsets[1:]))
+    return total
+
+
+def _check_digest(path: Path, name: str, record: TensorRecord) -> None:
+    with RecordedFiles(path) as files:
+        digest = sum(_digest_recorded(files, record, chunk) for chunk in record.chunks) % DIGEST_MODULUS
+    if digest != record.digest:
+        raise CorruptCheckpointError(
+            f"{path}: {name} has digest {digest:016x}, but {record.digest:016x} was saved: its bytes have changed"
+        )
+
+
+def describe_changed(path: Path, manifest: Manifest, names: Iterable[str]) -> str:
+    """Returns which tensors of a damaged checkpoint differ from the saved ones, in words."""
+    changed = []
+    for name in names:
+        try:
+            _check_digest(path, name, manifest.tensors[name])
+        except CheckpointError:
+            changed.append(name)
+    if not changed:
+        return "every tensor is as it was saved"
+    return f"changed: {name_some(changed, _MAX_NAMED)}"
+
+
+def check_digests(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compares the digest of each tensor.
+
+    Raises:
+        CorruptCheckpointError: A tensor differs from the saved one.
+    """
+    # In this thread: torch's own threads do not work in new threads of a forked process.
+    for name in names:
+        _check_digest(path, name, manifest.tensors[name])
+
+
+def check_rest(path: Path, manifest: Manifest) -> None:
+    """Checks the metadata for other tools, and the state.
+
+    Raises:
+        CorruptCheckpointError: One of them cannot be read, or differs from the manifest.
+    """
+    check_dcp_metadata(path, manifest)
+    check_state(path, manifest)
