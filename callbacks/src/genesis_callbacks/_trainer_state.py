@@ -59,14 +59,6 @@ def read_rank_role(strategy: Any) -> RankRole:
 
 
 @runtime_checkable
-class HasCheckpointCounters(Protocol):
-    """A callback that keeps exact clocks, which the manifest records."""
-
-    def checkpoint_counters(self) -> dict[str, int]:
-        """Returns clock name to its value, the same on every rank."""
-
-
-@runtime_checkable
 class HasRankState(Protocol):
     """A data module whose `state_dict` differs between ranks, for example by the position in the rank's data.
 
@@ -99,10 +91,12 @@ class SnapshotCache:
 
 
 def read_counters(trainer: Trainer) -> dict[str, int]:
-    """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
+    """Returns the clocks of all callbacks with a method `checkpoint_counters`, and `step`. No communication.
+
+    The method returns clock name to its value, the same on every rank; `step` is Lightning's global step.
+    """
     counters: dict[str, int] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
-        # Not by isinstance: a check against a runtime protocol takes longer than reading the clocks.
         read = getattr(callback, "checkpoint_counters", None)
         if read is not None:
             counters.update(read())

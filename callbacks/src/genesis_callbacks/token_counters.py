@@ -46,7 +46,6 @@ DEFAULT_UNIT = "tokens"
 SEEN, UPDATED = "{unit}_seen", "{unit}_updated"
 
 _STATE_VERSION = 1
-_IGNORE_INDEX = -100
 
 
 class TooManySkipsError(RunEndedError):
@@ -87,11 +86,6 @@ def count_tokens(batch: Any, unit: str = DEFAULT_UNIT) -> int:
         f"the {unit} of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
         "function from a batch to an int"
     )
-
-
-def count_valid_labels(batch: Any) -> int:
-    """Returns how many of `batch["labels"]` are not -100. On an accelerator this waits for the device."""
-    return int((batch["labels"] != _IGNORE_INDEX).sum())
 
 
 class TokenCounters(pl.Callback):
