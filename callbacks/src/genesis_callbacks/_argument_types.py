@@ -1,4 +1,4 @@
-"""Refuses arguments of a wrong type by name, with the value and what is allowed, where Python would fail later."""
+"""Refuses arguments of a wrong type or choice by name, with the value and what is allowed."""
 
 import difflib
 import functools
@@ -42,10 +42,11 @@ def checking(initialize: Callable[Concatenate[_Owner, _Given], None]) -> Callabl
 
 
 def check_types(owner: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks arguments of a method by its hints; what a hint leaves open is not checked, nor are choices of texts.
+    """Checks arguments of a method by its hints; what a hint leaves open is not checked.
 
     Raises:
         TypeError: An argument has another type.
+        ValueError: A text is none of the choices of its hint.
     """
     names = list(inspect.signature(function).parameters)[1:]
     hints = get_type_hints(function)
@@ -55,6 +56,9 @@ def check_types(owner: str, function: Callable[..., Any], args: Sequence[Any], k
             shown = repr(value)
             shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
             raise TypeError(f"{owner}: {name} is {shown}: give {_describe(hint)}")
+        choices = [text for each in (hint, *get_args(hint)) if get_origin(each) is Literal for text in get_args(each)]
+        if choices and isinstance(value, str) and value not in choices:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {value!r}")
 
 
 def _is_allowed(value: Any, hint: Any) -> bool:

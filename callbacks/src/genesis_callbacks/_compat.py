@@ -191,12 +191,6 @@ def route_load_checkpoint(strategy: Any, load: Callable[[LoadCheckpoint, str | P
     strategy.load_checkpoint = load_checkpoint
 
 
-def unroute_load_checkpoint(strategy: Any) -> None:
-    """Gives the strategy its own `load_checkpoint` back; does nothing if it was not routed."""
-    # The route is an attribute of the instance and hides the class's method, which its removal uncovers.
-    vars(strategy).pop("load_checkpoint", None)
-
-
 def hparams_name(owner: Any) -> str | None:
     """Returns the argument that held a module's hyperparameters ("kwargs": several), as Lightning names it."""
     name: str | None = getattr(owner, "_hparams_name", None)
@@ -217,11 +211,6 @@ def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
         original()
 
     loop.on_run_end = on_run_end
-
-
-def unfinish_before_hooks(trainer: Any) -> None:
-    """Gives the loop its own method back; does nothing if it was not changed."""
-    vars(trainer.fit_loop).pop("on_run_end", None)
 
 
 class _WatchedLoader:
@@ -484,7 +473,11 @@ def _within(function: Callable[[], Any], shield: Callable[[], AbstractContextMan
     return shielded
 
 
-def unshield_validation(trainer: Any) -> None:
-    """Gives the loop its own methods back; does nothing if they were not shielded."""
-    for name in _VALIDATES:
-        vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)
+def give_methods_back(trainer: Any) -> None:
+    """Takes away what `route_load_checkpoint`, `finish_before_hooks` and `shield_validation` have put on a Trainer."""
+    # Each is an attribute of an instance, which hides the method of the class.
+    loop = trainer.fit_loop
+    val_loop = loop.epoch_loop.val_loop
+    replaced = ((trainer.strategy, "load_checkpoint"), (loop, "on_run_end"), *((val_loop, name) for name in _VALIDATES))
+    for owner, name in replaced:
+        vars(owner).pop(name, None)

@@ -16,7 +16,7 @@ from ._best_watch import BestWatch
 from ._save_options import SaveFailedWarning, SaveOptions, SaveSkippedWarning, SlowDeviceWarning, TornSnapshotWarning
 from ._step_watch import StepWatch
 from ._trainer_state import SnapshotCache, take_snapshot
-from ._triggers import may_skip, read_moment
+from ._triggers import read_moment
 from .base.checkpoint_errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .base.run_directory import checkpoint_name
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
@@ -28,12 +28,6 @@ from .checkpoint.pipeline import SavePipeline
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 from .phases import in_phase
-
-STALL = "checkpoint/stall_seconds"
-STAGED = "checkpoint/staged_bytes"
-WRITE = "checkpoint/write_seconds"
-SKIPPED = "checkpoint/num_skipped"
-STEP = "checkpoint/step"
 
 _NUM_RECENT = 8
 
@@ -107,11 +101,11 @@ class SaveStatistics:
             self._has_told_memory = True
             rank_zero_info(describe_memory(pipeline.copy_bytes, pipeline.writer_bytes, pipeline.scratch_bytes))
         values = {
-            STALL: self.last_stall_seconds,
-            STAGED: float(self.last_staged_bytes),
-            WRITE: write_seconds,
-            SKIPPED: float(self.num_skipped),
-            STEP: float(pipeline.settled_step),
+            "checkpoint/stall_seconds": self.last_stall_seconds,
+            "checkpoint/staged_bytes": float(self.last_staged_bytes),
+            "checkpoint/write_seconds": write_seconds,
+            "checkpoint/num_skipped": float(self.num_skipped),
+            "checkpoint/step": float(pipeline.settled_step),
         }
         # Under the current step: many loggers refuse or drop a row whose step lies behind the newest one.
         for logger in trainer.loggers:
@@ -300,7 +294,9 @@ class FitSaves:
         step = self._trainer.global_step
         if pipeline.step_in_flight in (None, step):
             return pipeline.step_in_flight is not None
-        if may_be_skipped and may_skip(read_moment(self._trainer), self._options.when_busy):
+        # The last save of a run never is.
+        is_last = read_moment(self._trainer).is_last_window
+        if may_be_skipped and self._options.when_busy == "skip" and not is_last:
             self._statistics.num_skipped += 1
             rank_zero_warn(
                 f"the save at step {step} is skipped: that of step {pipeline.step_in_flight} still "

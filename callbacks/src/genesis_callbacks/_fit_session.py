@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -24,14 +24,13 @@ from ._rank_watch import RankWatch
 from ._save_options import SaveFailedWarning, SaveOptions
 from ._trainer_restore import Restore
 from ._trainer_state import read_counters, take_snapshot
-from ._triggers import Vote, VoteExchange, is_interval_over
+from ._triggers import Vote, VoteExchange
 from .base.checkpoint_errors import CheckpointError, ExistingCheckpointsError
 from .base.events import EventLog
 from .base.manifest import Ancestor
 from .checkpoint.collect import MODEL_PREFIX, SWAPPED_PREFIX, name_parameters, read_mesh
 from .checkpoint.commit import supersede
-from .checkpoint.device import apply_rng_state, read_rng_state
-from .checkpoint.device_proof import DeviceReport
+from .checkpoint.device import DevicePath, apply_rng_state, read_rng_state
 from .checkpoint.job import Outcome
 from .checkpoint.lineage import (
     DirectoryLock,
@@ -275,9 +274,8 @@ class FitSession:
         trainer: Trainer,
         module: LightningModule,
         *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        proved: DeviceReport,
+        run: RunMetadata,
+        device_path: DevicePath,
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> None:
@@ -286,9 +284,8 @@ class FitSession:
         Args:
             trainer: The fit's.
             module: The fit's.
-            identity: For the manifest.
-            recipe: For the manifest.
-            proved: The result of the device's proofs.
+            run: For the manifest, without the mesh.
+            device_path: The path that saves take on the device.
             start: The restored checkpoint that training continues, if there is one.
             run_directories: All directories that this run saves into: a checkpoint in any of them is its own.
 
@@ -315,7 +312,7 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=RunMetadata(identity, recipe, _read_axes(trainer, module), proved.environment),
+            origin=replace(run, mesh=_read_axes(trainer, module)),
             retention=self._options.retention,
             events=None if self.events is None else self.events.log,
             scope=scope,
@@ -347,7 +344,7 @@ class FitSession:
             best=self._best,
         )
         writer, self._writer = self._writer, None
-        self.saves.start_pipeline(writer, proved.path)
+        self.saves.start_pipeline(writer, device_path)
         self.saves.reserve()
         self._last_step = trainer.global_step
 
@@ -461,7 +458,8 @@ class FitSession:
     def vote(self, saves: FitSaves) -> Vote:
         """Returns what all ranks agree on at a window's end. Starts one small reduction."""
         # Clocks differ between ranks, so only rank 0's votes; a signal or a save's outcome may come from any rank.
-        is_due = is_interval_over(saves.elapsed_seconds, self._options.every_n_seconds)
+        every_n_seconds = self._options.every_n_seconds
+        is_due = every_n_seconds is not None and saves.elapsed_seconds >= every_n_seconds
         ours = Vote(
             self._signals.received if self._signals is not None else 0,
             self.ranks.is_first and is_due,

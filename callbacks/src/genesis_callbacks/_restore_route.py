@@ -1,18 +1,17 @@
 """Replaces a strategy's `load_checkpoint`: finds the checkpoint that a Trainer asks for, checks it and returns it."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from torch import Tensor
 
 from ._compat import LoadCheckpoint, NothingToRestore
 from ._fit_session import ORPHAN_SECONDS
@@ -20,10 +19,10 @@ from ._save_options import SaveOptions
 from ._trainer_restore import Restore
 from .base.checkpoint_errors import CheckpointError
 from .base.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
-from .checkpoint.best import find_best, read_best
 from .checkpoint.drift import DriftPolicy
-from .checkpoint.lineage import find_holder, find_latest, list_checkpoints, list_committed, wait_for_orphans
+from .checkpoint.lineage import find_holder, find_latest, list_checkpoints, wait_for_orphans
 from .checkpoint.ranks import Ranks, WorldRanks
+from .checkpoint.save_target import RunMetadata
 from .checkpoint.verify import VerifyLevel
 
 LATEST, LAST = "latest", "last"
@@ -119,9 +118,7 @@ class RestoreRoute:
         original: LoadCheckpoint,
         path: str | Path,
         *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        environment: Mapping[str, str],
+        run: RunMetadata,
         drift_policy: DriftPolicy,
         siblings: Sequence["RestoreRoute"],
     ) -> dict[str, Any]:
@@ -134,9 +131,7 @@ class RestoreRoute:
             module: Its model.
             original: The strategy's own `load_checkpoint`.
             path: As the user gave it.
-            identity: This run's identity, to be compared with the checkpoint's.
-            recipe: This run's recipe, to be compared likewise.
-            environment: The results of this run's device proofs, to be compared likewise.
+            run: This run's identity, recipe and environment, to be compared with the checkpoint's.
             drift_policy: Which of these may differ.
             siblings: The routes of all callbacks of the Trainer: each callback saves into a directory of its own.
 
@@ -172,13 +167,8 @@ class RestoreRoute:
         # Also an own checkpoint without optimizer state, because there is no other way to continue from it.
         may_leave = is_elsewhere or not restore.manifest.has_optimizer
         restore.leaves_optimizer = is_fit and self._options.restore == "no_optimizer" and may_leave
-        restore.check_drift(
-            identity=identity,
-            recipe=recipe if is_fit and not restore.has_weights_alone else {},
-            environment=environment,
-            policy=drift_policy,
-            allow_changed=self._options.allow_changed,
-        )
+        compared = run if is_fit and not restore.has_weights_alone else replace(run, recipe={})
+        restore.check_drift(compared, drift_policy, self._options.allow_changed)
         if is_fit:
             restore.check_has_optimizer()
             self.restored = restore
@@ -191,27 +181,6 @@ class RestoreRoute:
         if trainer.strategy.restore_checkpoint_after_setup:
             return restore.load_in_place(module, trainer.optimizers if has_optimizers else [])
         return restore.build_lightning_checkpoint(module, with_optimizers=has_optimizers)
-
-
-def find_last_path(directory: Path) -> str:
-    """Returns the newest committed checkpoint in the lineage, not verified; empty if there is none."""
-    committed = list_committed(directory)
-    return str(committed[-1][0]) if committed else ""
-
-
-def find_best_path(directory: Path, monitor: str | None) -> str:
-    """Returns the best checkpoint by `monitor`, or the newest without one, as `ModelCheckpoint` does; empty if none."""
-    if monitor is None:
-        return find_last_path(directory)
-    best = find_best(directory)
-    return "" if best is None else str(best)
-
-
-def read_best_score(directory: Path) -> Tensor | None:
-    """Returns the metric of the best checkpoint, None if none is marked."""
-    best = read_best(directory)
-    # The type that `ModelCheckpoint` has; the value is the recorded one, bit for bit.
-    return None if best is None else torch.tensor(best.value, dtype=torch.float64)
 
 
 def choose_path(trainer: Any, ckpt_path: Any, original: Callable[[Any], Any], ours: Sequence[Any]) -> Any:

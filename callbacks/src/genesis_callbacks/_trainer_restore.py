@@ -40,7 +40,7 @@ from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.ranks import Ranks
 from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards, separate_shared
-from .checkpoint.save_target import read_versions
+from .checkpoint.save_target import RunMetadata, read_versions
 from .checkpoint.scope import SaveScope
 from .checkpoint.sections import GroupNames, SavedSections, check_groups, find_options
 from .checkpoint.verify import VerifyLevel, verify
@@ -169,15 +169,7 @@ class Restore:
         self._has_lightning_filled = False
         """Whether Lightning has loaded the optimizers from the dict of `build_lightning_checkpoint`."""
 
-    def check_drift(
-        self,
-        *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        environment: Mapping[str, str],
-        policy: DriftPolicy,
-        allow_changed: Sequence[str],
-    ) -> None:
+    def check_drift(self, run: RunMetadata, policy: DriftPolicy, allow_changed: Sequence[str]) -> None:
         """Compares this run's identity, recipe and environment, on rank 0, with the checkpoint's. Communicates once.
 
         Raises:
@@ -187,12 +179,11 @@ class Restore:
         def compare() -> tuple[list[str], list[str]]:
             if not self._ranks.is_first:
                 return [], []
-            versions = {**read_versions(), **environment}
             differences = find_drift(
                 self.manifest,
-                identity=identity,
-                recipe=recipe,
-                versions=versions,
+                identity=run.identity,
+                recipe=run.recipe,
+                versions={**read_versions(), **run.environment},
                 policy=policy,
                 allow_changed=allow_changed,
             )

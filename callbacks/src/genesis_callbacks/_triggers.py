@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
-from ._save_options import SaveOptions, WhenBusy
+from ._save_options import SaveOptions
 from .checkpoint.ranks import Ranks
 
 _NOTHING = [0, 0, 0]
@@ -68,11 +68,6 @@ class Vote:
     outcome: int
 
 
-def is_interval_over(elapsed_seconds: float, every_n_seconds: float | None) -> bool:
-    """Returns whether a save by the clock is due."""
-    return every_n_seconds is not None and elapsed_seconds >= every_n_seconds
-
-
 def is_save_due(moment: Moment, vote: Vote, options: SaveOptions) -> bool:
     """Returns whether this window's end is to be saved."""
     # Every term is the same on all ranks: a save that one rank begins alone would wait for the others' parts.
@@ -101,11 +96,6 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int, num_opti
         f"Saves every {every_n_steps:,} optimizer steps, which are {every_n_steps * batches_per_step:,} batches with "
         f"accumulate_grad_batches={batches_per_step}."
     )
-
-
-def may_skip(moment: Moment, when_busy: WhenBusy) -> bool:
-    """Returns whether a save may be skipped because the one before still runs; the last save of a run never is."""
-    return when_busy == "skip" and not moment.is_last_window
 
 
 class VoteExchange:

@@ -384,10 +384,6 @@ class CheckpointVerification(Callback):
         ignore: Sequence[str] = (),
         poll_seconds: float = 1.0,
     ) -> None:
-        if on_bad not in ("raise", "warn"):
-            raise ValueError(f"on_bad must be 'raise' or 'warn', not {on_bad!r}")
-        if directory_holds not in (None, "all", "weights"):
-            raise ValueError(f"directory_holds must be 'all', 'weights' or None, not {directory_holds!r}")
         if poll_seconds <= 0:
             raise ValueError(f"poll_seconds must be positive, not {poll_seconds}")
         self.num_verified = 0
