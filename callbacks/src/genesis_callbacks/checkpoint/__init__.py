@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, SaveFailedError
 from ..base.manifest import Manifest, read_manifest
 from .best import find_best, read_best
-from .drift import DriftPolicy
+from .drift import DriftPolicy, DriftWarning
 from .lineage import QuarantineWarning, find_latest, list_checkpoints, list_committed
 from .retain import Retention
 from .verify import VerifyLevel, verify
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from .pipeline import save_blocking
     from .ranks import Ranks
     from .restore import read_tensors
-    from .save_target import RunMetadata, SaveTarget, Snapshot
+    from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
     from .scope import SaveScope
 
 _MODULES = {
     "Contents": ".contents",
     "Ranks": ".ranks",
+    "RetentionWarning": ".save_target",
     "RunMetadata": ".save_target",
     "SaveScope": ".scope",
     "SaveTarget": ".save_target",
@@ -53,10 +54,12 @@ __all__ = [
     "Contents",
     "CorruptCheckpointError",
     "DriftPolicy",
+    "DriftWarning",
     "Manifest",
     "QuarantineWarning",
     "Ranks",
     "Retention",
+    "RetentionWarning",
     "RunMetadata",
     "SaveFailedError",
     "SaveScope",
