@@ -23,9 +23,9 @@ CHECKED = "the kind was checked before, or the library gets an open file"
 MADE_HERE = "this process, or a child of it, has just made the file"
 EXCEPTIONS = {
     "callbacks/src/genesis_callbacks/_gloo.py::_find_ipv6_interface": OF_THE_KERNEL,
-    "callbacks/src/genesis_callbacks/_process_figures.py::_find_children": OF_THE_KERNEL,
-    "callbacks/src/genesis_callbacks/_process_figures.py::read_disk_bytes": OF_THE_KERNEL,
-    "callbacks/src/genesis_callbacks/_process_figures.py::read_resident_bytes": OF_THE_KERNEL,
+    "callbacks/src/genesis_callbacks/memory_watch.py::_find_children": OF_THE_KERNEL,
+    "callbacks/src/genesis_callbacks/memory_watch.py::read_disk_bytes": OF_THE_KERNEL,
+    "callbacks/src/genesis_callbacks/memory_watch.py::read_resident_bytes": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/checkpoint/writer.py::read_own_memory_bytes": OF_THE_KERNEL,
     "callbacks/src/genesis_callbacks/testing.py::_fork_writer": OF_THE_KERNEL,
     "genesis/base/available_memory.py::_read_container_limit": OF_THE_KERNEL,
@@ -53,7 +53,7 @@ EXCEPTIONS = {
     "genesis/serve/server.py::_read_page": INSTALLED,
     "genesis/operations/supervise/service_files.py::render_file": INSTALLED,
     "callbacks/src/genesis_callbacks/_rank_watch.py::_find_lost": CREATES,
-    "callbacks/src/genesis_callbacks/checkpoint/descriptor.py::__init__": CREATES,
+    "callbacks/src/genesis_callbacks/base/locks.py::__init__": CREATES,
     "callbacks/src/genesis_callbacks/base/events.py::_open": CREATES,
     "callbacks/src/genesis_callbacks/base/files.py::__init__": CREATES,
     "callbacks/src/genesis_callbacks/base/files.py::_sync": CREATES,

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from benchmarks.workers.checkpoint_task import Mode
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks.base.run_directory import TRASH_NAME
-from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest
+from genesis_callbacks.base.run_directory import TRASH_NAME, checkpoint_name
+from genesis_callbacks.checkpoint import SaveScope, read_manifest
 
 _POLL_SECONDS = 0.005
 _WAIT_LIMIT_SECONDS = 300.0

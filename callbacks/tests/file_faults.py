@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from genesis_callbacks.checkpoint.channel import Channel
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.checkpoint.writer_start import Channel
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 

@@ -46,5 +46,11 @@ def test_the_line_says_what_to_give(given, wanted):
 
 def test_numbers_of_other_packages_and_whole_numbers_for_fractions_are_taken(tmp_path):
     genesis_callbacks.AsyncProcessCheckpoint(run_dir=tmp_path, every_n_steps=np.int64(3), every_n_minutes=2)
+
+
+def test_a_text_that_is_no_choice_is_refused_with_the_choices():
     with pytest.raises(ValueError, match=r"verify_level must be 'quick' or .*, not 'shallow'"):
-        genesis_callbacks.AsyncProcessCheckpoint(run_dir=tmp_path, verify_level="shallow")
+        genesis_callbacks.AsyncProcessCheckpoint(run_dir="runs/mine", verify_level="shallow")
+    with pytest.raises(ValueError, match=r"shape must be 'cosine' or .*, not 'square'"):
+        genesis_callbacks.SkipAwareLR(shape="square")
+    genesis_callbacks.CheckpointVerification(directory_holds=None, directory="choices are no types")

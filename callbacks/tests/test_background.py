@@ -30,13 +30,13 @@ from genesis_callbacks.checkpoint import (
     save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.channel import Channel
 from genesis_callbacks.checkpoint.job import WriteJob, perform
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_shards
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
+from genesis_callbacks.checkpoint.writer_start import Channel
 from genesis_callbacks.testing import run_ranks
 
 

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import SimpleProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.utils.data import DataLoader
@@ -18,6 +17,7 @@ from genesis_callbacks._compat import (
     NothingToRestore,
     build_dcp_metadata,
     finish_before_hooks,
+    give_methods_back,
     ignore_actions,
     ignore_backward,
     listen_to_actions,
@@ -28,10 +28,8 @@ from genesis_callbacks._compat import (
     read_fetch_generators,
     read_loader_states,
     route_load_checkpoint,
-    unfinish_before_hooks,
-    unroute_load_checkpoint,
+    shield_validation,
 )
-from genesis_callbacks._validation import shield_validation, unshield_validation
 from genesis_callbacks.base.local_shards import local_chunks
 
 
@@ -53,23 +51,28 @@ def test_metadata_is_what_dcp_writes():
     assert metadata.planner_data["model.a"] == ("model", "a")
 
 
+def make_trainer():
+    return Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+
+
 def test_the_strategys_load_is_routed_and_given_back():
-    strategy = SingleDeviceStrategy()
+    trainer = make_trainer()
+    strategy = trainer.strategy
     method = type(strategy).load_checkpoint
     route_load_checkpoint(strategy, lambda original, path: {"path": path, "original": callable(original)})
     assert strategy.load_checkpoint("x", weights_only=True) == {"path": "x", "original": True}
-    unroute_load_checkpoint(strategy)
-    unroute_load_checkpoint(strategy)
+    give_methods_back(trainer)
+    give_methods_back(trainer)
     assert strategy.load_checkpoint.__func__ is method
 
 
 def test_two_routes_come_off_in_one_go():
-    strategy = SingleDeviceStrategy()
-    route_load_checkpoint(strategy, lambda original, path: original(path))
-    route_load_checkpoint(strategy, lambda original, path: {"path": path})
-    assert strategy.load_checkpoint("x") == {"path": "x"}
-    unroute_load_checkpoint(strategy)
-    assert "load_checkpoint" not in vars(strategy)
+    trainer = make_trainer()
+    route_load_checkpoint(trainer.strategy, lambda original, path: original(path))
+    route_load_checkpoint(trainer.strategy, lambda original, path: {"path": path})
+    assert trainer.strategy.load_checkpoint("x") == {"path": "x"}
+    give_methods_back(trainer)
+    assert "load_checkpoint" not in vars(trainer.strategy)
 
 
 def test_nothing_to_restore_passes_lightnings_migration_and_is_false():
@@ -86,7 +89,7 @@ def test_a_storages_place_in_its_file_is_where_its_bytes_are(tmp_path):
 
 
 def test_a_validation_is_shielded_and_given_back():
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = make_trainer()
     loop = trainer.fit_loop.epoch_loop.val_loop
     entered = []
 
@@ -99,25 +102,25 @@ def test_a_validation_is_shielded_and_given_back():
     shield_validation(trainer, shield)
     assert loop.run() == "ran"
     assert entered == [loop]
-    unshield_validation(trainer)
-    unshield_validation(trainer)
+    give_methods_back(trainer)
+    give_methods_back(trainer)
     assert loop.run.__func__ is type(loop).run
 
 
 def test_a_fits_end_is_heard_of_before_the_hooks_and_given_back():
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = make_trainer()
     loop, order = trainer.fit_loop, []
     loop.on_run_end = lambda: order.append("hooks")  # as the loop's own would
     finish_before_hooks(trainer, lambda: order.append("finish"))
     loop.on_run_end()
     assert order == ["finish", "hooks"]
-    unfinish_before_hooks(trainer)
-    unfinish_before_hooks(trainer)
+    give_methods_back(trainer)
+    give_methods_back(trainer)
     assert loop.on_run_end.__func__ is type(loop).on_run_end
 
 
 def test_a_trainer_without_loaders_has_no_states_of_loaders():
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = make_trainer()
     assert (read_loader_states(trainer), loader_generators(trainer), read_fetch_generators(trainer)) == ([], [], None)
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import genesis_callbacks
-from genesis_callbacks.checkpoint import rng
+from genesis_callbacks.checkpoint.device import read_rng_state
 
 SOURCES = Path(genesis_callbacks.__file__).parent
 ONE_DEVICE = re.compile(r"torch\.(cuda|xpu|mps|hip)\b|\.is_cuda\b|\.cuda\(")
@@ -22,4 +22,4 @@ def test_one_module_makes_streams_and_events() -> None:
 
 
 def test_on_the_cpu_generators_are_saved_as_ever() -> None:
-    assert list(rng.read_rng_state()) == ["python", "numpy", "torch"]
+    assert list(read_rng_state()) == ["python", "numpy", "torch"]

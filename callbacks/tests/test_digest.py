@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from genesis_callbacks.checkpoint import digest_chunk, digest_tensor
+from genesis_callbacks.checkpoint.digest import digest_chunk, digest_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64, torch.complex64)
 

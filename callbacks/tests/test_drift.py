@@ -5,17 +5,15 @@ import dataclasses
 import pytest
 from plain_project import run_training
 
+from genesis_callbacks.base.checkpoint_errors import DriftError
 from genesis_callbacks.checkpoint import (
     CheckpointError,
-    DriftError,
     DriftPolicy,
     Manifest,
-    check_drift,
-    find_drift,
     find_latest,
     read_manifest,
 )
-from genesis_callbacks.checkpoint.drift import compare_mappings
+from genesis_callbacks.checkpoint.drift import check_drift, compare_mappings, find_drift
 
 POLICY = DriftPolicy(
     rules=(("allow", "net.dropout"), ("never", "net"), ("never", "tokenizer"), ("free", "where"), ("free", "log_*")),

@@ -14,13 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError, UnreadableCheckpointError
 from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.base.local_shards import LocalShard, TensorShard, local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
-    DirectoryInUseError,
-    DirectoryLock,
     QuarantineWarning,
     Ranks,
     Retention,
@@ -28,16 +27,16 @@ from genesis_callbacks.checkpoint import (
     SaveFailedError,
     SaveTarget,
     Snapshot,
-    UnreadableCheckpointError,
     find_latest,
     list_committed,
     read_manifest,
     read_tensors,
-    restore_shards,
+    restore,
     save_blocking,
     verify,
-    verify_digests,
 )
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
+from genesis_callbacks.checkpoint.restore import restore_shards
 
 TENSORS = {
     "model.weight": torch.randn(7, 5),
@@ -284,7 +283,7 @@ def test_a_copy_under_another_steps_name_is_refused_by_name_and_latest_passes_ov
 
 
 def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(restore, "_BLOCK_BYTES", 64)
     (path,) = save_steps(tmp_path, 3)
     verify(path, "deep")
     for name in TENSORS:
@@ -297,7 +296,7 @@ def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkey
 
 @pytest.mark.parametrize("cut", [(1, 4), (0, 2), (2, 3)])
 def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(verify_digests, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(restore, "_BLOCK_BYTES", 64)
     dim, at = cut
     whole = torch.randn(5, 7, 4)
     parts = []

@@ -24,7 +24,6 @@ from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CheckpointError,
-    DirectoryLock,
     Ranks,
     Retention,
     SaveFailedError,
@@ -37,7 +36,7 @@ from genesis_callbacks.checkpoint import (
     verify,
 )
 from genesis_callbacks.checkpoint.job import WriteJob
-from genesis_callbacks.checkpoint.lineage import remove_abandoned, wait_for_orphans
+from genesis_callbacks.checkpoint.lineage import DirectoryLock, remove_abandoned, wait_for_orphans
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, place_shards

@@ -17,7 +17,6 @@ from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
-    DirectoryLock,
     Ranks,
     Retention,
     SaveTarget,
@@ -27,7 +26,7 @@ from genesis_callbacks.checkpoint import (
     save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.lineage import remove_abandoned
+from genesis_callbacks.checkpoint.lineage import DirectoryLock, remove_abandoned
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.testing import run_ranks

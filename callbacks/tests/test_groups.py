@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from genesis_callbacks.checkpoint import CheckpointError
-from genesis_callbacks.checkpoint.groups import check_groups, find_options, name_saved_groups
+from genesis_callbacks.checkpoint.sections import check_groups, find_options, name_saved_groups
 
 WHOLE = (("a.w", "b.w", "c.w"), ("table",), ("a.b", "b.b", "c.b"))
 FIRST = (("a.w", "b.w"), ("table",), ("a.b", "b.b"))

@@ -14,8 +14,14 @@ from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 from lightning.pytorch import Callback
 
 from genesis_callbacks import HangWatch, Heartbeat, TokenCounters
-from genesis_callbacks._flight_recorder import describe_last, read_flight_record
-from genesis_callbacks._hang_report import HangReport, find_missing, read_reports, write_report
+from genesis_callbacks._hang_report import (
+    HangReport,
+    describe_last,
+    find_missing,
+    read_flight_record,
+    read_reports,
+    write_report,
+)
 from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.run_directory import RunDirectory

@@ -36,7 +36,6 @@ class Project:
 
         model = self.known.find_model(self.model.state_dict(keep_vars=True))
         optimizer = self.known.find_optimizer(0, self.optimizer, name)
-        self.known.end_save()
         return model, optimizer
 
     def assert_is_live(self):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
-from genesis_callbacks._bucket_order import describe_bucket_order
+from genesis_callbacks._start_notices import describe_bucket_order
 from genesis_callbacks.checkpoint import find_latest, list_committed, verify
 from genesis_callbacks.testing import run_ranks
 

@@ -24,18 +24,13 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks._rank_watch import RankWatch
-from genesis_callbacks.checkpoint import (
-    CheckpointError,
-    DirectoryInUseError,
-    DirectoryLock,
-    SaveFailedError,
-    writer_process,
-)
-from genesis_callbacks.checkpoint.channel import READY, Channel
-from genesis_callbacks.checkpoint.descriptor import PrivateDescriptor
+from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError
+from genesis_callbacks.base.locks import PrivateDescriptor
+from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError, writer_process
 from genesis_callbacks.checkpoint.job import WriteJob, hold_staging
-from genesis_callbacks.checkpoint.lineage import check_not_in_use, find_holder, wait_for_orphans
+from genesis_callbacks.checkpoint.lineage import DirectoryLock, check_not_in_use, find_holder, wait_for_orphans
 from genesis_callbacks.checkpoint.stage import SharedBuffer
+from genesis_callbacks.checkpoint.writer_start import READY, Channel
 from genesis_callbacks.testing import run_ranks
 
 STEPS = 8

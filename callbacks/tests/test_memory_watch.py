@@ -12,10 +12,17 @@ import torch
 from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 from torch import nn
 
-from genesis_callbacks import MemoryWatch, _process_figures, memory_watch
-from genesis_callbacks._process_figures import DiskBytes, DiskMeter, read_disk_bytes
+from genesis_callbacks import MemoryWatch, memory_watch
 from genesis_callbacks.checkpoint.device import DeviceMemory
-from genesis_callbacks.memory_watch import OutOfMemoryWarning, compute_slope, count_bytes, is_out_of_memory
+from genesis_callbacks.memory_watch import (
+    DiskBytes,
+    DiskMeter,
+    OutOfMemoryWarning,
+    compute_slope,
+    count_bytes,
+    is_out_of_memory,
+    read_disk_bytes,
+)
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = LIGHTNING_WARNINGS
@@ -62,8 +69,8 @@ def test_figures_of_a_device_are_those_of_its_allocator(monkeypatch: pytest.Monk
 def test_disk_throughput_counts_new_processes_and_survives_lost_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"self": DiskBytes(100, 0), "7": DiskBytes(0, 1000), "8": DiskBytes(5, 5)}
     now = [0.0]
-    monkeypatch.setattr(_process_figures, "read_disk_bytes", counts.get)
-    monkeypatch.setattr(_process_figures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory_watch, "read_disk_bytes", counts.get)
+    monkeypatch.setattr(memory_watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(DiskMeter, "_find_children", lambda self: ["7", "8", "9"])
     meter = DiskMeter()
     counts.update({"self": DiskBytes(300, 0), "7": DiskBytes(0, 10), "9": DiskBytes(0, 90)})  # 7 is another process now

@@ -6,11 +6,9 @@ import math
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 
 from genesis_callbacks.base.checkpoint_errors import CorruptCheckpointError
-from genesis_callbacks.checkpoint.plan import PartsCache
 from genesis_callbacks.checkpoint.tiling import blocks_overlap, check_tiling
 
 SHAPE = (6, 4)
@@ -119,21 +117,3 @@ def test_a_grid_of_many_dims_is_taken():
 def test_many_shards_of_many_ranks_take_no_time_each():
     """The number of pairs of 20,000 blocks would take minutes."""
     check_tiling("t", (20_000, 2), [((row, 0), (1, 2)) for row in range(20_000)])
-
-
-def test_parts_of_a_tensor_are_found_again_until_its_elements_lie_elsewhere():
-    cache, tensor, other = PartsCache(), torch.ones(4), torch.ones(4)
-
-    def take():
-        parts = cache.local_shards({"model.x": tensor, "model.y": other}, lambda _: "parameter")
-        cache.end_save()
-        return parts
-
-    first = take()
-    tensor += 1
-    again = take()
-    assert all(one is another for one, another in zip(first, again, strict=True))
-    tensor.data = torch.zeros(4)
-    moved, kept = take()
-    assert torch.equal(moved.data, torch.zeros(4))
-    assert kept is first[1]

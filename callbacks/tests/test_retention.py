@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from genesis_callbacks.checkpoint import CommittedCheckpoint, Retention, plan_removals
+from genesis_callbacks.checkpoint import Retention
+from genesis_callbacks.checkpoint.retain import CommittedCheckpoint, plan_removals
 
 CHECKPOINTS = [
     CommittedCheckpoint(f"step-{step}", step, sequence) for sequence, step in enumerate((10, 20, 30, 40, 50), start=1)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks._rank_role import read_rank_role
+from genesis_callbacks._trainer_state import read_rank_role
 from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError, find_latest
-from genesis_callbacks.checkpoint.roles import (
+from genesis_callbacks.checkpoint.state import (
     RankRole,
     SectionMatch,
     match_sections,

@@ -16,7 +16,7 @@ from plain_project import train
 from genesis_callbacks import _fit_saves
 from genesis_callbacks.base.local_shards import LocalShard, local_shards
 from genesis_callbacks.checkpoint import Ranks, SaveFailedError, SaveTarget, Snapshot, find_latest, read_tensors, verify
-from genesis_callbacks.checkpoint import stager as stager_module
+from genesis_callbacks.checkpoint import stage as stager_module
 from genesis_callbacks.checkpoint.job import Outcome
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline

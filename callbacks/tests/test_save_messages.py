@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks._save_statistics import describe_memory
+from genesis_callbacks._fit_saves import describe_memory
 from genesis_callbacks._triggers import describe_interval
 from genesis_callbacks.checkpoint import list_committed
 

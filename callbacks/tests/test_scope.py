@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SaveScope, export_lightning_checkpoint
+from genesis_callbacks.base.checkpoint_errors import BaseCheckpointError
 from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.base.local_shards import LocalShard, local_shards
 from genesis_callbacks.base.manifest import COMMITTED_NAME, MANIFEST_NAME
 from genesis_callbacks.checkpoint import (
-    BaseCheckpointError,
     CheckpointError,
     CorruptCheckpointError,
     Manifest,

@@ -14,12 +14,11 @@ from genesis_callbacks.checkpoint import (
     SaveFailedError,
     SaveTarget,
     Snapshot,
-    check_restored,
     read_manifest,
     read_tensors,
-    restore_shards,
     save_blocking,
 )
+from genesis_callbacks.checkpoint.restore import check_restored, restore_shards
 from genesis_callbacks.testing import run_ranks
 
 # World size, mesh, placements: full, hybrid (replicate + shard), two dims, uneven, columns.

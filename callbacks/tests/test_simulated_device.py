@@ -16,11 +16,19 @@ from test_digest import DTYPES, random_tensor
 
 from genesis_callbacks import AsyncProcessCheckpoint, StepTimer, _fit_saves, _step_timeline
 from genesis_callbacks.base.local_shards import local_shards
-from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, read_tensors, stager
+from genesis_callbacks.checkpoint import (
+    Ranks,
+    SaveTarget,
+    Snapshot,
+    read_tensors,
+)
 from genesis_callbacks.checkpoint import digest as digest_module
+from genesis_callbacks.checkpoint import (
+    stage as stager,
+)
 from genesis_callbacks.checkpoint.device import DevicePath
 from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device
-from genesis_callbacks.checkpoint.digest import DigestScratch
+from genesis_callbacks.checkpoint.digest import DigestScratch, digest_chunk
 from genesis_callbacks.checkpoint.one_save import Progress
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.testing import run_ranks

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from genesis_callbacks.checkpoint import CorruptCheckpointError, UnsupportedStateError
+from genesis_callbacks.base.checkpoint_errors import UnsupportedStateError
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 from genesis_callbacks.checkpoint.tagged_json import decode_tagged, encode_tagged, named_tensors
 
 

@@ -24,7 +24,6 @@ from genesis_callbacks.token_counters import (
     TokenCounters,
     TooManySkipsError,
     count_tokens,
-    count_valid_labels,
 )
 
 pytestmark = LIGHTNING_WARNINGS
@@ -215,7 +214,6 @@ def test_the_default_count_takes_the_batch_at_its_word_then_its_shape() -> None:
     assert count_tokens({"num_valid_tokens": 9, "labels": ids}) == 9
     assert count_tokens({"num_valid_tokens": torch.tensor(9)}) == 9
     assert count_tokens({"labels": ids}) == 3
-    assert count_valid_labels({"labels": ids}) == 2
     with pytest.raises(ValueError, match="batch of type list cannot be counted: give count_fn"):
         count_tokens([1, 2])
 

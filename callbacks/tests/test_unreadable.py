@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from genesis_callbacks.base.checkpoint_errors import UnreadableCheckpointError
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
@@ -19,7 +20,6 @@ from genesis_callbacks.checkpoint import (
     Ranks,
     SaveTarget,
     Snapshot,
-    UnreadableCheckpointError,
     find_latest,
     read_tensors,
     save_blocking,

@@ -495,7 +495,7 @@ def test_a_strategy_that_hides_its_parameters_is_refused_by_name(tmp_path):
     ("options", "message"),
     [
         ({"on_bad": "stop"}, "on_bad must be 'raise' or 'warn', not 'stop'"),
-        ({"directory_holds": "some"}, "directory_holds must be 'all', 'weights' or None, not 'some'"),
+        ({"directory_holds": "some"}, "directory_holds must be 'all' or 'weights', not 'some'"),
         ({"poll_seconds": 0.0}, "poll_seconds must be positive, not 0.0"),
     ],
 )

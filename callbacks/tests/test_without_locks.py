@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from genesis_callbacks._rank_watch import RankWatch
+from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError
 from genesis_callbacks.base.errors import RunEndedError
 from genesis_callbacks.base.locks import lock_file
-from genesis_callbacks.checkpoint import DirectoryInUseError, DirectoryLock
 from genesis_callbacks.checkpoint.job import hold_staging
-from genesis_callbacks.checkpoint.lineage import find_holder, wait_for_orphans
+from genesis_callbacks.checkpoint.lineage import DirectoryLock, find_holder, wait_for_orphans
 
 CODES = [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
 

@@ -15,7 +15,7 @@ from genesis_callbacks.checkpoint.writer_start import start_writer
 
 TRAINER = """
 import sys
-from genesis_callbacks.checkpoint import start_writer_early
+from genesis_callbacks.checkpoint.writer_start import start_writer_early
 start_writer_early()
 assert "torch" not in sys.modules
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
@@ -31,7 +31,7 @@ for writer in (first, second):
 print("both served")
 """
 UNUSED = """
-from genesis_callbacks.checkpoint import start_writer_early
+from genesis_callbacks.checkpoint.writer_start import start_writer_early
 from genesis_callbacks.checkpoint.writer_start import _early
 start_writer_early()
 print(_early[0].process.pid)

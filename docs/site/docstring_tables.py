@@ -105,16 +105,20 @@ def read_all_names(root: Path, module: str) -> dict[str, str]:
     is_package = path.name == "__init__.py"
     origins: dict[str, str] = {}
     names: list[str] = []
+    late: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             base = _resolve(module, is_package, node.level, node.module)
             origins |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if node.targets[0].id == "__all__":
-                names = ast.literal_eval(node.value)
+                is_late = isinstance(node.value, ast.List) and isinstance(node.value.elts[0], ast.Starred)
+                names = list(late) if is_late else ast.literal_eval(node.value)
             elif node.targets[0].id == "_MODULES":  # names that are imported on first use
                 late = ast.literal_eval(node.value)
-                origins |= {name: f"{module}{place}.{name}" for name, place in late.items()}
+                for name, place in late.items():
+                    inner = place.lstrip(".")
+                    origins[name] = f"{_resolve(module, is_package, len(place) - len(inner), inner)}.{name}"
     if not names:
         raise ValueError(f"{module} has no __all__")
     return {name: origins.get(name, f"{module}.{name}") for name in names}

@@ -13,7 +13,8 @@ from genesis.model.attend.table import AUTO, FLASH, KERNELS, MASK, choose_kernel
 from genesis.model.device_proofs import ProvedShape, attention_proof, prove_kernel
 from genesis.train.module import GenesisModule
 from genesis.train.recipe_policy import RECIPE_POLICY, fill_attention, unify_recipe
-from genesis_callbacks.checkpoint import DeviceProof, DriftPolicy
+from genesis_callbacks.checkpoint import DriftPolicy
+from genesis_callbacks.checkpoint.device_proof import DeviceProof
 
 _PROOF: Final = "attention_kernel"
 """Not `attention`: under that name manifests of earlier versions have another value for the same kernel."""

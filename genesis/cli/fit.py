@@ -74,8 +74,10 @@ from genesis.train.progress import GenesisProgressBar
 from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
-from genesis_callbacks.base.run_directory import read_run_dir
-from genesis_callbacks.checkpoint import MANIFEST_NAME, DeviceProof, check_not_in_use, list_committed
+from genesis_callbacks.base.run_directory import MANIFEST_NAME, read_run_dir
+from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.checkpoint.device_proof import DeviceProof
+from genesis_callbacks.checkpoint.lineage import check_not_in_use
 
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"

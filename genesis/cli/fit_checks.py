@@ -16,7 +16,7 @@ from genesis.huggingface.shape import find_family
 from genesis.model.decoder import DecoderConfig
 from genesis.train.csv_log import CSVLog
 from genesis.train.recipe_policy import RECIPE_POLICY, unify_recipe
-from genesis_callbacks.checkpoint import compare_mappings
+from genesis_callbacks.checkpoint.drift import compare_mappings
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""

@@ -15,7 +15,7 @@ from typing import Final
 import lightning_utilities.core.imports as requirements
 
 from genesis_callbacks.base.untrusted import read_text
-from genesis_callbacks.checkpoint import start_writer_early
+from genesis_callbacks.checkpoint.writer_start import start_writer_early
 
 _HIDDEN: Final = frozenset({"matplotlib", "scipy", "transformers"})
 _NAME: Final = re.compile(r"[\w-]+")

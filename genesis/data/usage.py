@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from genesis.data.old_keys import rename_old_keys
-from genesis_callbacks.checkpoint import CorruptCheckpointError, pick_data_sections
+from genesis_callbacks.checkpoint import CorruptCheckpointError
+from genesis_callbacks.checkpoint.state import pick_data_sections
 
 DATA_STATE: Final = "CorpusDataModule"
 """The key of the data module's state in a checkpoint."""

@@ -18,12 +18,12 @@ from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import find_learned_template, load_decoder, load_tokenizer, require_tokenizer
 from genesis_callbacks.base.events import EventLog
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.base.run_directory import MANIFEST_NAME
 from genesis_callbacks.checkpoint import (
-    MANIFEST_NAME,
     CheckpointError,
     Manifest,
     list_committed,
-    read_committed_hash,
     read_manifest,
 )
 

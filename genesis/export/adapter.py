@@ -54,7 +54,9 @@ from genesis.model.adapter import (
 )
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
-from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_tensors
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import Manifest, read_tensors
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _OTHER_BYTES = 64 << 20
 """Upper bound for the size of all files other than weights."""

@@ -32,13 +32,8 @@ from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import extend_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import (
-    Ancestor,
-    Manifest,
-    read_committed_hash,
-    read_manifest,
-    read_tensors,
-)
+from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
+from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 
 EMBEDDING: Final = "embedding.weight"
 NOISE: Final = 0.01

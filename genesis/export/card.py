@@ -22,7 +22,9 @@ from genesis.model.describe import describe
 from genesis.recipe.yaml import dump_yaml
 from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_state, trace_ancestors
+from genesis_callbacks.base.manifest import dtype_name, read_committed_hash
+from genesis_callbacks.checkpoint.inventory import trace_ancestors
+from genesis_callbacks.checkpoint.state import read_state
 
 PLACE = "THIS_DIRECTORY"
 """The placeholder for the model's directory in a card."""

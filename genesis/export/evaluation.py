@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from genesis.base.run_directory import RunDirectory
 from genesis.evaluate.results import Result, read_results
 from genesis.export.tensors import Source
-from genesis_callbacks.checkpoint import read_committed_hash
+from genesis_callbacks.base.manifest import read_committed_hash
 
 HEADS: Final = ("task", "metric", "value", "shots", "limit", "items")
 _VARIANT = re.compile(r"(-\d+shot)*(-limit\d+)?$")

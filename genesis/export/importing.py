@@ -32,16 +32,16 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.local_shards import local_shards
+from genesis_callbacks.base.manifest import Ancestor
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, check_directory, read_file
 from genesis_callbacks.checkpoint import (
-    Ancestor,
     Ranks,
     RunMetadata,
     SaveTarget,
     Snapshot,
-    encode_tagged,
     save_blocking,
 )
+from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 _WIDENED_NAME: Final = "weights.float32"
 

@@ -20,14 +20,9 @@ from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
 from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.local_shards import LocalShard, TensorShard
-from genesis_callbacks.checkpoint import (
-    DIGEST_MODULUS,
-    CorruptCheckpointError,
-    Manifest,
-    digest_chunk,
-    read_tensors,
-    restore_shards,
-)
+from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, read_tensors
+from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS, digest_chunk
+from genesis_callbacks.checkpoint.restore import restore_shards
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CODES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

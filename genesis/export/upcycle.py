@@ -30,7 +30,8 @@ from genesis.model.initial import INIT_STD, draw_block, fill_normal
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.files import write_files
-from genesis_callbacks.checkpoint import Ancestor, Manifest, read_committed_hash, read_tensors
+from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
+from genesis_callbacks.checkpoint import Manifest, read_tensors
 
 TOLERANCE: Final = 1e-4
 """The largest difference of a logit between the mixture and the dense model, relative to the largest logit."""

@@ -20,23 +20,25 @@ from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.huggingface.directory import is_export
-from genesis_callbacks.checkpoint import (
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.base.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
+    checkpoint_name,
+    is_checkpoint_name,
+    step_of,
+)
+from genesis_callbacks.checkpoint import (
     Manifest,
     VerifyLevel,
-    checkpoint_name,
-    checkpoints_in,
     find_best,
     find_latest,
-    is_checkpoint_name,
     list_committed,
-    read_committed_hash,
-    read_inventory,
     read_manifest,
-    step_of,
     verify,
 )
+from genesis_callbacks.checkpoint.inventory import read_inventory
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
 LATEST: Final = "latest"
 _LAST: Final = "last"

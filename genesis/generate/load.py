@@ -31,7 +31,9 @@ from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adap
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_manifest, read_tensors
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _MAX_REASON = 2000
 _log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.teacher import Teacher, TeacherDtype
 from genesis.tokenizer.open import find_format, has_hash, has_same_ids, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.base.untrusted import check_file
-from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
+from genesis_callbacks.checkpoint import list_committed, read_manifest
 
 _HASH_SHOWN: Final = 16
 _WEIGHTS_SUFFIX: Final = ".safetensors"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from genesis.base.errors import UserError, blaming_directory, printable
+from genesis_callbacks.base.hashing import hash_file
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_file, path_below, read_file
-from genesis_callbacks.checkpoint import hash_file
 
 reads_directory = blaming_directory("download the model again, or correct its files")
 """Decorates a reader whose first argument is such a directory."""

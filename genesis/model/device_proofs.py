@@ -16,7 +16,7 @@ from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
 from genesis.model.mixer import ForwardTokens, KernelProof
 from genesis.model.proof_memory import GRADIENT_TOLERANCE, compare
-from genesis_callbacks.checkpoint import DeviceProof
+from genesis_callbacks.checkpoint.device_proof import DeviceProof
 
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
 _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9

@@ -26,7 +26,7 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import check_patterns, choose_by_name, find_linears, find_stacks, list_names
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import Part
-from genesis_callbacks.checkpoint import DeviceProof
+from genesis_callbacks.checkpoint.device_proof import DeviceProof
 
 PACKAGE: Final = "torchao"
 ALIGNMENT: Final = 16

@@ -6,7 +6,8 @@ from typing import Any, Final
 from genesis.base.errors import UserError, check_is_named
 from genesis.base.run_directory import RunDirectory
 from genesis.objectives.objective import Recipe, RecipeContext
-from genesis_callbacks.checkpoint import Manifest, read_committed_hash, read_manifest
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import Manifest, read_manifest
 
 REFERENCE: Final = "reference"
 """The entry of a checkpoint's identity: the hash of the reference's manifest, or `BASE`."""

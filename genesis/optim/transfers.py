@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from genesis.base.device import is_host, record_timer
-from genesis_callbacks.checkpoint import (
+from genesis_callbacks.checkpoint.device import (
     PIN_PIECE_BYTES,
     PinError,
     build_stream,

@@ -18,16 +18,16 @@ from genesis.huggingface.peft import is_adapter_export, read_peft_config
 from genesis.huggingface.shape import find_family
 from genesis.model.recipe import build_decoder_config
 from genesis.serve.errors import ApiError
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.base.run_directory import COMMITTED_NAME
 from genesis_callbacks.base.untrusted import open_file
 from genesis_callbacks.checkpoint import (
-    COMMITTED_NAME,
     CheckpointError,
     Manifest,
-    checkpoints_in,
     list_committed,
-    read_committed_hash,
     read_manifest,
 )
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
 _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 

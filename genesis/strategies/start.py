@@ -36,7 +36,9 @@ from genesis.base.parent import (
     outlive_parent,
 )
 from genesis.base.processes import without_input
-from genesis_callbacks.checkpoint import Ranks, compare_mappings, hash_bytes
+from genesis_callbacks.base.hashing import hash_bytes
+from genesis_callbacks.checkpoint import Ranks
+from genesis_callbacks.checkpoint.drift import compare_mappings
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as for a rank that has lost another one."""

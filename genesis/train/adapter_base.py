@@ -14,16 +14,15 @@ from genesis.huggingface.shape import find_family
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis_callbacks.base.manifest import BaseReference, read_committed_hash
+from genesis_callbacks.base.run_directory import is_checkpoint_name
 from genesis_callbacks.checkpoint import (
-    BaseReference,
     Manifest,
     SaveScope,
-    find_base,
-    is_checkpoint_name,
     list_committed,
-    read_committed_hash,
     read_manifest,
 )
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _HASH_SHOWN = 23
 

@@ -26,14 +26,14 @@ from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis_callbacks.base.local_shards import LocalShard, local_shards
+from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     Manifest,
-    read_committed_hash,
     read_manifest,
-    restore_shards,
     verify,
 )
+from genesis_callbacks.checkpoint.restore import restore_shards
 from genesis_callbacks.phases import in_phase, note_progress
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from genesis.base.device import is_host, name_device
 from genesis.base.errors import UserError
-from genesis_callbacks.checkpoint import digest_tensor
+from genesis_callbacks.checkpoint.digest import digest_tensor
 
 LOSS = "the loss"
 

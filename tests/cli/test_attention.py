@@ -23,7 +23,8 @@ from genesis.strategies import Replicated
 from genesis.strategies.agree import agree_on_kernel
 from genesis.train.module import GenesisModule
 from genesis_callbacks.base.manifest import MANIFEST_NAME
-from genesis_callbacks.checkpoint import find_drift, read_manifest
+from genesis_callbacks.checkpoint import read_manifest
+from genesis_callbacks.checkpoint.drift import find_drift
 from genesis_callbacks.testing import run_ranks
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN

@@ -23,18 +23,18 @@ from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.base.hashing import hash_bytes
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import (
-    DirectoryLock,
     Ranks,
     RunMetadata,
     SaveTarget,
     Snapshot,
-    find_drift,
     read_manifest,
     save_blocking,
     verify,
 )
 from genesis_callbacks.checkpoint.best import Measured, mark_best, rank
 from genesis_callbacks.checkpoint.compare import max_abs_difference
+from genesis_callbacks.checkpoint.drift import find_drift
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
 from tests.cli.conftest import Genesis
 from tests.planted import Payload, plant_pickles
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from genesis_callbacks.checkpoint import read_committed_hash, read_manifest, read_tensors
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import read_manifest, read_tensors
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_run import losses
 from tests.cli.tiny import build_recipe, write_recipe

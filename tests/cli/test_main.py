@@ -17,7 +17,7 @@ from genesis.cli import table
 from genesis.cli.command_record import COLUMNS, RECORD, Record, find_options, read_record
 from genesis.cli.main import main
 from genesis.cli.table import COMMANDS, Command
-from genesis_callbacks.checkpoint import DriftError
+from genesis_callbacks.base.checkpoint_errors import DriftError
 from tests.cli.conftest import Genesis
 
 OPTIONS = {

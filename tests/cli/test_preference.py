@@ -7,7 +7,8 @@ import pytest
 import torch
 import yaml
 
-from genesis_callbacks.checkpoint import read_committed_hash, read_manifest, read_tensors
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import read_manifest, read_tensors
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_adapter import make_base
 from tests.cli.test_run import committed_steps, losses

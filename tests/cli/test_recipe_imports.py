@@ -286,7 +286,7 @@ def test_jsonargparse_imports_by_our_function_alone() -> None:
 
 IMPORTERS = {
     "callbacks/src/genesis_callbacks/__init__.py": "its own modules",
-    "callbacks/src/genesis_callbacks/_flight_recorder.py": "one module of torch",
+    "callbacks/src/genesis_callbacks/_hang_report.py": "one module of torch",
     "callbacks/src/genesis_callbacks/checkpoint/__init__.py": "its own modules",
     "callbacks/src/genesis_callbacks/base/manifest.py": "torch",
     "callbacks/src/genesis_callbacks/checkpoint/verify.py": "its own module",

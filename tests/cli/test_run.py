@@ -15,9 +15,8 @@ import pytest
 import yaml
 
 from genesis.model import initial
-from genesis_callbacks.checkpoint import DirectoryLock
 from genesis_callbacks.checkpoint.job import hold_staging
-from genesis_callbacks.checkpoint.lineage import LOCK_NAME
+from genesis_callbacks.checkpoint.lineage import LOCK_NAME, DirectoryLock
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import STDOUT, ForkedCommand, start_genesis

@@ -15,7 +15,7 @@ from genesis.model.norm import RMSNorm
 from genesis.operations.doctor.probe import Probe, SkippedError
 from genesis.operations.doctor.training import VARIANTS, train_on_all, watch_waits
 from genesis.optim import build_optimizer
-from genesis_callbacks.checkpoint import prove_device
+from genesis_callbacks.checkpoint.device_proof import prove_device
 from tests.algorithms import algorithm_of
 from tests.killed_run import kill_alone
 

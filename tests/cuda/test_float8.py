@@ -18,7 +18,7 @@ from genesis.optim import AdamW
 from genesis.strategies import Replicated, Sharded
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint
-from genesis_callbacks.checkpoint import prove_device
+from genesis_callbacks.checkpoint.device_proof import prove_device
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.process]

@@ -19,7 +19,8 @@ from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import extend_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import read_manifest, trace_ancestors
+from genesis_callbacks.checkpoint import read_manifest
+from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from tests.tiny_runs import SHAPE, build_decoder, save_adapted
 from tests.tokenizer.test_huggingface import CONFIG, HARD, SPECIAL, llama2, llama3, qwen
 

@@ -17,7 +17,8 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import Mixture
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.checkpoint import list_committed, read_manifest, trace_ancestors
+from genesis_callbacks.checkpoint import list_committed, read_manifest
+from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from tests.commands import run_genesis
 from tests.export.test_add_tokens import build_base
 from tests.tiny_runs import SHAPE, build_decoder, save_adapted

@@ -19,7 +19,7 @@ from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.generate.load import load_decoder
 from genesis.model import delta_proof
 from genesis.model.delta import GatedDeltaConfig
-from genesis_callbacks.checkpoint import DeviceProof
+from genesis_callbacks.checkpoint.device_proof import DeviceProof
 from tests.tiny_runs import build_decoder, save
 
 

@@ -17,7 +17,8 @@ from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import find_latest, read_committed_hash, verify
+from genesis_callbacks.base.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import find_latest, verify
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll

@@ -26,6 +26,7 @@ from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import checkpoint
+from genesis_callbacks.checkpoint.drift import find_drift
 from genesis_callbacks.testing import run_ranks
 from tests.data.corpora import EOS, Documents, make_documents, write_corpus
 
@@ -482,7 +483,7 @@ def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:
     now = {"data": {"mix": {"web": 1}, "max_epochs": {"code": 2}}}
     target = checkpoint.SaveTarget(tmp_path, checkpoint.Ranks(), origin=checkpoint.RunMetadata({}, before))
     manifest = checkpoint.read_manifest(checkpoint.save_blocking(target, lambda: checkpoint.Snapshot(1, {}, [], {})))
-    found = checkpoint.find_drift(manifest, identity={}, recipe=now, versions=manifest.versions, policy=RECIPE_POLICY)
+    found = find_drift(manifest, identity={}, recipe=now, versions=manifest.versions, policy=RECIPE_POLICY)
     assert [(difference.area, difference.text, difference.verdict) for difference in found] == [
         ("data", "data.max_epochs is {'code': 2} and was None", "refused"),
         ("data", "data.mix.web is 1 and was 2", "refused"),

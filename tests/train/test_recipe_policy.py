@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from genesis.train.recipe_policy import RECIPE_POLICY, align_schedule
-from genesis_callbacks.checkpoint import compare_mappings
+from genesis_callbacks.checkpoint.drift import compare_mappings
 
 WSD = {"shape": "wsd", "by": "updates"}
 BEGUN = {**WSD, "total_updates": 5000, "warmup_updates": 100, "decay_share": 0.3, "floor_share": 0.05}

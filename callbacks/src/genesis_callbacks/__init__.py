@@ -27,24 +27,7 @@ _MODULES = {
     "TraceSteps": ".trace_steps",
     "export_lightning_checkpoint": ".checkpoint.lightning_file",
 }
-__all__ = [
-    "AsyncProcessCheckpoint",
-    "CheckpointVerification",
-    "DeviceWatch",
-    "GradientHealth",
-    "HangWatch",
-    "Heartbeat",
-    "LossWatch",
-    "MemoryWatch",
-    "ResumableLoader",
-    "SaveScope",
-    "SkipAwareLR",
-    "StepTimer",
-    "Throughput",
-    "TokenCounters",
-    "TraceSteps",
-    "export_lightning_checkpoint",
-]
+__all__ = [*_MODULES]
 
 
 def __dir__() -> list[str]:

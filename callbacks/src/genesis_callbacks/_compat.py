@@ -1,8 +1,7 @@
 """The workings of torch and Lightning on which this package relies, in one place, with a test for each.
 
-What only the reading of state dicts needs is in `_state_dicts`, and what a fit's validation needs in `_validation`,
-likewise with tests. `tests/private_names.py` of the repository lists every private name of other packages that any
-module uses.
+What only the reading of state dicts needs is in `_state_dicts`, likewise with tests. `tests/private_names.py` of the
+repository lists every private name of other packages that any module uses.
 This module does not import Lightning, so that the engine may use it: trainers and strategies are arguments.
 """
 
@@ -32,8 +31,13 @@ from torch.distributed.tensor import DTensor
 Offsets = tuple[int, ...]
 LoadCheckpoint = Callable[..., dict[str, Any]]
 
-
 MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+ChooseCheckpoint = Callable[[Any, Any, Callable[[Any], Any]], Any]
+_PROFILES = ("start", "stop")
+_LISTENERS = "_action_listeners"
+_NameListener = Callable[[str], None]
+_VALIDATES = ("run", "increment_progress_to_evaluation_end")
 
 
 def memory_layout(tensor: Tensor) -> MemoryLayout:
@@ -44,14 +48,9 @@ def memory_layout(tensor: Tensor) -> MemoryLayout:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def local_layout(tensor: Tensor) -> MemoryLayout:
-    """Returns the `memory_layout` of the elements that this rank holds."""
-    # `_local_tensor` and not `to_local()`, which makes a new view with an autograd node for every call.
-    return memory_layout(local_tensor(tensor))
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns the tensor that holds the elements of this rank: the tensor itself, or the shard of a DTensor."""
+    # `_local_tensor` and not `to_local()`, which makes a new view with an autograd node for every call.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -156,9 +155,6 @@ def build_dcp_metadata(
     return stream.getvalue()
 
 
-ChooseCheckpoint = Callable[[Any, Any, Callable[[Any], Any]], Any]
-
-
 def route_ckpt_path(connector: Any, choose: ChooseCheckpoint) -> None:
     """Makes every Trainer look for its `ckpt_path` by `choose(trainer, ckpt_path, original)`, by a method of the class.
 
@@ -195,12 +191,6 @@ def route_load_checkpoint(strategy: Any, load: Callable[[LoadCheckpoint, str | P
     strategy.load_checkpoint = load_checkpoint
 
 
-def unroute_load_checkpoint(strategy: Any) -> None:
-    """Gives the strategy its own `load_checkpoint` back; does nothing if it was not routed."""
-    # The route is an attribute of the instance and hides the class's method, which its removal uncovers.
-    vars(strategy).pop("load_checkpoint", None)
-
-
 def hparams_name(owner: Any) -> str | None:
     """Returns the argument that held a module's hyperparameters ("kwargs": several), as Lightning names it."""
     name: str | None = getattr(owner, "_hparams_name", None)
@@ -221,11 +211,6 @@ def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
         original()
 
     loop.on_run_end = on_run_end
-
-
-def unfinish_before_hooks(trainer: Any) -> None:
-    """Gives the loop its own method back; does nothing if it was not changed."""
-    vars(trainer.fit_loop).pop("on_run_end", None)
 
 
 class _WatchedLoader:
@@ -394,11 +379,6 @@ def log_step_values(pl_module: Any, values: Mapping[str, Tensor]) -> None:
         pl_module.log_dict(new, on_step=True, on_epoch=False, batch_size=1)
 
 
-_PROFILES = ("start", "stop")
-_LISTENERS = "_action_listeners"
-_NameListener = Callable[[str], None]
-
-
 def listen_to_actions(trainer: Any, begin: _NameListener, end: _NameListener) -> None:
     """Makes `begin(name)` and `end(name)` run around each action of the Trainer's profiler.
 
@@ -449,3 +429,55 @@ def listen_to_backward(strategy: Any, within: Callable[[], AbstractContextManage
 def ignore_backward(strategy: Any) -> None:
     """Gives the strategy its own `backward` back; does nothing if nobody listens."""
     vars(strategy).pop("backward", None)
+
+
+def shield_validation(
+    trainer: Any,
+    shield: Callable[[], AbstractContextManager[None]],
+    *,
+    validates_restored: bool = True,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> None:
+    """Makes a fit's validation run within `shield()`, by attributes on its loop.
+
+    Lightning validates whenever a fit stops early. Who stops it by a signal waits for the save alone (`is_stopped`).
+
+    A run that resumes from a save before a validation validates first. Lightning would only count that validation, by
+    `increment_progress_to_evaluation_end`: its metrics, its mark of the best and EarlyStopping's view would be lost.
+    For a fork (`validates_restored` false) they belong to the run that it leaves.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    validate = _within(loop.run, shield)
+    loop.run = lambda: None if is_stopped() else validate()
+    skip = _within(loop.increment_progress_to_evaluation_end, shield)  # it draws from the generators, too
+    loop.increment_progress_to_evaluation_end = (lambda: _validate_restored(trainer)) if validates_restored else skip
+
+
+def _validate_restored(trainer: Any) -> None:
+    epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    # As Lightning validates after a batch, before it counts the batch for the loggers.
+    is_first, epoch_loop.val_loop.restarting = connector._first_loop_iter, False
+    epoch_loop._batches_that_stepped -= 1
+    trainer.validating = True
+    epoch_loop.val_loop.run()
+    trainer.training = True
+    epoch_loop._batches_that_stepped += 1
+    connector._first_loop_iter = is_first
+
+
+def _within(function: Callable[[], Any], shield: Callable[[], AbstractContextManager[None]]) -> Callable[[], Any]:
+    def shielded() -> Any:
+        with shield():
+            return function()
+
+    return shielded
+
+
+def give_methods_back(trainer: Any) -> None:
+    """Takes away what `route_load_checkpoint`, `finish_before_hooks` and `shield_validation` have put on a Trainer."""
+    # Each is an attribute of an instance, which hides the method of the class.
+    loop = trainer.fit_loop
+    val_loop = loop.epoch_loop.val_loop
+    replaced = ((trainer.strategy, "load_checkpoint"), (loop, "on_run_end"), *((val_loop, name) for name in _VALIDATES))
+    for owner, name in replaced:
+        vars(owner).pop(name, None)

@@ -151,15 +151,13 @@ def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> li
             "(metric.persistent(True) lets them be saved)"
         )
     names = _name_stateless(trainer)
-    return found if not names else [*found, _describe_loaders(trainer, names, num_used)]
-
-
-def _describe_loaders(trainer: Trainer, names: Sequence[str], num_used: int) -> str:
-    return (
-        f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
-        "were used, and the others are read from the loader's beginning: some samples come twice, others not at all "
-        "(genesis_callbacks.ResumableLoader continues exactly)"
-    )
+    if names:
+        found.append(
+            f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
+            "were used, and the others are read from the loader's beginning: some samples come twice, others not at "
+            "all (genesis_callbacks.ResumableLoader continues exactly)"
+        )
+    return found
 
 
 def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[torch.Tensor] | None) -> str | None:

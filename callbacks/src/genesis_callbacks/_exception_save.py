@@ -1,14 +1,17 @@
 """A save of the last window's end when training ends by an exception: each rank does its part without the others."""
 
 import warnings
+from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from ._boundary import Boundary
+from ._compat import write_counts
 from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
-from ._save_warnings import SaveFailedWarning
+from ._save_options import SaveFailedWarning
 from .base.checkpoint_errors import CheckpointError, SaveFailedError
+from .checkpoint.device import read_rng_state
 from .checkpoint.pipeline import SavePipeline
 from .checkpoint.save_target import Snapshot
 
@@ -16,6 +19,32 @@ from .checkpoint.save_target import Snapshot
 _SETTLE_SECONDS = 10.0
 ALONE_SECONDS = 60.0
 """How long ranks that end by an exception wait for the parts of other ranks; a rank that still trains writes none."""
+
+
+class Boundary:
+    """Records a window's end: the random generators, and the number of writes to each parameter and buffer.
+
+    Args:
+        step: Windows attempted.
+        module: Holds the live tensors.
+    """
+
+    def __init__(self, step: int, module: LightningModule) -> None:
+        self.step = step
+        self.rng: dict[str, Any] = read_rng_state()
+        self._module = module
+        self._writes = self._count_writes()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no parameter and no buffer was written since."""
+        return self._count_writes() == self._writes
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        # Torch's version counters are read on the host, so a look costs no wait for the device and works after the
+        # device has failed. The identity is compared, too: a replaced tensor begins to count at 0.
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return list(zip(map(id, tensors), write_counts(tensors), strict=True))
 
 
 def begin_alone(

@@ -4,25 +4,24 @@ import contextlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from ._best_watch import BestWatch
-from ._save_options import SaveOptions
-from ._save_statistics import SaveStatistics
-from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, SlowDeviceWarning, TornSnapshotWarning
+from ._save_options import SaveFailedWarning, SaveOptions, SaveSkippedWarning, SlowDeviceWarning, TornSnapshotWarning
 from ._step_watch import StepWatch
 from ._trainer_state import SnapshotCache, take_snapshot
-from ._triggers import may_skip, read_moment
+from ._triggers import read_moment
 from .base.checkpoint_errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .base.run_directory import checkpoint_name
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.device import DevicePath, is_host
+from .checkpoint.expect import format_bytes
 from .checkpoint.job import Outcome
 from .checkpoint.one_save import Progress
 from .checkpoint.pipeline import SavePipeline
@@ -31,6 +30,88 @@ from .checkpoint.writer_process import WriterProcess
 from .phases import in_phase
 
 _NUM_RECENT = 8
+
+
+def describe_memory(copy_bytes: int, writer_bytes: int, scratch_bytes: int = 0) -> str:
+    """Returns a sentence on the memory that saves in the background take on one rank.
+
+    Example:
+        >>> describe_memory(528, 0)
+        'Background saves need 528 bytes of memory for copies (rank 0).'
+    """
+    text = f"Background saves need {format_bytes(copy_bytes)} of memory for copies"
+    if scratch_bytes > 0:
+        text += f", {format_bytes(scratch_bytes)} on the device for digests"
+    if writer_bytes == 0:
+        return f"{text} (rank 0)."
+    writer = f"{format_bytes(writer_bytes)} for the writer process"
+    return f"{text} and {writer} (rank 0; the latter whatever the model's size)."
+
+
+class SaveStatistics:
+    """Counts saves, and the training thread's time in the hooks while one is in flight.
+
+    It outlives a fit. No communication.
+
+    Attributes:
+        num_failed: Saves that failed in this fit.
+        num_skipped: Saves that were skipped in this fit.
+        last_stall_seconds: All time that the training thread spent for the last settled save.
+        last_staged_bytes: Bytes that this save copied on this rank.
+        last_write_seconds: How long the writer took for this save.
+    """
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.num_skipped = 0
+        self.last_stall_seconds = 0.0
+        self.last_staged_bytes = 0
+        self.last_write_seconds = 0.0
+        self._stall_seconds = 0.0
+        self._mark_seconds = 0.0
+        self._has_told_memory = False
+
+    def begin_fit(self) -> None:
+        """Counts the saves of another fit."""
+        self.num_failed = self.num_skipped = 0
+
+    @contextlib.contextmanager
+    def stalling(self, is_in_flight: Callable[[], bool]) -> Iterator[None]:
+        """Counts the time of a hook for the save that is in flight at the hook's end."""
+        # At the end, because a hook may settle one save and begin the next: `log` takes the first one's share inside.
+        self._mark_seconds = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._count()
+            if not is_in_flight():
+                self._stall_seconds = 0.0
+
+    def _count(self) -> None:
+        now_seconds = time.perf_counter()
+        self._stall_seconds += now_seconds - self._mark_seconds
+        self._mark_seconds = now_seconds
+
+    def log(self, trainer: Trainer, pipeline: SavePipeline, write_seconds: float) -> None:
+        """Logs the figures of the save that has just been settled."""
+        self._count()
+        self.last_stall_seconds = self._stall_seconds
+        self.last_staged_bytes, self.last_write_seconds = pipeline.staged_bytes, write_seconds
+        if pipeline.copy_bytes > 0 and not self._has_told_memory:
+            self._has_told_memory = True
+            rank_zero_info(describe_memory(pipeline.copy_bytes, pipeline.writer_bytes, pipeline.scratch_bytes))
+        values = {
+            "checkpoint/stall_seconds": self.last_stall_seconds,
+            "checkpoint/staged_bytes": float(self.last_staged_bytes),
+            "checkpoint/write_seconds": write_seconds,
+            "checkpoint/num_skipped": float(self.num_skipped),
+            "checkpoint/step": float(pipeline.settled_step),
+        }
+        # Under the current step: many loggers refuse or drop a row whose step lies behind the newest one.
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+        self._count()  # the loggers' own time: the logged figure cannot include it, the attribute does
+        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0
 
 
 @dataclass
@@ -213,7 +294,9 @@ class FitSaves:
         step = self._trainer.global_step
         if pipeline.step_in_flight in (None, step):
             return pipeline.step_in_flight is not None
-        if may_be_skipped and may_skip(read_moment(self._trainer), self._options.when_busy):
+        # The last save of a run never is.
+        is_last = read_moment(self._trainer).is_last_window
+        if may_be_skipped and self._options.when_busy == "skip" and not is_last:
             self._statistics.num_skipped += 1
             rank_zero_warn(
                 f"the save at step {step} is skipped: that of step {pipeline.step_in_flight} still "

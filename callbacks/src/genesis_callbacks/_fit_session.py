@@ -1,11 +1,16 @@
 """The state of `AsyncProcessCheckpoint` from one fit's start to its end: directory, writer, signals and saves."""
 
 import contextlib
+import math
 import os
+import signal
+import socket
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,24 +18,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
-from ._boundary import Boundary
-from ._exception_save import ALONE_SECONDS, begin_alone
-from ._fit_events import FitEvents
-from ._fit_saves import FitSaves, SaveHistory
+from ._exception_save import ALONE_SECONDS, Boundary, begin_alone
+from ._fit_saves import FitSaves, SaveHistory, SaveStatistics
 from ._rank_watch import RankWatch
-from ._save_options import SaveOptions
-from ._save_statistics import SaveStatistics
-from ._save_warnings import SaveFailedWarning
-from ._signals import SignalFlag
+from ._save_options import SaveFailedWarning, SaveOptions
 from ._trainer_restore import Restore
-from ._trainer_state import take_snapshot
-from ._triggers import Vote, is_interval_over
-from ._votes import VoteExchange
+from ._trainer_state import read_counters, take_snapshot
+from ._triggers import Vote, VoteExchange
 from .base.checkpoint_errors import CheckpointError, ExistingCheckpointsError
+from .base.events import EventLog
 from .base.manifest import Ancestor
 from .checkpoint.collect import MODEL_PREFIX, SWAPPED_PREFIX, name_parameters, read_mesh
 from .checkpoint.commit import supersede
-from .checkpoint.device_proof import DeviceReport
+from .checkpoint.device import DevicePath, apply_rng_state, read_rng_state
 from .checkpoint.job import Outcome
 from .checkpoint.lineage import (
     DirectoryLock,
@@ -41,15 +41,136 @@ from .checkpoint.lineage import (
     wait_for_orphans,
 )
 from .checkpoint.ranks import Ranks
-from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import RunMetadata, SaveTarget
 from .checkpoint.scope import BoundScope, SaveScope, bind_scope
 from .checkpoint.writer_process import WriterProcess
+
+WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # How long a restart waits for orphaned writers.
 ORPHAN_SECONDS = 60.0
 # How long a run that ends by an exception waits for the save in flight.
 _LEAVE_SECONDS = 10.0
+
+
+class SignalFlag:
+    """Remembers the first signal that arrives while it is installed; a later SIGINT goes to the previous handler.
+
+    Only the main thread can install it; in other threads `install` does nothing.
+
+    Args:
+        is_announced: Whether a line on standard error answers the first signal.
+    """
+
+    def __init__(self, *, is_announced: bool = False) -> None:
+        self._is_announced = is_announced
+        self._previous: dict[int, Any] = {}
+        self.received = 0
+        """Number of the signal, 0 for none."""
+        self.is_validating = False
+        """Whether the fit validates, so that the save comes later."""
+
+    def install(self) -> None:
+        """Installs handlers for the watched signals, and forgets an earlier signal."""
+        self.received = 0
+        # Python allows `signal.signal` in the main thread alone.
+        if threading.current_thread() is threading.main_thread() and not self._previous:
+            for number in WATCHED_SIGNALS:
+                self._previous[number] = signal.signal(number, self._remember)
+
+    def remove(self) -> None:
+        """Restores the previous handlers; a second call does nothing."""
+        while self._previous:
+            number, previous = self._previous.popitem()
+            # None stands for a handler that was not installed from Python, which Python cannot put back.
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else happens here: the handler may run in the middle of an optimizer step or of a collective, and
+        # a save there would be torn. Lightning's own handler reduces over ranks, which hangs if only one rank gets it.
+        previous = self._previous.get(number)
+        if self.received and number == signal.SIGINT and callable(previous):
+            previous(number, frame)
+        if not self.received and self._is_announced:
+            when = "this validation and one more step" if self.is_validating else "this step"
+            answer = f"{signal.Signals(number).name}: saving after {when}; Ctrl-C again to stop without a save\n"
+            # By the descriptor: the handler may run in the middle of a print, which cannot be entered again.
+            with contextlib.suppress(OSError):
+                os.write(2, answer.encode())
+        self.received = self.received or number
+
+
+def stop_training(trainer: Trainer) -> None:
+    """Makes a fit end after the current batch; every rank calls it at the same batch."""
+    # A limit from below would make Lightning train on in spite of should_stop.
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.should_stop = True
+
+
+class FitEvents:
+    """The events of one fit, from `start` on. Before that nothing is written: the directory may be another run's.
+
+    Args:
+        run_dir: The run's directory.
+        ranks: The run's.
+
+    Attributes:
+        log: Writes them.
+    """
+
+    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+        self.log = EventLog(run_dir, ranks.rank)
+        self._ranks = ranks
+        self._is_open = False
+        self._metrics_before: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Writes that this fit has taken the run's directory."""
+        self._is_open = True
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        self.log.write("started", text=f"rank {rank} of {world_size}, process {os.getpid()} on {socket.gethostname()}")
+
+    def verify(self, path: Path, step: int, level: str) -> None:
+        """Writes that the checkpoint that is about to be restored verifies."""
+        if self._is_open and self._ranks.is_first:
+            self.log.write("verified", step=step, checkpoint=path, text=f"{level}, before it is restored")
+
+    def restore(self, restore: Restore) -> None:
+        """Writes that all of a checkpoint is in place."""
+        if self._is_open and self._ranks.is_first:
+            what = "only its weights" if restore.has_weights_alone else "all of its state"
+            manifest = restore.manifest
+            self.log.write("restored", step=manifest.step, clocks=manifest.counters, checkpoint=restore.path, text=what)
+
+    def begin_validation(self, trainer: Trainer) -> None:
+        """Remembers the metrics so far, to tell them from those that this validation logs."""
+        self._metrics_before = dict(trainer.callback_metrics)
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """Writes the metrics that a validation has logged; reading a value waits for the device."""
+        before, self._metrics_before = self._metrics_before, {}
+        now = trainer.callback_metrics  # on all ranks alike: a metric that is not computed yet may communicate
+        if not self._is_open or not self._ranks.is_first or trainer.sanity_checking:
+            return
+        # By identity: training metrics stay in the dict, and a validation may log the same number as the one before.
+        logged = {name: value for name, value in now.items() if value is not before.get(name)}
+        metrics = {name: float(value) for name, value in logged.items()}
+        text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if math.isfinite(value))
+        self.log.write("validated", step=trainer.global_step, clocks=read_counters(trainer), metrics=metrics, text=text)
+
+    def fail(self, trainer: Trainer, error: BaseException) -> None:
+        """Writes which error ends the fit on this rank."""
+        if self._is_open:
+            self._is_open = False
+            self.log.write("failed", step=trainer.global_step, clocks=read_counters(trainer), error=error)
+
+    def end(self, trainer: Trainer, signal_number: int | None) -> None:
+        """Writes that the fit has ended, by itself or because of a signal."""
+        if self._is_open:
+            self._is_open = False
+            text = "finished" if signal_number is None else f"stopped by {signal.Signals(signal_number).name}"
+            self.log.write("ended", step=trainer.global_step, clocks=read_counters(trainer), text=text)
 
 
 def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
@@ -153,9 +274,8 @@ class FitSession:
         trainer: Trainer,
         module: LightningModule,
         *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        proved: DeviceReport,
+        run: RunMetadata,
+        device_path: DevicePath,
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> None:
@@ -164,9 +284,8 @@ class FitSession:
         Args:
             trainer: The fit's.
             module: The fit's.
-            identity: For the manifest.
-            recipe: For the manifest.
-            proved: The result of the device's proofs.
+            run: For the manifest, without the mesh.
+            device_path: The path that saves take on the device.
             start: The restored checkpoint that training continues, if there is one.
             run_directories: All directories that this run saves into: a checkpoint in any of them is its own.
 
@@ -193,7 +312,7 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=RunMetadata(identity, recipe, _read_axes(trainer, module), proved.environment),
+            origin=replace(run, mesh=_read_axes(trainer, module)),
             retention=self._options.retention,
             events=None if self.events is None else self.events.log,
             scope=scope,
@@ -225,7 +344,7 @@ class FitSession:
             best=self._best,
         )
         writer, self._writer = self._writer, None
-        self.saves.start_pipeline(writer, proved.path)
+        self.saves.start_pipeline(writer, device_path)
         self.saves.reserve()
         self._last_step = trainer.global_step
 
@@ -339,7 +458,8 @@ class FitSession:
     def vote(self, saves: FitSaves) -> Vote:
         """Returns what all ranks agree on at a window's end. Starts one small reduction."""
         # Clocks differ between ranks, so only rank 0's votes; a signal or a save's outcome may come from any rank.
-        is_due = is_interval_over(saves.elapsed_seconds, self._options.every_n_seconds)
+        every_n_seconds = self._options.every_n_seconds
+        is_due = every_n_seconds is not None and saves.elapsed_seconds >= every_n_seconds
         ours = Vote(
             self._signals.received if self._signals is not None else 0,
             self.ranks.is_first and is_due,

@@ -32,27 +32,24 @@ class GlooGroupError(RunEndedError):
     """A gloo group could not be made; the message names the interface and how to choose another."""
 
 
-def new_gloo_group(
-    ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None, environment: Mapping[str, str] = os.environ
-) -> dist.ProcessGroup:
+def new_gloo_group(ranks: Sequence[int] | None = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Returns a new gloo group of all ranks, or of some, as `torch.distributed.new_group` does. Collective.
 
     Args:
         ranks: Those of the group; by default all.
         timeout: The limit of a collective; by default that of the default group, and at least gloo's usual one.
-        environment: Of this process.
 
     Raises:
         GlooGroupError: The ranks do not reach one another; the message names the interface.
     """
-    interface = choose_interface(environment)
+    interface = choose_interface(os.environ)
     try:
         with _interface_set(interface):
             group: dist.ProcessGroup = dist.new_group(
                 None if ranks is None else list(ranks), backend="gloo", timeout=timeout or _choose_timeout()
             )
     except RuntimeError as error:
-        used = interface or environment.get(VARIABLE) or "of the address of this host's name"
+        used = interface or os.environ.get(VARIABLE) or "of the address of this host's name"
         raise GlooGroupError(
             f"the ranks cannot connect by gloo, on this node by interface {used}: set {VARIABLE} to the "
             f"interface (as `ip -brief address` lists it) that connects the nodes: {error}"

@@ -1,13 +1,17 @@
-"""What each rank of a run that hangs reports, and which rank the reports blame. No torch; deciding is pure."""
+"""What each rank of a run that hangs reports, and which rank the reports blame; deciding is pure."""
 
+import importlib
 import json
 import sys
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+
+import torch.distributed as dist
 
 from .base.errors import printable
 from .base.files import replace_file
@@ -15,11 +19,65 @@ from .base.json_text import load_json
 from .base.untrusted import open_file
 from .phases import PHASES, Phase
 
+_DUMPS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_LIMIT_SECONDS: Final = 2.0
+
 _FOREIGN_PARTS: Final = ("/torch/", "/lightning/", "/genesis_callbacks/")
 _COLLECTIVE_PARTS: Final = ("/torch/distributed/", "/torch/nn/parallel/")
 _BACKWARD: Final = "_engine_run_backward"
 _MAX_BYTES: Final = 1 << 16
 _MAX_TEXT: Final = 300
+
+
+def read_flight_record() -> bytes:
+    """Returns the recorded collectives as JSON; nothing without a recorder, or if torch does not answer in time.
+
+    torch records if `TORCH_FR_BUFFER_SIZE` (before torch 2.13: `TORCH_NCCL_TRACE_BUFFER_SIZE`) is above 0. For NCCL an
+    entry has a state; gloo's entries only say that the collective was called.
+    """
+    dump = _find_dump()
+    if dump is None:
+        return b""
+    answers: list[bytes] = []
+
+    def ask() -> None:
+        try:
+            answers.append(dump(True, False))
+        except (RuntimeError, TypeError) as error:  # no backend that records, or another signature
+            answers.append(json.dumps({"error": str(error)}).encode())
+
+    # In a thread, because NCCL's recorder takes locks that a hanging collective may hold.
+    thread = threading.Thread(target=ask, name="flight-recorder", daemon=True)
+    thread.start()
+    thread.join(_LIMIT_SECONDS)
+    return answers[0] if answers else b""
+
+
+def describe_last(record: bytes) -> str:
+    """Returns the last collective of a record with the sizes of its tensors and its state; empty without one. Pure.
+
+    Example:
+        >>> describe_last(b'{"entries": [{"profiling_name": "gloo:all_reduce", "input_sizes": [[4, 3]]}]}')
+        'gloo:all_reduce [[4, 3]]'
+    """
+    try:
+        entries: list[dict[str, Any]] = load_json(record)["entries"] if record else []
+        last = max(entries, key=lambda entry: int(entry.get("record_id", 0)), default=None)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return ""
+    if last is None:
+        return ""
+    name, sizes = last.get("profiling_name", "unknown"), last.get("input_sizes", "unknown sizes")
+    state = "" if str(name).startswith("gloo:") else f" ({last.get('state', 'state unknown')})"
+    types = " ".join(map(str, last.get("input_dtypes", ())))
+    return " ".join(f"{name} {sizes} {types}".split()) + state
+
+
+def _find_dump() -> Callable[[bool, bool], bytes] | None:
+    if not dist.is_available():
+        return None
+    module = importlib.import_module("torch._C._distributed_c10d")  # private: torch has no public name for the dump
+    return next((getattr(module, name) for name in _DUMPS if hasattr(module, name)), None)
 
 
 @dataclass(frozen=True, slots=True)

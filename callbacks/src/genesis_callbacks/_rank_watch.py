@@ -17,10 +17,9 @@ import warnings
 from pathlib import Path
 
 from .base.events import EventLog
-from .base.locks import lock_file
+from .base.locks import PrivateDescriptor, lock_file
 from .base.run_directory import RunDirectory
 from .base.untrusted import read_text
-from .checkpoint.descriptor import PrivateDescriptor
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""

@@ -1,13 +1,15 @@
 """Replaces a strategy's `load_checkpoint`: finds the checkpoint that a Trainer asks for, checks it and returns it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
@@ -20,9 +22,12 @@ from .base.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_nam
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.lineage import find_holder, find_latest, list_checkpoints, wait_for_orphans
 from .checkpoint.ranks import Ranks, WorldRanks
+from .checkpoint.save_target import RunMetadata
 from .checkpoint.verify import VerifyLevel
 
 LATEST, LAST = "latest", "last"
+
+BEST = "best"
 
 
 def _is_ours(path: Path) -> bool:
@@ -113,9 +118,7 @@ class RestoreRoute:
         original: LoadCheckpoint,
         path: str | Path,
         *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        environment: Mapping[str, str],
+        run: RunMetadata,
         drift_policy: DriftPolicy,
         siblings: Sequence["RestoreRoute"],
     ) -> dict[str, Any]:
@@ -128,9 +131,7 @@ class RestoreRoute:
             module: Its model.
             original: The strategy's own `load_checkpoint`.
             path: As the user gave it.
-            identity: This run's identity, to be compared with the checkpoint's.
-            recipe: This run's recipe, to be compared likewise.
-            environment: The results of this run's device proofs, to be compared likewise.
+            run: This run's identity, recipe and environment, to be compared with the checkpoint's.
             drift_policy: Which of these may differ.
             siblings: The routes of all callbacks of the Trainer: each callback saves into a directory of its own.
 
@@ -166,13 +167,8 @@ class RestoreRoute:
         # Also an own checkpoint without optimizer state, because there is no other way to continue from it.
         may_leave = is_elsewhere or not restore.manifest.has_optimizer
         restore.leaves_optimizer = is_fit and self._options.restore == "no_optimizer" and may_leave
-        restore.check_drift(
-            identity=identity,
-            recipe=recipe if is_fit and not restore.has_weights_alone else {},
-            environment=environment,
-            policy=drift_policy,
-            allow_changed=self._options.allow_changed,
-        )
+        compared = run if is_fit and not restore.has_weights_alone else replace(run, recipe={})
+        restore.check_drift(compared, drift_policy, self._options.allow_changed)
         if is_fit:
             restore.check_has_optimizer()
             self.restored = restore
@@ -185,3 +181,35 @@ class RestoreRoute:
         if trainer.strategy.restore_checkpoint_after_setup:
             return restore.load_in_place(module, trainer.optimizers if has_optimizers else [])
         return restore.build_lightning_checkpoint(module, with_optimizers=has_optimizers)
+
+
+def choose_path(trainer: Any, ckpt_path: Any, original: Callable[[Any], Any], ours: Sequence[Any]) -> Any:
+    """Returns what a Trainer loads for `ckpt_path`.
+
+    Args:
+        trainer: The Trainer.
+        ckpt_path: As the user gave it.
+        original: Lightning's own way.
+        ours: The Trainer's callbacks of the class `AsyncProcessCheckpoint`.
+
+    Raises:
+        CheckpointError: No checkpoint is marked as the best.
+    """
+    if ours and ckpt_path == LAST:
+        # Files of a `ModelCheckpoint` beside ours count only while there are none of ours.
+        has_own = any(list_checkpoints(callback.directory) for callback in ours)
+        has_theirs = any(isinstance(callback, ModelCheckpoint) for callback in trainer.checkpoint_callbacks)
+        return LAST if has_own or not has_theirs else original(ckpt_path)
+    first = trainer.checkpoint_callback
+    if ckpt_path == BEST and first in ours:
+        path = first.best_model_path
+        if not path:
+            metric = "" if first.monitor is None else f" that is marked as the best by {first.monitor}"
+            raise CheckpointError(
+                f"ckpt_path is {BEST!r}, but {first.directory} has no checkpoint{metric}: give ckpt_path={LATEST!r}, "
+                "or leave it out"
+            )
+        if first.monitor is None:
+            rank_zero_info(f"Without a monitor, ckpt_path={BEST!r} takes the newest checkpoint, {path}.")
+        return path
+    return original(ckpt_path)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from ._data_position import OnLostDataPosition
 from .checkpoint.best import MonitorMode
@@ -16,20 +16,28 @@ RestoredState = Literal["all", "no_optimizer", "weights"]
 WhenBusy = Literal["wait", "skip"]
 OnExisting = Literal["refuse", "start_over"]
 OnSaveFailure = Literal["raise", "warn"]
-
 _POSITIVE = ("every_n_steps", "every_n_epochs", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
 _MAX_KEPT_BEST = 100  # so that the file of their marks stays a small one
-_CHOICES = {
-    "on_save_failure": get_args(OnSaveFailure),
-    "on_existing": get_args(OnExisting),
-    "mode": get_args(SaveMode),
-    "staging": get_args(Staging),
-    "when_busy": get_args(WhenBusy),
-    "monitor_mode": get_args(MonitorMode),
-    "restore": get_args(RestoredState),
-    "on_lost_data_position": get_args(OnLostDataPosition),
-    "verify_level": get_args(VerifyLevel),
-}
+
+
+class SaveFailedWarning(UserWarning):
+    """A save failed and training continues, by `on_save_failure="warn"`; the message holds the reason."""
+
+
+class SaveSkippedWarning(UserWarning):
+    """A save was due while the one before still ran, by `when_busy="skip"`."""
+
+
+class LostRankWarning(UserWarning):
+    """Training ended because the process of another rank is gone. One rank of each node issues it."""
+
+
+class TornSnapshotWarning(UserWarning):
+    """Training changed a tensor while it was staged; the save is repeated, and staging is blocking from now on."""
+
+
+class SlowDeviceWarning(UserWarning):
+    """Saves use a slower path on this device: memory was short or not pinned, or a proof at the start failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +84,6 @@ class SaveOptions:
             interval = getattr(self, name)
             if interval is not None and interval <= 0:
                 raise ValueError(f"{name} must be positive, or None, not {interval}")
-        for name, choices in _CHOICES.items():
-            choice = getattr(self, name)
-            if choice not in choices:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
         if not 1 <= self.keep_best <= _MAX_KEPT_BEST:
             raise ValueError(f"keep_best must be from 1 to {_MAX_KEPT_BEST}, not {self.keep_best}")
         if self.keep_best > 1 and self.monitor is None:

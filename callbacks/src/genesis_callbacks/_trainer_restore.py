@@ -1,6 +1,7 @@
 """Restores a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from ._data_position import (
     place,
     read_saved_states,
 )
-from ._live_names import LiveNames, name_live, name_optimizer_groups
-from ._rank_role import read_rank_role
-from ._trainer_state import HasRankState
+from ._trainer_state import HasRankState, read_rank_role
 from .base.checkpoint_errors import CheckpointError
 from .base.local_shards import LocalShard
 from .base.manifest import Ancestor, Manifest, read_committed_hash
@@ -29,26 +28,94 @@ from .checkpoint.collect import (
     NamedModel,
     canonical_name,
     model_parts,
+    name_groups,
     name_model,
     name_optimizer,
     name_parameters,
     optimizer_parts,
     prepare_optimizer,
 )
+from .checkpoint.device import apply_rng_state, read_rng_state
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
-from .checkpoint.groups import check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
-from .checkpoint.overlaps import separate_shared
 from .checkpoint.ranks import Ranks
-from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards
-from .checkpoint.rng import apply_rng_state, read_rng_state
-from .checkpoint.save_target import read_versions
+from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards, separate_shared
+from .checkpoint.save_target import RunMetadata, read_versions
 from .checkpoint.scope import SaveScope
-from .checkpoint.sections import SavedSections
+from .checkpoint.sections import GroupNames, SavedSections, check_groups, find_options
 from .checkpoint.verify import VerifyLevel, verify
-from .restore_report import RestoreReport, describe_model, name_classes
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """The report of one restore.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        kept: State that is bit for bit the saved state.
+        rebuilt: State with the saved values in another form, such as another sharding.
+        reset: State that was not in the checkpoint, or could not be taken from it, and starts from scratch.
+        changed: Differences between this run and the run that saved, with both values.
+    """
+
+    path: Path
+    step: int
+    kept: tuple[str, ...] = ()
+    rebuilt: tuple[str, ...] = ()
+    reset: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The report as lines: what was restored, and below it each part that was kept, rebuilt, reset or changed."""
+        groups = [("kept", self.kept), ("rebuilt", self.rebuilt), ("reset", self.reset), ("changed", self.changed)]
+        lines = [f"Restored step {self.step} from {self.path}."]
+        for verb, items in groups[: 4 if self.changed else 3]:
+            lines += [f"  {verb:<7}  {item}" for item in items or ("nothing",)]
+        return "\n".join(lines)
+
+
+def describe_model(manifest: Manifest) -> str:
+    """Returns how many tensors of the model a checkpoint has, and how many of them lie in its base."""
+    num_tensors = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
+    base = manifest.base
+    return f"{num_tensors} model tensors" + (f" ({len(base.names)} of them in the base {base.path})" if base else "")
+
+
+def name_classes(state_keys: Sequence[str]) -> str:
+    """Returns the names of callbacks without the arguments that Lightning's keys of their states have."""
+    return ", ".join(key.partition("{")[0] for key in state_keys)
+
+
+@dataclass(frozen=True)
+class LiveNames:
+    """The names of the tensors that one restoring rank holds.
+
+    Attributes:
+        model: Full names of its model's tensors.
+        optimizers: The names of the parameters in the groups of each of its optimizers.
+    """
+
+    model: frozenset[str]
+    optimizers: tuple[GroupNames, ...]
+
+
+def name_optimizer_groups(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:
+    """Returns the names of the parameters in each group of the run's optimizer number `index`."""
+    return tuple(map(tuple, name_groups(index, optimizer, names)))
+
+
+def name_live(module: LightningModule, optimizers: Iterable[Optimizer]) -> LiveNames:
+    """Returns the names that this rank holds. No communication."""
+    model = name_model(module.state_dict(keep_vars=True))
+    names = name_parameters(module)
+    return LiveNames(
+        frozenset(MODEL_PREFIX + name for name in model.tensors),
+        tuple(name_optimizer_groups(index, optimizer, names) for index, optimizer in enumerate(optimizers)),
+    )
 
 
 class Restore:
@@ -102,15 +169,7 @@ class Restore:
         self._has_lightning_filled = False
         """Whether Lightning has loaded the optimizers from the dict of `build_lightning_checkpoint`."""
 
-    def check_drift(
-        self,
-        *,
-        identity: Mapping[str, Any],
-        recipe: Mapping[str, Any],
-        environment: Mapping[str, str],
-        policy: DriftPolicy,
-        allow_changed: Sequence[str],
-    ) -> None:
+    def check_drift(self, run: RunMetadata, policy: DriftPolicy, allow_changed: Sequence[str]) -> None:
         """Compares this run's identity, recipe and environment, on rank 0, with the checkpoint's. Communicates once.
 
         Raises:
@@ -120,12 +179,11 @@ class Restore:
         def compare() -> tuple[list[str], list[str]]:
             if not self._ranks.is_first:
                 return [], []
-            versions = {**read_versions(), **environment}
             differences = find_drift(
                 self.manifest,
-                identity=identity,
-                recipe=recipe,
-                versions=versions,
+                identity=run.identity,
+                recipe=run.recipe,
+                versions={**read_versions(), **run.environment},
                 policy=policy,
                 allow_changed=allow_changed,
             )

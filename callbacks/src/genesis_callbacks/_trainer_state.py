@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ._compat import hparams_name, loader_generators, read_fetch_generators, read_loader_states
 from ._data_position import write_states
-from ._rank_role import read_rank_role
 from ._state_dicts import LiveStateDict, read_loop_state
+from .base.checkpoint_errors import CheckpointError
 from .base.local_shards import LocalShard, local_shards
 from .checkpoint.collect import (
     SWAPPED_PREFIX,
@@ -22,22 +22,40 @@ from .checkpoint.collect import (
     canonical_name,
     name_parameters,
 )
+from .checkpoint.device import read_rng_state
 from .checkpoint.job import ChangedPartsError
 from .checkpoint.known_tensors import KnownTensors
-from .checkpoint.rng import read_rng_state
-from .checkpoint.roles import record_role
 from .checkpoint.save_target import Snapshot
+from .checkpoint.state import RankRole, record_role
 from .checkpoint.tagged_json import encode_tagged
 
 _LIGHTNING_VERSION = version("lightning")  # it reads a file each time
 
 
-@runtime_checkable
-class HasCheckpointCounters(Protocol):
-    """A callback that keeps exact clocks, which the manifest records."""
+def read_rank_role(strategy: Any) -> RankRole:
+    """Returns this rank's role, as the strategy gives it. No communication.
 
-    def checkpoint_counters(self) -> dict[str, int]:
-        """Returns clock name to its value, the same on every rank."""
+    The data rank is the `rank` of Lightning's `distributed_sampler_kwargs`, by which samplers and data modules choose
+    their share of the data. Under DDP and FSDP2 it is the global rank; under tensor parallelism a whole group has the
+    same one. The stage is the strategy's attribute `pipeline_stage`, an int. A strategy that cuts the model into stages
+    has this attribute; without it the stage is 0.
+
+    Args:
+        strategy: The Trainer's, once it has set up its environment.
+
+    Raises:
+        CheckpointError: One of them is not a whole number from 0.
+    """
+    sampler = getattr(strategy, "distributed_sampler_kwargs", None)
+    data_rank = getattr(strategy, "global_rank", 0) if sampler is None else sampler["rank"]
+    stage = getattr(strategy, "pipeline_stage", 0)
+    for name, value in (("data rank", data_rank), ("pipeline_stage", stage)):
+        # The role becomes the key of the rank's section in the checkpoint. `type`, because a bool is an int, too.
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"the {name} of {type(strategy).__name__} is {value!r}: it must be a whole number from 0"
+            )
+    return RankRole(data_rank, stage)
 
 
 @runtime_checkable
@@ -73,10 +91,12 @@ class SnapshotCache:
 
 
 def read_counters(trainer: Trainer) -> dict[str, int]:
-    """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
+    """Returns the clocks of all callbacks with a method `checkpoint_counters`, and `step`. No communication.
+
+    The method returns clock name to its value, the same on every rank; `step` is Lightning's global step.
+    """
     counters: dict[str, int] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
-        # Not by isinstance: a check against a runtime protocol takes longer than reading the clocks.
         read = getattr(callback, "checkpoint_counters", None)
         if read is not None:
             counters.update(read())
@@ -272,7 +292,6 @@ def take_snapshot(
     section, tensors = encode_tagged(content, path, stored)
     shared = cache.tensors.share(known, optimizers, swapped.parts())
     parts = [*shared.parts, *_list_parts(tensors)]
-    cache.tensors.end_save()
 
     def finish() -> Snapshot:
         if cache.state_dict.has_missed_change():

@@ -1,10 +1,14 @@
 """Decides which save is due. All functions are pure except `read_moment`, which reads the Trainer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
-from ._save_options import SaveOptions, WhenBusy
+from ._save_options import SaveOptions
+from .checkpoint.ranks import Ranks
+
+_NOTHING = [0, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,6 @@ class Vote:
     outcome: int
 
 
-def is_interval_over(elapsed_seconds: float, every_n_seconds: float | None) -> bool:
-    """Returns whether a save by the clock is due."""
-    return every_n_seconds is not None and elapsed_seconds >= every_n_seconds
-
-
 def is_save_due(moment: Moment, vote: Vote, options: SaveOptions) -> bool:
     """Returns whether this window's end is to be saved."""
     # Every term is the same on all ranks: a save that one rank begins alone would wait for the others' parts.
@@ -99,6 +98,37 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int, num_opti
     )
 
 
-def may_skip(moment: Moment, when_busy: WhenBusy) -> bool:
-    """Returns whether a save may be skipped because the one before still runs; the last save of a run never is."""
-    return when_busy == "skip" and not moment.is_last_window
+class VoteExchange:
+    """Agrees on votes among all ranks, once for each window.
+
+    Every rank calls `exchange` at the same windows. It communicates over the engine's own group.
+
+    Args:
+        ranks: The run's.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pending: Callable[[], list[int]] | None = None
+
+    def exchange(self, ours: Vote) -> Vote:
+        """Returns what all ranks agree on: with one rank its vote of now, otherwise the votes of the window before."""
+        if self._ranks.world_size == 1:
+            return ours
+        # One window late by design: the reduction of the last window has ended long ago, so no rank waits for the
+        # slowest one here. All ranks read the result at the same window, so they act on it in the same place.
+        agreed = self._pending() if self._pending is not None else _NOTHING
+        self._pending = self._ranks.start_maximum([ours.signal_number, int(ours.is_minute_due), ours.outcome])
+        signal_number, minutes, outcome = agreed
+        return Vote(signal_number, bool(minutes), outcome)
+
+    def finish(self) -> None:
+        """Waits for the exchange that is under way, whose result is no longer needed."""
+        # Every rank has started it. A rank that dropped it would destroy its group while others still reduce.
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+
+    def abandon(self) -> None:
+        """Drops the exchange that is under way without a wait: other ranks may be gone."""
+        self._pending = None

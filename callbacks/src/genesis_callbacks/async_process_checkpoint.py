@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -30,48 +31,51 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._argument_types import explaining
 from ._best_watch import BestWatch
-from ._ckpt_words import choose_path, find_best_path, find_last_path, read_best_score
 from ._compat import (
     LoadCheckpoint,
     finish_before_hooks,
+    give_methods_back,
     route_ckpt_path,
     route_load_checkpoint,
-    unfinish_before_hooks,
-    unroute_load_checkpoint,
+    shield_validation,
     watch_loaders,
 )
 from ._data_position import OnLostDataPosition
-from ._fit_saves import SaveHistory
-from ._fit_session import FitSession
-from ._foreign_arguments import explaining
+from ._fit_saves import SaveHistory, SaveStatistics
+from ._fit_session import FitSession, stop_training
 from ._rank_watch import say_gone
 from ._refused_strategies import refuse_to_save
-from ._restore_route import LATEST, RestoreRoute
-from ._save_options import OnExisting, OnSaveFailure, RestoredState, SaveOptions, WhenBusy
-from ._save_statistics import SaveStatistics
-from ._save_warnings import (
+from ._restore_route import LATEST, RestoreRoute, choose_path
+from ._save_options import (
     LostRankWarning,
+    OnExisting,
+    OnSaveFailure,
+    RestoredState,
     SaveFailedWarning,
+    SaveOptions,
     SaveSkippedWarning,
     SlowDeviceWarning,
     TornSnapshotWarning,
+    WhenBusy,
 )
-from ._signals import stop_training
 from ._start_notices import describe_start
+from ._trainer_restore import RestoreReport
 from ._triggers import is_save_due, read_moment
-from ._validation import shield_validation, unshield_validation
 from .base.events import EventLog
 from .base.run_directory import RunDirectory, read_run_dir
-from .checkpoint.best import MonitorMode, find_best
+from .checkpoint.best import MonitorMode, find_best, read_best
+from .checkpoint.device import read_rng_state
 from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
+from .checkpoint.lineage import list_committed
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
-from .checkpoint.rng import read_rng_state
+from .checkpoint.save_target import RunMetadata
 from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
-from .restore_report import RestoreReport
+from .phases import find_callbacks
 
 __all__ = [
     "LATEST",
@@ -86,7 +90,7 @@ __all__ = [
 
 def _siblings(trainer: Any) -> list["AsyncProcessCheckpoint"]:
     """Returns the Trainer's callbacks of this kind: each has its own directory, and one of them restores for all."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, AsyncProcessCheckpoint)]
+    return find_callbacks(trainer, AsyncProcessCheckpoint)
 
 
 route_ckpt_path(_CheckpointConnector, lambda trainer, path, own: choose_path(trainer, path, own, _siblings(trainer)))
@@ -274,17 +278,23 @@ class AsyncProcessCheckpoint(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint on the disk, as `best()`; the newest without a `monitor`. Empty if there is none."""
-        return find_best_path(self.directory, self.monitor)
+        if self.monitor is None:  # as `ModelCheckpoint` does
+            return self.last_model_path
+        best = self.best()
+        return "" if best is None else str(best)
 
     @property
     def best_model_score(self) -> Tensor | None:
         """The value of `monitor` of the best checkpoint on the disk, or None."""
-        return read_best_score(self.directory)
+        best = read_best(self.directory)
+        # The type that `ModelCheckpoint` has; the value is the recorded one, bit for bit.
+        return None if best is None else torch.tensor(best.value, dtype=torch.float64)
 
     @property
     def last_model_path(self) -> str:
         """The newest committed checkpoint on the disk, which is not verified. Empty if there is none."""
-        return find_last_path(self.directory)
+        committed = list_committed(self.directory)
+        return str(committed[-1][0]) if committed else ""
 
     @property
     def events(self) -> EventLog | None:
@@ -348,15 +358,16 @@ class AsyncProcessCheckpoint(Checkpoint):
             module,
             original,
             path,
-            identity=self.identity,
-            recipe=self.recipe,
-            environment=self._proved.environment,
+            run=self._describe_run(),
             drift_policy=self.drift_policy,
             siblings=[sibling._route for sibling in _siblings(trainer)],
         )
         if self._route.restored is not None and self._session is not None:
             self._session.note_verified(self._route.restored)
         return loaded
+
+    def _describe_run(self) -> RunMetadata:
+        return RunMetadata(self.identity, self.recipe, environment=self._proved.environment)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the restored state, tries to encode all state, and prepares for saves. Communicates."""
@@ -372,9 +383,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         session.start(
             trainer,
             pl_module,
-            identity=self.identity,
-            recipe=self.recipe,
-            proved=self._proved,
+            run=self._describe_run(),
+            device_path=self._proved.path,
             start=start,
             run_directories=[sibling.directory for sibling in _siblings(trainer)],
         )
@@ -465,9 +475,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
         It does not communicate, because other ranks may be gone. Lightning does not call `teardown` after this hook.
         """
-        unroute_load_checkpoint(trainer.strategy)
-        unshield_validation(trainer)
-        unfinish_before_hooks(trainer)
+        give_methods_back(trainer)
         try:
             self._leave(trainer, exception)
         except Exception as error:  # a failed device, for example: it must not hide the error that ended training
@@ -492,9 +500,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Releases everything. No communication."""
-        unroute_load_checkpoint(trainer.strategy)
-        unshield_validation(trainer)
-        unfinish_before_hooks(trainer)
+        give_methods_back(trainer)
         if self._session is not None and self._session.events is not None:
             self._session.events.end(trainer, self.stopped_by_signal)
         self._release()

@@ -12,32 +12,314 @@ background, and one exchange when an optimizer's state appears or grows. Only ra
 not communicate.
 """
 
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from ._announced_saves import find_announced, find_event_log, find_newest, find_savers
 from ._argument_types import checking
-from ._checkpoint_watch import PATIENCE_SECONDS, CheckpointWatch, Found, Holding, SavedCheckpoint, take_fingerprint
-from ._expectation_history import ExpectationHistory
-from ._finite_reader import FiniteReader
 from ._refused_strategies import refuse_to_compare
+from .async_process_checkpoint import AsyncProcessCheckpoint
 from .base.checkpoint_errors import CheckpointError
 from .base.errors import RunEndedError
-from .checkpoint.contents import Contents, read_contents
-from .checkpoint.expect import find_problems, name_buffers
+from .base.events import EventLog
+from .base.run_directory import is_staging_name
+from .checkpoint.contents import Contents, find_format, find_non_finite, read_contents
+from .checkpoint.expect import (
+    Expectation,
+    build_expectation,
+    count_state,
+    find_problems,
+    merge_expectations,
+    name_buffers,
+)
 from .checkpoint.ranks import Ranks, WorldRanks
 
+Holding = Literal["all", "weights"]
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+
+PATIENCE_SECONDS = 60.0
+"""How long an announced checkpoint may take to appear, and how long a growing one may take after the fit's end."""
+
+_NUM_NAMED = 3
+_MAX_HISTORY = 16
 _VERIFIED = "checkpoint/verified"
 _BAD = "checkpoint/bad"
 _SECONDS = "checkpoint/verify_seconds"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint to be verified, and what it is meant to hold; with None its format decides."""
+
+    path: Path
+    holding: Holding | None
+
+
+Found = tuple[SavedCheckpoint, str | None]
+"""A checkpoint, and what is wrong with it already."""
+
+
+def take_fingerprint(path: Path) -> Fingerprint | None:
+    """Returns values that change when a file, or one in a directory, is written; None if the path does not exist."""
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        stats = [(file.name, file.stat()) for file in files]
+    except OSError:
+        return None
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    try:
+        return find_format(path) is not None
+    except OSError:
+        return False  # retention may remove a checkpoint between the listing and this look
+
+
+class CheckpointWatch:
+    """Finds new checkpoints: those that callbacks announce, and those that appear in a directory.
+
+    Args:
+        directory: Where other code writes checkpoints; None for no such directory.
+        holding: What that code writes there.
+        poll_seconds: Interval of disk checks when no callback announced a checkpoint. A checkpoint in `directory`
+            counts as complete when it did not change for so long.
+    """
+
+    def __init__(self, directory: Path | None, holding: Holding | None, poll_seconds: float) -> None:
+        self._directory, self._holding, self._poll_seconds = directory, holding, poll_seconds
+        self._known: dict[Path, Fingerprint | None] = {}
+        self._growing: dict[Path, tuple[Fingerprint | None, float]] = {}
+        self._awaited: dict[SavedCheckpoint, float] = {}
+        self._look_seconds = 0.0
+        for path in self._list_directory():
+            self._known[path] = take_fingerprint(path)
+
+    def ignore_present(self, announced: Sequence[SavedCheckpoint]) -> None:
+        """Marks checkpoints that were announced before training began as known: an earlier run saved them."""
+        for path in {path for saved in announced for path in (saved.path, saved.path.resolve())}:
+            self._known[path] = take_fingerprint(path)
+
+    def find_new(self, announced: Sequence[SavedCheckpoint], *, is_last: bool) -> Iterator[Found]:
+        """Yields the checkpoints that were saved since the last call, each with a problem that is known already.
+
+        It reads the disk when a new checkpoint is announced, and otherwise every `poll_seconds`.
+        """
+        is_due = is_last or self.is_due
+        now_seconds = time.monotonic()
+        if is_due:
+            self._look_seconds = now_seconds
+        for saved in dict.fromkeys(announced):
+            if is_due or saved.path not in self._known:
+                yield from self._look_at(saved, now_seconds)
+        # `announced` holds only the newest few of a callback; an awaited one may have left that list meanwhile.
+        for saved in list(self._awaited):
+            if is_due and saved not in announced:
+                yield from self._look_at(saved, now_seconds)
+        yield from self._give_up(announced, now_seconds, is_last=is_last)
+        if is_due:
+            yield from self._find_settled(now_seconds)
+
+    def _look_at(self, saved: SavedCheckpoint, now_seconds: float) -> Iterator[Found]:
+        fingerprint = take_fingerprint(saved.path)
+        if fingerprint is not None:
+            self._awaited.pop(saved, None)
+            if fingerprint != self._known.get(saved.path):
+                self._known[saved.path] = fingerprint
+                yield from self._resolve(saved)
+        elif saved.path not in self._known:  # a known checkpoint that is gone was removed by retention
+            self._awaited.setdefault(saved, now_seconds)
+
+    def _give_up(self, announced: Sequence[SavedCheckpoint], now_seconds: float, *, is_last: bool) -> Iterator[Found]:
+        """Yields checkpoints that should have appeared by now.
+
+        A checkpoint that is no longer announced was removed before it was seen, which is no problem.
+        """
+        for saved, since_seconds in list(self._awaited.items()):
+            if is_last or now_seconds - since_seconds > PATIENCE_SECONDS:
+                del self._awaited[saved]
+                self._known[saved.path] = None
+                if saved in announced:
+                    yield saved, "was reported as saved but does not exist"
+
+    def _resolve(self, saved: SavedCheckpoint) -> Iterator[Found]:
+        """Yields the checkpoint, unless it is a link to a known one."""
+        path = saved.path.resolve()  # ModelCheckpoint's save_last="link" makes such links
+        if path == saved.path:
+            yield saved, None
+        elif (real := take_fingerprint(path)) != self._known.get(path):
+            self._known[path] = real
+            yield SavedCheckpoint(path, saved.holding), None
+
+    def _list_directory(self) -> list[Path]:
+        if self._directory is None or not self._directory.is_dir():
+            return []
+        paths = [path for path in self._directory.iterdir() if not path.name.startswith(".")]
+        return [path for path in paths if not is_staging_name(path.name) and _looks_like_checkpoint(path)]
+
+    def _find_settled(self, now_seconds: float) -> Iterator[Found]:
+        # Foreign code announces nothing, and many formats write in place: only a pause shows that a save has ended.
+        growing, self._growing = self._growing, {}
+        for path in self._list_directory():
+            fingerprint = take_fingerprint(path)
+            if fingerprint == self._known.get(path):
+                continue
+            before, since_seconds = growing.get(path, (None, now_seconds))
+            if fingerprint != before:
+                self._growing[path] = (fingerprint, now_seconds)
+            elif now_seconds - since_seconds < self._poll_seconds:
+                self._growing[path] = (fingerprint, since_seconds)
+            else:
+                self._known[path] = fingerprint
+                yield SavedCheckpoint(path, self._holding), None
+
+    def forget(self, path: Path) -> None:
+        """Makes a later call yield the checkpoint again, because it was written while it was read."""
+        self._known[path] = ()  # no fingerprint equals an empty one, so the next look finds a change
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the disk was not looked at for `poll_seconds`."""
+        return time.monotonic() - self._look_seconds >= self._poll_seconds
+
+    @property
+    def growing(self) -> list[str]:
+        """Names of the checkpoints in the directory that may still be written."""
+        return sorted(path.name for path in self._growing)
+
+
+def find_savers(trainer: Trainer) -> Iterator[AsyncProcessCheckpoint | ModelCheckpoint]:
+    """Yields the Trainer's callbacks that save."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
+        if isinstance(callback, AsyncProcessCheckpoint | ModelCheckpoint):
+            yield callback
+
+
+def find_event_log(trainer: Trainer, path: Path) -> EventLog | None:
+    """Returns the event log of the run that holds a checkpoint; None for a checkpoint that other code saved."""
+    for saver in find_savers(trainer):
+        if isinstance(saver, AsyncProcessCheckpoint) and saver.directory == path.parent:
+            return saver.events
+    return None
+
+
+def find_newest(trainer: Trainer) -> tuple[Any, ...]:
+    """Returns values that change when one of the callbacks has saved. It reads no disk, so it may run every batch."""
+    return tuple(
+        saver.last_saved
+        if isinstance(saver, AsyncProcessCheckpoint)
+        else (saver.best_model_path, saver.last_model_path, next(reversed(saver.best_k_models), None))
+        for saver in find_savers(trainer)
+    )
+
+
+def find_announced(trainer: Trainer) -> Iterator[SavedCheckpoint]:
+    """Yields the checkpoints that the Trainer's callbacks report as saved, on this machine's disks."""
+    for saver in find_savers(trainer):
+        if isinstance(saver, AsyncProcessCheckpoint):
+            for path in saver.recent_saves:
+                yield SavedCheckpoint(path, "all" if saver.save_optimizer else "weights")
+            continue
+        for name in dict.fromkeys((saver.best_model_path, saver.last_model_path, *saver.best_k_models)):
+            # ModelCheckpoint has "" where it saved nothing; a URL names an object store, which is not verified.
+            if name and "://" not in name:
+                yield SavedCheckpoint(Path(name), "weights" if saver.save_weights_only else "all")
+
+
+class FiniteReader:
+    """Searches checkpoints for values that are not finite, in a thread, one checkpoint after the other."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-verification")
+        self._jobs: list[tuple[Contents, Fingerprint | None, Future[list[str]]]] = []
+
+    def begin(self, contents: Contents, fingerprint: Fingerprint | None, buffers: frozenset[str]) -> None:
+        """Starts to read; `buffers` may be infinite, and `fingerprint` is that of the files as they are now."""
+        self._jobs.append((contents, fingerprint, self._pool.submit(self._read, contents, buffers)))
+
+    def _read(self, contents: Contents, buffers: frozenset[str]) -> list[str]:
+        try:
+            found = find_non_finite(contents, may_be_infinite=buffers, should_stop=self._stop.is_set)
+        except (ValueError, OSError, OverflowError) as error:  # offsets in a checkpoint may be anything
+            return [f"cannot be read: {error}"]
+        if not found:
+            return []
+        some = ", ".join(f"{name} ({count:,} elements)" for name, count in list(found.items())[:_NUM_NAMED])
+        return [f"{len(found):,} tensors hold values that are not finite, such as {some}"]
+
+    def take_done(self, *, wait: bool) -> Iterator[tuple[Contents, list[str]]]:
+        """Yields each checkpoint that was read, with its problems; one that changed or was removed is left out."""
+        done = [job for job in self._jobs if wait or job[2].done()]
+        self._jobs = [job for job in self._jobs if job not in done]
+        for contents, fingerprint, future in done:
+            problems = future.result()
+            # Retention may have removed files under the reader: a problem in them says nothing about what was saved.
+            if take_fingerprint(contents.path) == fingerprint:
+                yield contents, problems
+
+    def close(self) -> None:
+        """Ends the thread after the block that it reads."""
+        self._stop.set()  # before `shutdown`, which waits for the job that runs
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class ExpectationHistory:
+    """Records what the live run must save at each step; an optimizer's state appears and grows during training.
+
+    Every rank has one and calls `share` at the same steps.
+
+    Args:
+        ranks: The run's.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._signature: tuple[int, ...] | None = None
+        self._own: tuple[int, Expectation] | None = None
+        self._history: list[tuple[int, Expectation]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank has taken an expectation."""
+        return self._own is not None
+
+    def take(self, trainer: Trainer, module: LightningModule) -> bool:
+        """Records what this rank must save now, if that changed; returns whether it did. No communication."""
+        # Called at every batch: counting entries is cheap, and the full expectation walks over all tensors.
+        signature = tuple(count_state(optimizer) for optimizer in trainer.optimizers)
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self._own = (trainer.global_step, build_expectation(module, trainer.optimizers))
+        return True
+
+    def share(self) -> None:
+        """Gives all ranks what each must save. Communicates."""
+        assert self._own is not None
+        gathered = self._ranks.gather(self._own)
+        # Ranks that saw no change since then give an older step; the change belongs to the newest.
+        step = max(step for step, _ in gathered)
+        self._history.append((step, merge_expectations([expectation for _, expectation in gathered])))
+        del self._history[:-_MAX_HISTORY]
+
+    def due_at(self, step: int) -> Expectation:
+        """Returns what a checkpoint of `step` must hold."""
+        due = self._history[0][1]  # for a checkpoint from before the first record, the oldest one is the nearest
+        for first_step, expectation in self._history:
+            if first_step <= step:
+                due = expectation
+        return due
 
 
 class BadCheckpointError(RunEndedError):
@@ -102,10 +384,6 @@ class CheckpointVerification(Callback):
         ignore: Sequence[str] = (),
         poll_seconds: float = 1.0,
     ) -> None:
-        if on_bad not in ("raise", "warn"):
-            raise ValueError(f"on_bad must be 'raise' or 'warn', not {on_bad!r}")
-        if directory_holds not in (None, "all", "weights"):
-            raise ValueError(f"directory_holds must be 'all', 'weights' or None, not {directory_holds!r}")
         if poll_seconds <= 0:
             raise ValueError(f"poll_seconds must be positive, not {poll_seconds}")
         self.num_verified = 0

@@ -29,13 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ._argument_types import checking
-from ._log_lines import is_log_step, log_exact
+from ._log_lines import check_version, is_log_step, log_exact
 from .base.errors import UserError
 from .base.events import EventLog
 from .base.run_directory import read_run_dir
 from .checkpoint.device import is_host, record_event
 from .gradients import find_nonfinite, measure_norms, weigh_gradient
 from .host_group import HostGroup, Pending
+from .phases import find_callbacks
 from .token_counters import TokenCounters
 
 __all__ = ["GradientHealth", "NonfiniteGradientWarning", "SpikeDetector", "find_gradient_health"]
@@ -150,11 +151,7 @@ class GradientHealth(pl.Callback):
         """Takes the counts and norms of a checkpoint."""
         if not state_dict:
             return
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's gradient health has version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's gradient health has")
         self.num_spikes, self.num_skips = state_dict["num_spikes"], state_dict["num_skips"]
         self.num_nonfinite, self._has_run = state_dict["num_nonfinite"], True
         self._detector = SpikeDetector(self._window, state_dict["norms"])
@@ -196,8 +193,7 @@ class GradientHealth(pl.Callback):
         self._trainer, self._has_run, self._num_reports = trainer, True, 0
         self._pending, self._batch, self._last_norm = None, None, None
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
-        self._counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
+        self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
         self._group.join()
 
     def on_train_batch_start(
@@ -409,5 +405,4 @@ def describe_origin(
 
 def find_gradient_health(trainer: Any) -> GradientHealth | None:
     """Returns the callback of a Trainer, if it has one."""
-    callbacks = vars(trainer).get("callbacks", ())
-    return next((each for each in callbacks if isinstance(each, GradientHealth)), None)
+    return next(iter(find_callbacks(trainer, GradientHealth)), None)

@@ -23,15 +23,24 @@ from typing import Any, Final
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ._argument_types import checking
-from ._flight_recorder import describe_last, read_flight_record
-from ._hang_report import HangReport, Verdict, find_missing, locate, read_main_frame, read_reports, write_report
+from ._hang_report import (
+    HangReport,
+    Verdict,
+    describe_last,
+    find_missing,
+    locate,
+    read_flight_record,
+    read_main_frame,
+    read_reports,
+    write_report,
+)
 from .base.errors import UserError
 from .base.events import EventLog
 from .base.files import replace_file
 from .base.run_directory import RunDirectory
 from .heartbeat import Heartbeat, Progress
 from .heartbeats import HeartbeatRecord, read_heartbeats
-from .phases import PHASES, Phase
+from .phases import PHASES, Phase, find_callbacks
 
 __all__ = ["EXIT_STATUS", "HangWatch", "HangLimits", "choose_limit"]
 
@@ -270,7 +279,7 @@ class _Watch:
 
 
 def _find_heartbeat(trainer: Any) -> Heartbeat:
-    found = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, Heartbeat)]
+    found = find_callbacks(trainer, Heartbeat)
     if not found:
         raise UserError(
             "HangWatch follows a Heartbeat, and the Trainer has none: add Heartbeat(run_dir) to its callbacks"

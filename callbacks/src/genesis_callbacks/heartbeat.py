@@ -19,7 +19,7 @@ from torch import Tensor
 from ._argument_types import checking
 from .base.run_directory import read_run_dir
 from .heartbeats import HeartbeatRecord, write_heartbeat
-from .phases import Phase, PhaseListener
+from .phases import Phase, PhaseListener, find_callbacks
 from .token_counters import DEFAULT_UNIT, TokenCounters
 
 __all__ = ["Heartbeat", "HeartbeatWarning", "Progress"]
@@ -60,6 +60,9 @@ class Heartbeat(Callback, PhaseListener):
         run_dir: The run's directory, the same on all ranks.
         every_seconds: The least time between two heartbeats of one phase.
         loss_key: The metric to read where the module has no `logged_loss`.
+
+    Attributes:
+        run_dir, every_seconds: As given.
     """
 
     @checking
@@ -67,8 +70,8 @@ class Heartbeat(Callback, PhaseListener):
         super().__init__()
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds must be at least 0, not {every_seconds}")
-        self._run_dir = read_run_dir(run_dir)
-        self._every_seconds, self._loss_key = every_seconds, loss_key
+        self.run_dir, self.every_seconds = read_run_dir(run_dir), every_seconds
+        self._loss_key = loss_key
         self._host = socket.gethostname()
         self._phases: list[Phase] = []
         self._progress: Progress | None = None
@@ -80,16 +83,6 @@ class Heartbeat(Callback, PhaseListener):
         self._last_seconds = 0.0
         self._rate_from: tuple[float, int] | None = None
         self._has_warned = False
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's directory."""
-        return self._run_dir
-
-    @property
-    def every_seconds(self) -> float:
-        """The least time between two heartbeats of one phase."""
-        return self._every_seconds
 
     @property
     def progress(self) -> Progress | None:
@@ -106,8 +99,7 @@ class Heartbeat(Callback, PhaseListener):
         self._clocks, self._rate_from = {}, None
         self._forget()
         self._milestones = {"created": self._created_seconds, "setup": time.monotonic()}
-        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
-        self._counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
+        self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the first heartbeat: everything is restored, and training begins."""
@@ -179,7 +171,7 @@ class Heartbeat(Callback, PhaseListener):
         """Notes that a part of the work is done, and writes a heartbeat if the last one is old enough."""
         if self._trainer is not None:
             self._move()
-            if time.monotonic() - self._last_seconds >= self._every_seconds:
+            if time.monotonic() - self._last_seconds >= self.every_seconds:
                 self._write(self._trainer)
 
     def _move(self) -> None:
@@ -218,12 +210,12 @@ class Heartbeat(Callback, PhaseListener):
             milestones=dict(self._milestones),
         )
         try:
-            write_heartbeat(self._run_dir, record)
+            write_heartbeat(self.run_dir, record)
         except OSError as error:
             # A full disk must not end a training whose checkpoints may lie elsewhere.
             if not self._has_warned:
                 self._has_warned = True
-                text = f"the heartbeat is not written to {self._run_dir}: {error.strerror or error}"
+                text = f"the heartbeat is not written to {self.run_dir}: {error.strerror or error}"
                 warnings.warn(f"{text}; further lost heartbeats are not reported", HeartbeatWarning, stacklevel=2)
 
     def _read_clocks(self) -> dict[str, int]:

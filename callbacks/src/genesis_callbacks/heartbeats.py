@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .base.errors import printable
-from .base.json_text import load_json
-from .base.plain_values import read_count, read_entries, read_number
+from .base.json_text import load_json, read_count, read_entries, read_number
 from .base.run_directory import RunDirectory
 from .base.untrusted import read_file
 from .phases import PHASES, Phase

@@ -23,7 +23,6 @@ Partition = tuple[tuple[int, ...], ...]
 # not find groups of the old one, whose sockets are closed.
 _GLOO_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]]" = WeakKeyDictionary()
 
-
 Number = TypeVar("Number", int, float)
 
 

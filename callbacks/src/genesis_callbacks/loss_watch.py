@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from ._argument_types import checking
-from ._log_lines import is_log_step
+from ._log_lines import check_version, is_log_step
 from .base.errors import UserError
 
 __all__ = ["LossWarning", "LossWatch", "judge_losses"]
@@ -89,11 +89,7 @@ class LossWatch(pl.Callback):
         """Takes the medians of a checkpoint."""
         if not state_dict:
             return
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's loss watch has version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's loss watch has")
         self._values, self._medians = list(state_dict["values"]), list(state_dict["medians"])
         self._warned = set(state_dict["warned"])
 

@@ -15,10 +15,11 @@ hook names its phase by `in_phase`, and calls `note_progress` after each part of
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 __all__ = ["PHASES", "Phase", "PhaseListener", "in_phase", "note_progress"]
 
+Kind = TypeVar("Kind")
 Phase = Literal["train", "validate", "save", "generate", "reference", "ended", "failed"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
@@ -49,7 +50,7 @@ def in_phase(trainer: Any, phase: Phase) -> Iterator[None]:
         >>> with in_phase(SimpleNamespace(callbacks=[]), "generate"):
         ...     pass
     """
-    listeners = _find_listeners(trainer)
+    listeners = find_callbacks(trainer, PhaseListener)
     for listener in listeners:
         listener.enter_phase(phase)
     try:
@@ -61,9 +62,11 @@ def in_phase(trainer: Any, phase: Phase) -> Iterator[None]:
 
 def note_progress(trainer: Any) -> None:
     """Notes that a part of the phase's work is done, such as a batch of a pass. Cheap: call it as often as you like."""
-    for listener in _find_listeners(trainer):
+    for listener in find_callbacks(trainer, PhaseListener):
         listener.note_progress()
 
 
-def _find_listeners(trainer: Any) -> list[PhaseListener]:
-    return [callback for callback in vars(trainer).get("callbacks", ()) if isinstance(callback, PhaseListener)]
+def find_callbacks(trainer: Any, kind: type[Kind]) -> list[Kind]:
+    """Returns the Trainer's callbacks of a class."""
+    # Through `vars`: Lightning's annotations leave the attribute out.
+    return [callback for callback in vars(trainer).get("callbacks", ()) if isinstance(callback, kind)]

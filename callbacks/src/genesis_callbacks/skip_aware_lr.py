@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -23,7 +22,9 @@ from genesis_callbacks.schedule import Clock, Schedule, ScheduleOptions, lr_fact
 from genesis_callbacks.token_counters import TokenCounters
 
 from ._argument_types import checking
+from ._log_lines import check_version, is_log_step, log_exact
 from .base.errors import UserError
+from .phases import find_callbacks
 
 LR = "optim/lr"
 LR_OF_GROUP = "optim/lr_{name}"
@@ -122,11 +123,7 @@ class SkipAwareLR(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the replays; the peaks only to report a change."""
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's schedule has version {state_dict['version']}, this release reads {_STATE_VERSION}: "
-                "resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's schedule has")
         self._num_replays = state_dict["replays"]
         self._restored_peaks = dict(state_dict["peaks"])
 
@@ -136,7 +133,7 @@ class SkipAwareLR(pl.Callback):
         """Finds the clocks and the planned end."""
         if stage != "fit":
             return
-        self._counters = next((c for c in vars(trainer)["callbacks"] if isinstance(c, TokenCounters)), None)
+        self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
         if self._counters is None:
             raise UserError(
                 "SkipAwareLR reads the clocks of TokenCounters: add TokenCounters() to the Trainer's callbacks"
@@ -181,11 +178,8 @@ class SkipAwareLR(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the learning rates."""
-        every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
-        if every > 0 and (trainer.global_step % every == 0 or trainer.should_stop):
-            # As CPU tensors: Lightning would move a number to the device and wait for it.
-            values = {key: torch.tensor(value, dtype=torch.float64) for key, value in self._lrs.items()}
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+        if is_log_step(trainer):
+            log_exact(pl_module, self._lrs)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Unwraps the module's hooks."""

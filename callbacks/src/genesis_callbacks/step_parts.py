@@ -19,6 +19,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final, Literal, get_args
 
+from .phases import find_callbacks
+
 __all__ = ["PARTS", "Part", "PartListener", "timing"]
 
 Part = Literal[
@@ -58,7 +60,7 @@ def timing(trainer: Any, part: Part) -> Iterator[None]:
         >>> with timing(SimpleNamespace(callbacks=[]), "generation"):
         ...     pass
     """
-    listeners = [callback for callback in vars(trainer).get("callbacks", ()) if isinstance(callback, PartListener)]
+    listeners = find_callbacks(trainer, PartListener)
     for listener in listeners:
         listener.begin_part(part)
     try:

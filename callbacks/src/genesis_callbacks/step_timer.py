@@ -36,10 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._argument_types import checking
 from ._compat import ignore_actions, ignore_backward, listen_to_actions, listen_to_backward
-from ._last_gradient import LastGradient
-from ._log_lines import is_log_step, log_exact
-from ._step_timeline import StepTimeline
+from ._log_lines import check_version, is_log_step, log_exact
+from ._step_timeline import LastGradient, StepTimeline
 from .base.errors import UserError
+from .phases import find_callbacks
 from .step_parts import PARTS, Part, PartListener
 
 __all__ = ["StepTimeWarning", "StepTimer"]
@@ -135,11 +135,7 @@ class StepTimer(pl.Callback, PartListener):
         """Takes the sums of a checkpoint."""
         if not state_dict:
             return
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's step timer has version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's step timer has")
         self._num_steps, self._has_run = state_dict["num_steps"], True
         self._sums = {part: state_dict["sums_ms"][part] for part in PARTS if part in state_dict["sums_ms"]}
 
@@ -152,9 +148,7 @@ class StepTimer(pl.Callback, PartListener):
         self._reset_trend()
         self._leave()
         self._has_run, self._num_ended, self._last_step = True, 0, trainer.global_step
-        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
-        savers = [each for each in callbacks if isinstance(each, Checkpoint)]
-        self._savers = {f"[Callback]{each.state_key}.": each for each in savers}
+        self._savers = {f"[Callback]{each.state_key}.": each for each in find_callbacks(trainer, Checkpoint)}
         self._actions = {}
         self._mixes_passes = bool(getattr(pl_module, "mixes_passes", False))
         self._trainer, self._timeline = trainer, StepTimeline(trainer.strategy.root_device)

@@ -234,11 +234,8 @@ def summarize_series(series: Mapping[str, Sequence[float]]) -> dict[str, float]:
     summary = {key: statistics.median(values) for key, values in finite.items() if values}
     summary |= {key: finite[key][-1] for key in _COUNTS if finite.get(key)}
     steps, losses = finite.get("time/step_ms", ()), finite.get("train/loss", ())
-    for key, values, reference in ((STEP_TIME_TREND, steps, "first"), (LOSS_TREND, losses, "lowest")):
-        trend = _compute_trend(values, "first" if reference == "first" else "lowest")
-        if trend is not None:
-            summary[key] = trend
-    return summary
+    trends = {STEP_TIME_TREND: _compute_trend(steps, "first"), LOSS_TREND: _compute_trend(losses, "lowest")}
+    return summary | {key: trend for key, trend in trends.items() if trend is not None}
 
 
 _COUNTS: Final = ("gradient/spikes", "gradient/skips", "gradient/nonfinite")

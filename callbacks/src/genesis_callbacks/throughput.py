@@ -23,11 +23,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from ._argument_types import checking
-from ._log_lines import is_log_step, log_exact
+from ._log_lines import check_version, is_log_step, log_exact
 from .base.errors import UserError
 from .checkpoint.device import is_host, name_device
 from .device_peaks import choose_peak_type, compute_mfu, read_peak_flops
 from .host_group import HostGroup
+from .phases import find_callbacks
 from .step_parts import Part, PartListener
 from .token_counters import DEFAULT_UNIT, TokenCounters, choose_count, count_ranks_per_batch
 
@@ -109,11 +110,7 @@ class Throughput(pl.Callback, PartListener):
         """Takes the measurements of a checkpoint."""
         if not state_dict:
             return
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's throughput has version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's throughput has")
         self._tokens, self._flops = state_dict["tokens"], state_dict["flops"]
         self._seconds, self._has_run = state_dict["seconds"], True
 
@@ -124,8 +121,7 @@ class Throughput(pl.Callback, PartListener):
         if trainer.global_step == 0:
             self._reset()
         self._has_run = True
-        callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
-        counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
+        counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
         if counters is not None:
             self._unit, self._count = self._given_unit or counters.unit, self._given_count or counters.count
         self._ranks_per_batch = count_ranks_per_batch(trainer)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from genesis_callbacks._log_lines import is_log_step, log_exact
+from genesis_callbacks._log_lines import check_version, is_log_step, log_exact
 from genesis_callbacks.host_group import HostGroup, Pending
 
 from ._argument_types import checking
@@ -46,7 +46,6 @@ DEFAULT_UNIT = "tokens"
 SEEN, UPDATED = "{unit}_seen", "{unit}_updated"
 
 _STATE_VERSION = 1
-_IGNORE_INDEX = -100
 
 
 class TooManySkipsError(RunEndedError):
@@ -87,11 +86,6 @@ def count_tokens(batch: Any, unit: str = DEFAULT_UNIT) -> int:
         f"the {unit} of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
         "function from a batch to an int"
     )
-
-
-def count_valid_labels(batch: Any) -> int:
-    """Returns how many of `batch["labels"]` are not -100. On an accelerator this waits for the device."""
-    return int((batch["labels"] != _IGNORE_INDEX).sum())
 
 
 class TokenCounters(pl.Callback):
@@ -241,11 +235,7 @@ class TokenCounters(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the clocks of a checkpoint."""
-        if state_dict["version"] != _STATE_VERSION:
-            raise UserError(
-                f"the checkpoint's token counters have version {state_dict['version']}, this release reads "
-                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
-            )
+        check_version(state_dict, _STATE_VERSION, "the checkpoint's token counters have")
         unit = state_dict.get("unit", DEFAULT_UNIT)  # earlier releases counted tokens alone
         if unit != self.unit:
             raise UserError(f"the checkpoint's counters count {unit}, and this run {self.unit}: give unit={unit!r}")

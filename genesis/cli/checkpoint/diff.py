@@ -20,15 +20,9 @@ from genesis.cli.checkpoint.shared import (
 )
 from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.train.recipe_policy import RECIPE_POLICY
-from genesis_callbacks.checkpoint import (
-    CorruptCheckpointError,
-    Difference,
-    Manifest,
-    TensorComparison,
-    compare_tensors,
-    find_drift,
-    verify,
-)
+from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, verify
+from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
+from genesis_callbacks.checkpoint.drift import Difference, find_drift
 
 _MAX_TENSOR_ROWS = 20
 _ON_RESUME = {

@@ -24,7 +24,10 @@ from genesis.cli.checkpoint.shared import (
     without_path,
 )
 from genesis.generate.checkpoint_reference import find_run
-from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, read_best, read_inventory
+from genesis_callbacks.checkpoint import read_best
+from genesis_callbacks.checkpoint.best import Best
+from genesis_callbacks.checkpoint.inventory import InventoryEntry, read_inventory
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
 _DESCRIPTION = """Lists the content of a run's checkpoint directory: committed checkpoints in the order of the run,
 then saves in flight, and quarantined checkpoints. Exit status 1 if a committed checkpoint does not verify.

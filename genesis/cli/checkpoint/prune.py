@@ -7,17 +7,15 @@ from rich.filesize import decimal
 
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
 from genesis.generate.checkpoint_reference import find_run
-from genesis_callbacks.checkpoint import (
+from genesis_callbacks.checkpoint import Retention, list_committed
+from genesis_callbacks.checkpoint.best import read_marked_names
+from genesis_callbacks.checkpoint.inventory import newest_whole, read_inventory
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint.retain import (
     CommittedCheckpoint,
-    Retention,
     apply_retention,
-    checkpoints_in,
-    list_committed,
     name_bases,
-    newest_whole,
     plan_removals,
-    read_inventory,
-    read_marked_names,
 )
 
 _DESCRIPTION = """Removes older checkpoints of a run, as the run's own retention does. The newest checkpoint that

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from genesis.cli.checkpoint.shared import BAD, LEVELS, RUN_HELP, build_parser, hold_directory, print_json, without_path
 from genesis.generate.checkpoint_reference import find_run
-from genesis_callbacks.checkpoint import (
+from genesis_callbacks.checkpoint.inventory import (
     Repair,
     apply_repair,
-    checkpoints_in,
     find_problems,
     plan_repairs,
     read_inventory,
 )
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
 _DESCRIPTION = """Lists everything in a run's checkpoint directory that is broken or left over, with the remedy.
 With --apply, and while no run holds the directory, it renames checkpoints that do not verify to quarantined-... and

@@ -16,7 +16,9 @@ from genesis.base.arguments import Parser
 from genesis.base.console import Console
 from genesis.base.errors import printable
 from genesis.base.progress import stage
-from genesis_callbacks.checkpoint import CheckpointError, DirectoryLock, InventoryEntry, VerifyLevel, find_problems
+from genesis_callbacks.checkpoint import CheckpointError, VerifyLevel
+from genesis_callbacks.checkpoint.inventory import InventoryEntry, find_problems
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
 
 _PLAIN_WIDTH = 120  # not that of `genesis.cli.options`, which takes longer to import than a listing
 BAD = 1

@@ -25,17 +25,16 @@ from genesis.cli.checkpoint.shared import (
 from genesis.data.usage import DataUsage, read_data_usage
 from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.recipe.yaml import dump_yaml
+from genesis_callbacks.base.manifest import encode_manifest
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
     Manifest,
-    encode_manifest,
-    find_base,
     read_manifest,
-    read_state,
-    summarise_parts,
-    trace_ancestors,
 )
+from genesis_callbacks.checkpoint.inventory import summarise_parts, trace_ancestors
+from genesis_callbacks.checkpoint.state import read_state
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _DESCRIPTION = """Describes a checkpoint: counters, recipe, versions, files, tensors by part, ancestors.
 Example: genesis checkpoint show runs/demo/run/800"""

@@ -11,7 +11,8 @@ from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
 from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, find_problems_shown, print_json, without_path
 from genesis.generate.checkpoint_reference import read_reference
-from genesis_callbacks.checkpoint import CheckpointError, find_problem, read_inventory
+from genesis_callbacks.checkpoint import CheckpointError
+from genesis_callbacks.checkpoint.inventory import find_problem, read_inventory
 
 _MAX_NAMED = 3
 _FORMATS = {

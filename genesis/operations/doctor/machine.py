@@ -28,7 +28,7 @@ from genesis.base.device import (
 )
 from genesis.base.processes import run_program
 from genesis.operations.doctor.probe import Probe, SkippedError
-from genesis_callbacks.checkpoint import DeviceProof, prove_device
+from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 _COPY_BYTES: Final = 256 << 20

@@ -64,7 +64,8 @@ from genesis.optim.recipe import read_algorithm
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
-from genesis_callbacks.checkpoint import checkpoint_name, find_latest
+from genesis_callbacks.base.run_directory import checkpoint_name
+from genesis_callbacks.checkpoint import find_latest
 
 _OVERFIT_LIMIT: Final = 0.1
 _OVERFIT_STEPS: Final = 200

@@ -17,13 +17,9 @@ from genesis.operations.doctor.checks import Check, judge
 from genesis.operations.doctor.observe import Feed, LiveTensors, find_slope
 from genesis.operations.doctor.planned import PlannedFit
 from genesis.train.module import GenesisModule
-from genesis_callbacks.checkpoint import (
-    CheckpointError,
-    TensorRecord,
-    compare_tensors,
-    read_manifest,
-    verify,
-)
+from genesis_callbacks.base.manifest import TensorRecord
+from genesis_callbacks.checkpoint import CheckpointError, read_manifest, verify
+from genesis_callbacks.checkpoint.compare import compare_tensors
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _MIB: Final = 2**20

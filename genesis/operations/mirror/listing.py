@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from genesis_callbacks.base.hashing import Hasher, build_hasher
+from genesis_callbacks.base.manifest import BaseReference, FileRecord, decode_committed
 from genesis_callbacks.base.run_directory import COMMITTED_NAME, MANIFEST_NAME, checkpoint_name
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, read_file
-from genesis_callbacks.checkpoint import (
-    BaseReference,
-    CheckpointError,
-    CorruptCheckpointError,
-    FileRecord,
-    Hasher,
-    build_hasher,
-    decode_committed,
-)
+from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError
 
 MAX_MARKER_BYTES: Final = 200
 _MARKER: Final = re.compile(r"(blake3|sha256):[0-9a-f]{64}")

@@ -41,14 +41,11 @@ from genesis.operations.mirror.status import (
 from genesis.operations.mirror.transfer import AbandonedError, HeldCheckpoint, Pace, read_hash, write_verified
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file
+from genesis_callbacks.base.manifest import BaseReference, FileRecord
 from genesis_callbacks.base.run_directory import BEST_NAME, MANIFEST_NAME, base_name, is_checkpoint_name
 from genesis_callbacks.base.untrusted import RefusedFileError, read_file
-from genesis_callbacks.checkpoint import (
-    BaseReference,
-    CorruptCheckpointError,
-    FileRecord,
-    find_base,
-)
+from genesis_callbacks.checkpoint import CorruptCheckpointError
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 OWNER_NAME: Final = "mirror.json"
 """The file in a mirror that names its owner."""

@@ -22,7 +22,10 @@ from genesis.operations.mirror.places import Place
 from genesis.operations.mirror.plan import order
 from genesis.operations.mirror.transfer import Pace, read_hash
 from genesis.operations.supervise.state import read_fresh_seconds
+from genesis_callbacks.base.checkpoint_errors import BaseCheckpointError
 from genesis_callbacks.base.files import create_file, replace_file, sync_directory
+from genesis_callbacks.base.hashing import hash_file
+from genesis_callbacks.base.manifest import BaseReference, FileRecord
 from genesis_callbacks.base.run_directory import (
     BEST_NAME,
     COMMITTED_NAME,
@@ -32,17 +35,13 @@ from genesis_callbacks.base.run_directory import (
 )
 from genesis_callbacks.base.untrusted import check_file
 from genesis_callbacks.checkpoint import (
-    BaseCheckpointError,
-    BaseReference,
     CheckpointError,
     CorruptCheckpointError,
-    DirectoryLock,
-    FileRecord,
-    find_base,
-    hash_file,
     list_committed,
     verify,
 )
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
+from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _STAGING: Final = ".staging-restore"
 """A fit discards directories of such names, like every save that was interrupted."""

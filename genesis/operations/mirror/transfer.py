@@ -18,8 +18,10 @@ from typing import BinaryIO, Final
 from genesis.data.store import StoreError
 from genesis.operations.mirror.listing import CheckpointListing, read_local_marker
 from genesis.operations.mirror.places import Blocks, Place
+from genesis_callbacks.base.hashing import Hasher
+from genesis_callbacks.base.manifest import FileRecord
 from genesis_callbacks.base.untrusted import RefusedFileError, open_descriptor
-from genesis_callbacks.checkpoint import CorruptCheckpointError, FileRecord, Hasher
+from genesis_callbacks.checkpoint import CorruptCheckpointError
 
 _ATTEMPTS: Final = 3
 

@@ -11,11 +11,11 @@ from genesis.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     Manifest,
-    compare_tensors,
     list_committed,
-    read_state,
     verify,
 )
+from genesis_callbacks.checkpoint.compare import compare_tensors
+from genesis_callbacks.checkpoint.state import read_state
 
 LOSS_COLUMNS = ("train/loss", "validation/loss")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.rehearse.plan import Pace, Sight
 from genesis_callbacks.base.event_reader import EventFollower
+from genesis_callbacks.base.run_directory import is_staging_name
 from genesis_callbacks.base.untrusted import open_file
-from genesis_callbacks.checkpoint import is_staging_name
 
 _TAIL_BYTES = 1 << 15
 

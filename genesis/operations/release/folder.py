@@ -10,8 +10,8 @@ from typing import Final
 from genesis.base.errors import UserError
 from genesis.export.staging import check_is_new, staged
 from genesis.operations.release.leaks import Machine, check_text
+from genesis_callbacks.base.hashing import hash_file
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
-from genesis_callbacks.checkpoint import hash_file
 
 SUMS_NAME: Final = "SHA256SUMS"
 

@@ -10,7 +10,8 @@ from genesis.operations.supervise.state import write_fresh_seconds
 from genesis_callbacks.base.locks import lock_file
 from genesis_callbacks.base.run_directory import COMMITTED_NAME, LOCK_NAME, is_checkpoint_name, step_of
 from genesis_callbacks.base.untrusted import open_descriptor
-from genesis_callbacks.checkpoint import list_committed, supersede
+from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.checkpoint.commit import supersede
 
 
 def list_markers(run_dir: Path) -> dict[int, Path]:

@@ -16,7 +16,7 @@ from typing import Final
 
 from genesis.base.processes import WRITER_NAME
 from genesis.operations.supervise.launch_protocol import MAX_PACKET_BYTES, Job, encode
-from genesis_callbacks.checkpoint import writer_environment
+from genesis_callbacks.checkpoint.writer_start import writer_environment
 
 WRITER_MODULE: Final = "genesis_callbacks.checkpoint.writer"
 

@@ -45,7 +45,7 @@ from genesis.operations.supervise.launch_protocol import (
     encode,
     short_path,
 )
-from genesis_callbacks.checkpoint import start_writers_by
+from genesis_callbacks.checkpoint.writer_process import start_writers_by
 
 PRELOADED: Final = (WRITER_MODULE, "torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit")
 

@@ -20,8 +20,8 @@ from genesis.operations.doctor.machine import inspect_devices, measure_copies, m
 from genesis.operations.doctor.parts import PARTS, find_part
 from genesis.operations.doctor.probe import Probe, SkippedError, Task
 from genesis.operations.doctor.training import counting_waits, measure_training, train_on_all, watch_waits
-from genesis_callbacks.checkpoint import DeviceReport
 from genesis_callbacks.checkpoint.device import DevicePath
+from genesis_callbacks.checkpoint.device_proof import DeviceReport
 from tests.killed_run import kill_alone
 
 REPOSITORY = Path(__file__).parents[3]

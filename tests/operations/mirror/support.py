@@ -20,9 +20,9 @@ from genesis_callbacks.checkpoint import (
     SaveScope,
     SaveTarget,
     Snapshot,
-    bind_scope,
     save_blocking,
 )
+from genesis_callbacks.checkpoint.scope import bind_scope
 
 BASE = torch.arange(50.0)
 

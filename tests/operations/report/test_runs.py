@@ -14,7 +14,7 @@ from genesis.operations.report.runs import find_runs, summarise_run
 from genesis.operations.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.operations.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.base.events import EventLog
-from genesis_callbacks.checkpoint import DirectoryLock
+from genesis_callbacks.checkpoint.lineage import DirectoryLock
 from genesis_callbacks.heartbeats import HeartbeatRecord, write_heartbeat
 from tests.operations.mirror.support import Run, sync
 

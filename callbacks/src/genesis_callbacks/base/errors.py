@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "as_line",
     "describe_error",
     "find_remedy",
+    "name_some",
     "naming",
     "printable",
     "printable_lines",
@@ -56,6 +57,17 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Returns `text` as `printable` does, but keeps line ends: for text whose line ends this package wrote itself."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def name_some(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first names of a list, and how many more there are.
+
+    Example:
+        >>> name_some(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 MAX_QUOTED = 200

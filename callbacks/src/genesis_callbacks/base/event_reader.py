@@ -39,9 +39,9 @@ def read_events(run_dir: Path | str) -> list[Event]:
     Raises:
         UserError: A file of events cannot be read.
     """
-    paths = _list_files(Path(run_dir))
-    shares = share_budget([_measure(path) for path in paths], MAX_READ_BYTES)
-    return _merge([_decode_lines(_read_tail(path, share)) for path, share in zip(paths, shares, strict=True)])
+    follower = EventFollower(run_dir)
+    follower.skip_all_but(MAX_READ_BYTES)
+    return follower.poll()
 
 
 def share_budget(sizes: Sequence[int], total: int) -> list[int]:
@@ -75,9 +75,15 @@ class EventFollower:
         self._run_dir = Path(run_dir)
         self._positions: dict[Path, _Position] = {}
         if is_from_now:
-            for path in _list_files(self._run_dir):
-                found = path.stat()
-                self._positions[path] = _Position(found.st_ino, found.st_size)
+            self.skip_all_but(0)
+
+    def skip_all_but(self, max_bytes: int) -> None:
+        """Leaves out what is there already, but for the newest events of each file, of a limited size together."""
+        found = {path: stat for path in _list_files(self._run_dir) if (stat := _look_at(path)) is not None}
+        shares = share_budget([stat.st_size for stat in found.values()], max_bytes)
+        for (path, stat), share in zip(found.items(), shares, strict=True):
+            # Where this cuts a line, its end is no event.
+            self._positions[path] = _Position(stat.st_ino, stat.st_size - share)
 
     def poll(self) -> list[Event]:
         """Returns the events since the last call, merged by time. It never waits.
@@ -93,13 +99,8 @@ class EventFollower:
         )
 
     def _count_new(self, path: Path) -> int:
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        return found.st_size - self._find_start(path, found)
+        found = _look_at(path)
+        return 0 if found is None else found.st_size - self._find_start(path, found)
 
     def _find_start(self, path: Path, found: os.stat_result) -> int:
         before = self._positions.get(path)
@@ -153,30 +154,18 @@ def _open_regular(path: Path) -> int | None:
         raise _unreadable(path, error) from error
 
 
+def _look_at(path: Path) -> os.stat_result | None:
+    """Returns a file's status; None for one that is gone."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {error.strerror}; make it readable, or remove it")
-
-
-def _measure(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # the read that follows skips a missing file, or reports why it cannot be read
-        return 0
-
-
-def _read_tail(path: Path, max_bytes: int) -> bytes:
-    """Returns the last lines of a file that are whole, as many as fit into `max_bytes`."""
-    descriptor = _open_regular(path)
-    if descriptor is None:
-        return b""
-    try:
-        num_bytes = os.fstat(descriptor).st_size
-        start = max(0, num_bytes - max_bytes)
-        data = os.pread(descriptor, max_bytes, start)
-    finally:
-        os.close(descriptor)
-    first = 0 if start == 0 else data.find(b"\n") + 1  # the line in which the tail begins is cut
-    return data[first : data.rfind(b"\n") + 1]
 
 
 def _decode_lines(data: bytes) -> list[Event]:

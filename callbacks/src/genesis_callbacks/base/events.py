@@ -37,11 +37,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, get_args
 
 from .errors import printable
-from .json_text import load_json
-from .plain_values import MAX_ENTRIES, read_count, read_entries, read_number
+from .json_text import MAX_ENTRIES, load_json, read_count, read_entries, read_number
 from .run_directory import EventWriter, RunDirectory
 
 __all__ = ["Event", "EventKind", "EventLog", "EventWarning", "decode_event", "encode_event"]
@@ -174,6 +173,23 @@ def _text(value: Any) -> str:
     return printable(value[:_MAX_TEXT])
 
 
+class EventFields(TypedDict, total=False):
+    """What a writer gives of an event: each may be left out."""
+
+    step: int | None
+    """Windows attempted."""
+    clocks: Mapping[str, int]
+    """Exact counts at that step."""
+    checkpoint: Path
+    """The checkpoint that it is about."""
+    error: BaseException | None
+    """Gives class and, where there is no other, text."""
+    metrics: Mapping[str, float]
+    """By name."""
+    text: str
+    """For people."""
+
+
 class EventLog:
     """Writes the events of one rank, the supervisor, or a command. It keeps no file open, and may be pickled.
 
@@ -199,58 +215,27 @@ class EventLog:
         """Returns how an event names a checkpoint: relative to this run's, so that both may move together."""
         return os.path.relpath(path, self._checkpoints)
 
-    def write(
-        self,
-        kind: EventKind,
-        *,
-        step: int | None = None,
-        clocks: Mapping[str, int] | None = None,
-        checkpoint: Path | None = None,
-        error: BaseException | None = None,
-        metrics: Mapping[str, float] | None = None,
-        text: str = "",
-    ) -> None:
-        """Appends an event that happens now; the first that cannot be written is an `EventWarning`.
-
-        Args:
-            kind: What happens.
-            step: Windows attempted.
-            clocks: Exact counts at that step.
-            checkpoint: The checkpoint that it is about.
-            error: Gives class and, where there is no other, text.
-            metrics: By name.
-            text: For people.
-        """
-        problem = self.append(
-            kind, step=step, clocks=clocks, checkpoint=checkpoint, error=error, metrics=metrics, text=text
-        )
+    def write(self, kind: EventKind, **about: Unpack[EventFields]) -> None:
+        """Appends an event that happens now; the first that cannot be written is an `EventWarning`."""
+        problem = self.append(kind, **about)
         if problem is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{problem}; further lost events are not reported", EventWarning, stacklevel=2)
 
-    def append(
-        self,
-        kind: EventKind,
-        *,
-        step: int | None = None,
-        clocks: Mapping[str, int] | None = None,
-        checkpoint: Path | None = None,
-        error: BaseException | None = None,
-        metrics: Mapping[str, float] | None = None,
-        text: str = "",
-    ) -> str | None:
+    def append(self, kind: EventKind, **about: Unpack[EventFields]) -> str | None:
         """Appends an event as `write` does, and returns why that is not possible, or None."""
+        checkpoint, error = about.get("checkpoint"), about.get("error")
         event = Event(
             kind,
             time.time(),
             time.monotonic(),
             self._rank,
-            step,
-            {name: count for name, count in (clocks or {}).items() if name != "step"},
+            about.get("step"),
+            {name: count for name, count in (about.get("clocks") or {}).items() if name != "step"},
             None if checkpoint is None else self.name_checkpoint(checkpoint),
             None if error is None else type(error).__name__,
-            metrics or {},
-            text or ("" if error is None else str(error)),
+            about.get("metrics", {}),
+            about.get("text") or ("" if error is None else str(error)),
         )
         try:
             _append_line(self._path, encode_event(event))

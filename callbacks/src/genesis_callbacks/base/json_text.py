@@ -4,11 +4,15 @@ Two readers of such a text, of which one keeps the first value, would see differ
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 __all__ = ["RepeatedKeyError", "load_json"]
+
+MAX_COUNT: Final = 1 << 62
+MAX_ENTRIES: Final = 24
 
 
 class RepeatedKeyError(ValueError):
@@ -42,3 +46,36 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise RepeatedKeyError(next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1))
     return content
+
+
+def read_count(value: Any) -> int:
+    """Returns a whole number from 0 on.
+
+    Raises:
+        ValueError: The value is something else, or huge.
+    """
+    if type(value) is not int or not 0 <= value < MAX_COUNT:
+        raise ValueError("not a count")
+    return value
+
+
+def read_number(value: Any) -> float:
+    """Returns a finite number.
+
+    Raises:
+        ValueError: The value is something else.
+    """
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return float(value)
+
+
+def read_entries(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the entries of a mapping.
+
+    Raises:
+        ValueError: The value is not a mapping, or has more than `MAX_ENTRIES` entries.
+    """
+    if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
+        raise ValueError("not a small mapping")
+    return list(value.items())

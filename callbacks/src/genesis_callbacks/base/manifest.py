@@ -173,10 +173,10 @@ class Manifest:
     identity: dict[str, Any]
     recipe: dict[str, Any]
     versions: dict[str, str]
-    created_seconds: float
     previous: Ancestor | None
-    files: tuple[FileRecord, ...]
-    tensors: dict[str, TensorRecord]
+    created_seconds: float = 0.0
+    files: tuple[FileRecord, ...] = ()
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
     has_optimizer: bool = True
     hash_algorithm: HashAlgorithm = "blake3"
     base: BaseReference | None = None

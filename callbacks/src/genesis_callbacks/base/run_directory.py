@@ -58,16 +58,9 @@ COMMITTED_NAME: Final = "COMMITTED"
 PLACES_VARIABLE: Final = "GENESIS_BASE_CHECKPOINTS"
 """Environment variable with additional paths of base checkpoints, separated as in PATH."""
 
-_BASES_NAME: Final = "bases"
 _BASE_NAME_LENGTH: Final = 16
-_RANKS_NAME: Final = ".ranks"
-_EVENTS_NAME: Final = "events"
 _CHECKPOINT_NAME: Final = re.compile(r"step-(\d{8,})")
 _STAGING_NAME: Final = re.compile(r"step-\d{8,}\.staging-\w+")
-_HEARTBEATS_NAME: Final = "heartbeats"
-_MEMORY_NAME: Final = "memory"
-_TRACES_NAME: Final = "traces"
-_HANGS_NAME: Final = "hangs"
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """As a URL begins; a `Path` made of a URL has one slash of the two."""
 
@@ -156,37 +149,37 @@ class RunDirectory:
     @property
     def bases(self) -> Path:
         """Holds the bases that a restore has put into the run."""
-        return self.path / _BASES_NAME
+        return self.path / "bases"
 
     @property
     def ranks(self) -> Path:
         """Holds a file for each rank that lives."""
-        return self.path / _RANKS_NAME
+        return self.path / ".ranks"
 
     @property
     def events(self) -> Path:
         """Holds the files of events."""
-        return self.path / _EVENTS_NAME
+        return self.path / "events"
 
     @property
     def heartbeats(self) -> Path:
         """Holds a file for each rank, with its last heartbeat."""
-        return self.path / _HEARTBEATS_NAME
+        return self.path / "heartbeats"
 
     @property
     def memory(self) -> Path:
         """Holds snapshots of memory from when it ran out."""
-        return self.path / _MEMORY_NAME
+        return self.path / "memory"
 
     @property
     def traces(self) -> Path:
         """Holds profiler traces."""
-        return self.path / _TRACES_NAME
+        return self.path / "traces"
 
     @property
     def hangs(self) -> Path:
         """Holds the reports of hangs."""
-        return self.path / _HANGS_NAME
+        return self.path / "hangs"
 
     def heartbeat_file(self, rank: int) -> Path:
         """Returns where a rank writes its heartbeat."""

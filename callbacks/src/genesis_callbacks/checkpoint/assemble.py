@@ -7,19 +7,16 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .._compat import build_dcp_metadata
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, SaveFailedError
-from ..base.hashing import HashAlgorithm
 from ..base.local_shards import TensorShard
 from ..base.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
-    Ancestor,
-    BaseReference,
     ChunkRecord,
     Manifest,
     TensorRecord,
@@ -34,24 +31,6 @@ from .durable_file import write_file
 from .retain import Retention, apply_retention
 from .verify import verify
 from .write import Receipt
-
-
-@dataclass(frozen=True)
-class ManifestHeader:
-    """The fields of a manifest other than files and tensors; see `Manifest`."""
-
-    step: int
-    sequence: int
-    counters: Mapping[str, int]
-    world_size: int
-    mesh: Mapping[str, int]
-    identity: Mapping[str, Any]
-    recipe: Mapping[str, Any]
-    versions: Mapping[str, str]
-    previous: Ancestor | None
-    has_optimizer: bool
-    hash_algorithm: HashAlgorithm
-    base: BaseReference | None = None
 
 
 def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
@@ -106,7 +85,7 @@ def _check_can_be_read(data: bytes, name: str) -> None:
 
 def assemble(
     staging: Path,
-    header: ManifestHeader,
+    header: Manifest,
     tensors: Mapping[str, TensorRecord],
     receipts: Sequence[Receipt],
     sections: Sequence[Any],
@@ -115,7 +94,7 @@ def assemble(
 
     Args:
         staging: The staging directory with the shards of all ranks.
-        header: The manifest's fields other than files and tensors.
+        header: The manifest, without files, tensors and the time of the commit.
         tensors: The records of `collect_records`, and those of the tensors in the base.
         receipts: The receipt of each rank, in rank order.
         sections: Each rank's other state, already plain JSON, in rank order.
@@ -135,22 +114,11 @@ def assemble(
         write_file(staging / STATE_NAME, state, algorithm=algorithm),
         write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(own, final.name), algorithm=algorithm),
     ]
-    manifest = Manifest(
-        step=header.step,
-        sequence=header.sequence,
-        counters=dict(header.counters),
-        world_size=header.world_size,
-        mesh=dict(header.mesh),
-        identity=dict(header.identity),
-        recipe=dict(header.recipe),
-        versions=dict(header.versions),
+    manifest = replace(
+        header,
         created_seconds=time.time(),
-        previous=header.previous,
         files=tuple(sorted(files, key=lambda record: record.name)),
         tensors=dict(tensors),
-        has_optimizer=header.has_optimizer,
-        hash_algorithm=algorithm,
-        base=header.base,
         schema_version=schema_for(header.base),
     )
     _check_can_be_read(encode_manifest(manifest), MANIFEST_NAME)

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.checkpoint_errors import UnsupportedStateError
-from ..base.local_shards import LocalShard
+from ..base.local_shards import LocalShard, local_shards
 from ..base.manifest import Manifest, TensorRecord
-from .plan import PartsCache
 
 MODEL_PREFIX = "model."
 SWAPPED_PREFIX = "swapped."
@@ -76,11 +75,15 @@ def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
     return model
 
 
-def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalShard]:
+def model_parts(model: NamedModel) -> list[LocalShard]:
     """Returns the parts of the model's tensors that this rank holds."""
-    cache = cache or PartsCache()
-    tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
-    return cache.local_shards(tensors, lambda tensor: "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+    return [
+        part
+        for name, tensor in model.tensors.items()
+        for part in local_shards(
+            MODEL_PREFIX + name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        )
+    ]
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:
@@ -170,10 +173,9 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
     return NamedOptimizer(tensors, {"groups": groups, "values": values, "has_state": bool(holder.state)})
 
 
-def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalShard]:
+def optimizer_parts(optimizer: NamedOptimizer) -> list[LocalShard]:
     """Returns the parts of an optimizer's state that this rank holds."""
-    cache = cache or PartsCache()
-    return cache.local_shards(optimizer.tensors, lambda _: "optimizer")
+    return [part for name, tensor in optimizer.tensors.items() for part in local_shards(name, tensor, "optimizer")]
 
 
 def recorded_optimizer_state(manifest: Manifest, index: int) -> dict[str, dict[str, TensorRecord]]:

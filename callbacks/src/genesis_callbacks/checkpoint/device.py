@@ -5,11 +5,13 @@ whose torch module has no such function copies to pageable memory, which is slow
 """
 
 import contextlib
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,3 +182,21 @@ def apply_device_rng(state: dict[str, Any]) -> None:
     kind, module = generators
     if kind in state and len(state[kind]) == torch.accelerator.device_count():
         module.set_rng_state_all(state[kind])
+
+
+def read_rng_state() -> dict[str, Any]:
+    """Returns the state of every generator of this process. It waits for the devices, if any."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        **read_device_rng(),
+    }
+
+
+def apply_rng_state(state: dict[str, Any]) -> None:
+    """Sets every generator to the state of `read_rng_state`; devices' only if the number of devices is equal."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    apply_device_rng(state)

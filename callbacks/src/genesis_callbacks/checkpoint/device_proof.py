@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.local_shards import TensorShard
-from .device import DevicePath, PinError, build_stream, is_host, record_event, working_on
+from .device import DevicePath, PinError, build_stream, is_host, name_device, record_event, working_on
 from .digest import DigestScratch, digest_chunk
 from .stage import SharedBuffer, place_shards
 
@@ -80,7 +80,7 @@ def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> De
     )
     found = {proof.name: _find_failure(proof, device) for proof in proofs}
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    environment = {"device": _name_device(device), "device.deterministic": "true" if is_deterministic else "false"}
+    environment = {"device": name_device(device), "device.deterministic": "true" if is_deterministic else "false"}
     for proof in proofs:
         environment[f"device.{proof.name}"] = proof.fast if found[proof.name] is None else proof.slow
     failures = tuple(
@@ -105,11 +105,6 @@ def _find_failure(proof: DeviceProof, device: torch.device) -> Exception | None:
 def _describe(error: Exception) -> str:
     line = (str(error).splitlines() or [""])[0]
     return line if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {line}"
-
-
-def _name_device(device: torch.device) -> str:
-    read = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if read is None else str(read(device))
 
 
 def _make_tensor(dtype: torch.dtype) -> Tensor:

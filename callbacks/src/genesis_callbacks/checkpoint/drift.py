@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from ..base.checkpoint_errors import CheckpointError, DriftError
-from ..base.errors import printable
+from ..base.errors import name_some, printable
 from ..base.manifest import Manifest
 
 Kind = Literal["free", "allow", "never"]
@@ -226,6 +226,4 @@ def check_drift(manifest: Manifest, differences: Sequence[Difference], policy: D
 
 def _join(differences: Sequence[Difference]) -> str:
     """Returns the keys for a line, of many only the first."""
-    keys = [printable(difference.key) for difference in differences]
-    shown, rest = keys[:_MAX_SHOWN_KEYS], len(keys) - _MAX_SHOWN_KEYS
-    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
+    return name_some([printable(difference.key) for difference in differences], _MAX_SHOWN_KEYS)

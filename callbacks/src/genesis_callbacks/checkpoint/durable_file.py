@@ -117,8 +117,8 @@ class DurableFile:
         return FileRecord(self._path.name, self.num_bytes, self._hasher.hexdigest(), rank)
 
 
-def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int = 0) -> FileRecord:
-    """Writes a new small file durably and returns its record for the manifest."""
+def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm) -> FileRecord:
+    """Writes a new small file of rank 0 durably and returns its record for the manifest."""
     with DurableFile(path, algorithm=algorithm) as file:
         file.write(data)
-        return file.finish(rank=rank)
+        return file.finish(rank=0)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..base.errors import name_some
 from ..base.manifest import dtype_name
 from .collect import canonical_name, name_optimizer, name_parameters, state_holder
 from .contents import Contents, StoredTensor
-
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -212,11 +211,6 @@ def _match_names(due: Sequence[ExpectedTensor], saved: Iterable[str]) -> tuple[d
 # ---- differences
 
 
-def _name_some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED:,} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more
-
-
 def _describe(tensor: ExpectedTensor | StoredTensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
@@ -236,7 +230,7 @@ def _find_different(
     ]
     if not different:
         return []
-    return [f"{len(different):,} {what} differ from the live ones in shape or dtype: {_name_some(different)}"]
+    return [f"{len(different):,} {what} differ from the live ones in shape or dtype: {name_some(different)}"]
 
 
 def _compare_model(
@@ -248,7 +242,7 @@ def _compare_model(
         problems.append(
             f"holds {len(due) - len(missing):,} of {len(due):,} model tensors ({format_bytes(contents.num_bytes)} "
             f"where at least {format_bytes(due_bytes)} are expected); missing: "
-            f"{_name_some([tensor.names[0] for tensor in missing])}"
+            f"{name_some([tensor.names[0] for tensor in missing])}"
         )
     pairs = [(tensor.names[0], tensor, one) for tensor in due for one in stored.get(tensor.names[0], ())]
     # Exports of weights often have half precision; a checkpoint to resume from never has.
@@ -267,7 +261,7 @@ def _compare_optimizer(
     if without:
         problems.append(
             f"holds the state of optimizer {index} for {len(wanted) - len(without):,} of {len(wanted):,} parameters; "
-            f"missing: {_name_some(without)}"
+            f"missing: {name_some(without)}"
         )
     lacking = [
         f"{name}'s {key}"
@@ -276,7 +270,7 @@ def _compare_optimizer(
         if stored.get(name) and key not in stored[name]
     ]
     if lacking:
-        problems.append(f"lacks {len(lacking):,} tensors of optimizer {index}: {_name_some(lacking)}")
+        problems.append(f"lacks {len(lacking):,} tensors of optimizer {index}: {name_some(lacking)}")
     pairs = [
         (f"{name}'s {key}", tensor, stored[name][key])
         for name, state in wanted.items()

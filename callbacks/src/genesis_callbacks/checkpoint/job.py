@@ -26,21 +26,21 @@ from ..base.events import EventLog
 from ..base.files import sync_directory
 from ..base.hashing import HashAlgorithm, hash_bytes
 from ..base.local_shards import TensorShard
-from ..base.locks import lock_file
+from ..base.locks import PrivateDescriptor, lock_file
 from ..base.manifest import (
     Ancestor,
     ChunkRecord,
     FileRecord,
+    Manifest,
     TensorRecord,
     dtype_from_name,
     dtype_name,
     read_manifest,
 )
 from ..base.safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
-from .assemble import ManifestHeader, assemble, collect_records, retain
+from .assemble import assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
-from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
 from .durable_file import write_file
 from .plan import merge_digests
@@ -115,7 +115,7 @@ class CommitOrder:
         scope: Which tensors the checkpoint holds; None for all.
     """
 
-    header: ManifestHeader
+    header: Manifest
     shards_by_writer: tuple[tuple[TensorShard, ...], ...]
     retention: Retention
     num_updates: int

@@ -26,7 +26,7 @@ from .collect import (
     optimizer_parts,
     state_holder,
 )
-from .plan import PartsCache, SharedParts
+from .plan import SharedParts
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,6 @@ class KnownTensors:
         self._is_late = is_late
         self._unchecked: list[tuple[int, Optimizer]] = []
         self._unchecked_model: _Tensors | None = None
-        self._parts = PartsCache()
         self._model: tuple[_Tensors, KnownModel] | None = None
         self._optimizers: dict[int, _OptimizerEntry] = {}
         self._shared: tuple[list[list[LocalShard]], SharedParts] | None = None
@@ -169,7 +168,7 @@ class KnownTensors:
         # An `id` stays valid because the entry below refers to the tensors: no other object can get it meanwhile.
         stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
         parameters = [local_tensor(tensor) for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)]
-        found = KnownModel(model, stored, model_parts(model, self._parts), parameters)
+        found = KnownModel(model, stored, model_parts(model), parameters)
         # Values of a module that are not tensors may differ at each save, so that nothing can be cached.
         self._model = None if model.extras else (_Tensors(keys, values), found)
         return found
@@ -201,7 +200,7 @@ class KnownTensors:
             return KnownOptimizer(section, known.parts, known.tensors)
         names = name_parameters()
         named = name_optimizer(index, optimizer, names)
-        parts = optimizer_parts(named, self._parts)
+        parts = optimizer_parts(named)
         # The old entry, and the groups of its parts, would keep its tensors and their memory alive.
         self._optimizers.pop(index, None)
         self._shared = None
@@ -246,7 +245,3 @@ class KnownTensors:
         shared = SharedParts([*chain.from_iterable(lists), *swapped], parameters, states)
         self._shared = None if swapped else (lists, shared)
         return shared
-
-    def end_save(self) -> None:
-        """Drops the tensors that do not belong to the model or its optimizers any more."""
-        self._parts.end_save()

@@ -16,9 +16,9 @@ from ..base.files import staged_file
 from ..base.manifest import Manifest
 from ..base.run_directory import COMMITTED_NAME
 from .collect import MODEL_PREFIX, recorded_optimizer_state
-from .groups import name_saved_groups
 from .lineage import find_latest
 from .restore import read_recorded_tensors
+from .sections import name_saved_groups
 from .state import read_state
 from .tagged_json import decode_tagged, named_tensors
 from .verify import verify

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from ..base.files import find_irregular_kind
-from ..base.locks import lock_file
+from ..base.locks import PrivateDescriptor, lock_file
 from ..base.manifest import Manifest, read_manifest
 from ..base.run_directory import (
     CHECKPOINTS_NAME,
@@ -24,7 +24,6 @@ from ..base.run_directory import (
 from ..base.safe_read import reading
 from ..base.untrusted import open_descriptor
 from .commit import discard, quarantine, remove_empty_trash
-from .descriptor import PrivateDescriptor
 from .verify import VerifyLevel, verify
 
 _ORPHAN_POLL_SECONDS = 0.05

@@ -14,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from .._compat import plain_write_counts
@@ -30,15 +31,15 @@ from .job import (
     OutcomeKind,
     TornSnapshotError,
     WriteJob,
+    error_from,
     perform,
 )
 from .one_save import OneSave, Progress
 from .plan import SavePlan, plan_save
 from .ranks import Ranks
-from .save_target import SaveTarget, Snapshot
+from .save_target import RetentionWarning, SaveTarget, Snapshot
 from .save_thread import SaveThread, perform_niced
-from .stage import Staged
-from .stager import SharedStager, StagedShards, record_staging_event
+from .stage import SharedStager, Staged, StagedShards, record_staging_event
 from .writer_process import WriterProcess
 
 SaveMode = Literal["sync", "thread", "process"]
@@ -475,3 +476,28 @@ def _fail_with(error: Exception) -> _Stage:
         raise error
 
     return fail
+
+
+def save_blocking(target: SaveTarget, take_snapshot: Callable[[], Snapshot]) -> Path:
+    """Saves a checkpoint outside of training and returns its path. Every rank calls this function. Communicates.
+
+    Args:
+        target: The directory, the ranks and the manifest's header; the commit is reported to it.
+        take_snapshot: Returns this rank's snapshot.
+
+    Raises:
+        SaveFailedError: The save failed, on every rank alike. Older checkpoints are unchanged.
+    """
+    snapshot = target.ranks.attempt("reporting the tensors to save", take_snapshot)
+    pipeline = SavePipeline(target, mode="sync")
+    try:
+        pipeline.begin(snapshot.step, lambda: snapshot, Progress(lambda: 0))
+        outcome = pipeline.finish()
+    finally:
+        pipeline.close(0.0)
+    assert outcome is not None
+    if outcome.kind != "committed":
+        raise error_from(outcome.kind, outcome.text)
+    if outcome.warning is not None:
+        warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
+    return target.directory / checkpoint_name(snapshot.step)

@@ -1,15 +1,13 @@
 """Plans a save from the ranks' reports: checks that they hold every element, and assigns parts to writers. Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .._compat import MemoryLayout, local_layout, memory_layout
 from ..base.checkpoint_errors import CorruptCheckpointError, SaveFailedError
-from ..base.local_shards import LocalShard, TensorKind, TensorShard, local_shards
+from ..base.local_shards import LocalShard, TensorKind, TensorShard
 from .tiling import check_tiling
 
 _OVERLAPPED_KINDS = ("parameter", "optimizer")
@@ -47,53 +45,6 @@ class SavePlan:
     """The parts that each rank writes, in order."""
 
     shards_by_writer: tuple[tuple[TensorShard, ...], ...]
-
-
-@dataclass(frozen=True)
-class _CachedParts:
-    """The parts of a tensor, and the state of the tensor for which they are valid."""
-
-    tensor: Tensor
-    layout: MemoryLayout
-    is_distributed: bool
-    parts: list[LocalShard]
-
-
-class PartsCache:
-    """Caches the parts of tensors from save to save: finding them again takes milliseconds for some hundred tensors.
-
-    An entry is valid as long as the tensor is the same object with its elements at the same address in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[str, _CachedParts] = {}
-        self._fresh: dict[str, _CachedParts] = {}
-
-    def local_shards(self, tensors: Mapping[str, Tensor], kind_of: Callable[[Tensor], TensorKind]) -> list[LocalShard]:
-        """Applies the function `local_shards` to each of `tensors`, given by full name, in their order.
-
-        Training waits meanwhile: a known tensor costs a dictionary lookup and a comparison of its layout.
-        """
-        entries, fresh = self._entries, self._fresh
-        parts: list[LocalShard] = []
-        for name, tensor in tensors.items():
-            entry = entries.get(name)
-            if (
-                entry is None
-                or entry.tensor is not tensor
-                or entry.layout != (local_layout(tensor) if entry.is_distributed else memory_layout(tensor))
-            ):
-                is_distributed = isinstance(tensor, DTensor)
-                entry = _CachedParts(
-                    tensor, local_layout(tensor), is_distributed, local_shards(name, tensor, kind_of(tensor))
-                )
-            fresh[name] = entry
-            parts += entry.parts
-        return parts
-
-    def end_save(self) -> None:
-        """Drops every tensor that was not requested since the last call."""
-        self._entries, self._fresh = self._fresh, {}
 
 
 def _hold_all(_: str) -> bool:

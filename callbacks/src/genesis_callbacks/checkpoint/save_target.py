@@ -12,8 +12,7 @@ from ..base.checkpoint_errors import CheckpointError
 from ..base.events import EventLog
 from ..base.hashing import HashAlgorithm
 from ..base.local_shards import LocalShard
-from ..base.manifest import Ancestor
-from .assemble import ManifestHeader
+from ..base.manifest import Ancestor, Manifest
 from .plan import SharedParts
 from .ranks import Ranks
 from .retain import Retention
@@ -144,16 +143,16 @@ class SaveTarget:
         """Sets the checkpoint that the next save descends from; None and 0 if there is none."""
         self.previous, self.sequence = previous, sequence
 
-    def header(self, snapshot: Snapshot) -> ManifestHeader:
-        """Returns the fields of the next manifest other than files and tensors."""
-        return ManifestHeader(
+    def header(self, snapshot: Snapshot) -> Manifest:
+        """Returns the next manifest, without files and tensors."""
+        return Manifest(
             step=snapshot.step,
             sequence=self.sequence + 1,
-            counters=snapshot.counters,
+            counters=dict(snapshot.counters),
             world_size=self.ranks.world_size,
-            mesh=self._origin.mesh,
-            identity=self._origin.identity,
-            recipe=self._origin.recipe,
+            mesh=dict(self._origin.mesh),
+            identity=dict(self._origin.identity),
+            recipe=dict(self._origin.recipe),
             versions=self._versions,
             previous=self.previous,
             has_optimizer=snapshot.has_optimizer,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.errors import name_some
 from ..base.local_shards import LocalShard, TensorShard
 from ..base.manifest import (
     BaseReference,
@@ -30,7 +31,6 @@ from .restore import digest_shards, find_misplaced
 from .verify import VerifyLevel, verify_some
 
 _HASH = re.compile(r"(?:blake3|sha256):[0-9a-f]{64}")
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,11 @@ class BoundScope:
         """
         missing = sorted(self.tensors.keys() - digests.keys())
         if missing:
-            raise SaveFailedError(f"{_name_some(missing)} is left to the base {self.base}, but the model lacks it now")
+            raise SaveFailedError(f"{name_some(missing)} is left to the base {self.base}, but the model lacks it now")
         changed = sorted(name for name, record in self.tensors.items() if digests[name] != record.digest)
         if changed:
             raise SaveFailedError(
-                f"{_name_some(changed)} is left to the base {self.base}, but differs from the base now: freeze "
+                f"{name_some(changed)} is left to the base {self.base}, but differs from the base now: freeze "
                 "it (requires_grad_(False)), or add it to not_in_base, so that saves hold it"
             )
         optimizers = [
@@ -185,14 +185,9 @@ def _find_trained(names: Iterable[str]) -> set[str]:
 
 def _describe_state(names: Sequence[str], base: Path) -> str:
     return (
-        f"{_name_some(names)} is left to the base {base}, but an optimizer has state for it: freeze it before the "
+        f"{name_some(names)} is left to the base {base}, but an optimizer has state for it: freeze it before the "
         "optimizer's first step (a run that begins from weights alone has none), or add it to not_in_base"
     )
-
-
-def _name_some(names: Sequence[str]) -> str:
-    more = f" (and {len(names) - _NUM_NAMED:,} more)" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more
 
 
 # ---- at a fit's start
@@ -267,7 +262,7 @@ def _bind(scope: SaveScope, live_by_rank: Sequence[_Live], level: VerifyLevel, v
     updated = sorted(frozenset[str]().union(*(live.updated for live in live_by_rank)))
     if updated:
         raise CheckpointError(
-            f"{_name_some(updated)} is left to the base {base}, but an optimizer would train it: freeze it "
+            f"{name_some(updated)} is left to the base {base}, but an optimizer would train it: freeze it "
             "(requires_grad_(False)), or add it to not_in_base"
         )
     with_state = sorted(frozenset[str]().union(*(live.with_state for live in live_by_rank)))
@@ -315,7 +310,7 @@ def _check_fits(base: Path, manifest: Manifest, live_by_rank: Sequence[_Live], l
     missing = [name for name in left if name not in manifest.tensors]
     if missing:
         raise CheckpointError(
-            f"{_name_some(missing)} is not in the base {base}: add it to not_in_base, or train it there"
+            f"{name_some(missing)} is not in the base {base}: add it to not_in_base, or train it there"
         )
     for part in (part for live in live_by_rank for part in live.digests):
         record = manifest.tensors[part.name]
@@ -327,6 +322,6 @@ def _check_fits(base: Path, manifest: Manifest, live_by_rank: Sequence[_Live], l
     different = sorted(find_misplaced(manifest, [live.digests for live in live_by_rank]))
     if different:
         raise CheckpointError(
-            f"{_name_some(different)} differs between the model and the base {base}: load the base's weights first "
+            f"{name_some(different)} differs between the model and the base {base}: load the base's weights first "
             "(restore='weights' with ckpt_path), give the base that they come from, or add it to not_in_base"
         )

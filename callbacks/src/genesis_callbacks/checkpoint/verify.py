@@ -1,7 +1,7 @@
 """Verifies a committed checkpoint against its manifest: sizes, hashes, digests.
 
 Sizes and hashes need no torch, whose import takes longer than the verification of a small checkpoint. Digests do:
-`verify_digests` is therefore imported when they are asked for.
+`restore`, which has them, is therefore imported when they are asked for.
 """
 
 import importlib
@@ -29,7 +29,7 @@ _MAX_THREADS = 8
 
 def _deep() -> Any:
     """Returns the module that compares digests; the first call imports torch."""
-    return importlib.import_module(".verify_digests", __package__)
+    return importlib.import_module(".restore", __package__)
 
 
 def _check_size(path: Path, record: FileRecord) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from ..base.manifest import ChunkRecord, FileRecord
 from .durable_file import DurableFile
 
 SHARD_NAME = "__{rank}_0.distcp"
+ReadAt = Callable[[int, int], bytes]
 
 
-class _Slice(io.RawIOBase):
-    """Presents a part of a file that is being written as a readable file, for `zipfile`."""
+class _Range(io.RawIOBase):
+    """Presents a range of a file as a readable file, for `zipfile`."""
 
-    def __init__(self, file: DurableFile, byte_offset: int, num_bytes: int) -> None:
-        self._file, self._byte_offset, self._num_bytes, self._position = file, byte_offset, num_bytes, 0
+    def __init__(self, read_at: ReadAt, byte_offset: int, num_bytes: int) -> None:
+        self._read_at, self._byte_offset, self._num_bytes, self._position = read_at, byte_offset, num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -38,25 +39,37 @@ class _Slice(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        left = self._num_bytes - self._position
-        data = self._file.read_back(left if size < 0 else min(size, left), self._byte_offset + self._position)
+        left = max(0, self._num_bytes - self._position)
+        data = self._read_at(left if size < 0 else min(size, left), self._byte_offset + self._position)
         self._position += len(data)
         return data
 
 
-def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
-    """Returns the offset of the elements: `torch.save` stores them, uncompressed, as one record of a zip archive."""
-    with zipfile.ZipFile(_Slice(file, byte_offset, num_bytes)) as archive:
-        record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+def find_elements(read_at: ReadAt, byte_offset: int, num_bytes: int) -> tuple[int, int]:
+    """Returns (offset in the file, size in bytes) of the elements in an archive of `torch.save` of one tensor.
+
+    Args:
+        read_at: Returns bytes of the file: how many, and from where on.
+        byte_offset: Where the archive begins in the file.
+        num_bytes: Its size.
+
+    Raises:
+        ValueError: The range is no such archive, or its elements are compressed.
+    """
+    try:
+        with zipfile.ZipFile(_Range(read_at, byte_offset, num_bytes)) as archive:
+            (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from error
     if record.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError("torch.save compressed a tensor, so that its elements are not stored plainly in the file")
+        raise ValueError("torch.save compressed a tensor, so that its elements are not stored plainly in the file")
     # The fixed part of a zip's local header has 30 bytes; the lengths of name and extra field stand at 26 and 28. Torch
     # pads the extra field of this header alone: the central directory, which `zipfile` reads, does not know its length.
     header_bytes = 30
     start = byte_offset + record.header_offset
-    header = file.read_back(header_bytes, start)
+    header = read_at(header_bytes, start)
     name_bytes, extra_bytes = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-    return start + header_bytes + name_bytes + extra_bytes
+    return start + header_bytes + name_bytes + extra_bytes, record.file_size
 
 
 @dataclass(frozen=True)
@@ -102,8 +115,8 @@ def write_shard(
             torch.save(tensor, file)  # type: ignore[arg-type]  # torch.save needs only write and flush
             ranges.append((part, start, file.num_bytes - start))
         file.drain()
-        chunks = tuple(
-            (part.name, ChunkRecord(part.offsets, part.sizes, name, start, length, _find_data(file, start, length)))
-            for part, start, length in ranges
-        )
-        return Receipt((file.finish(rank=rank),), chunks)
+        chunks = []
+        for part, start, length in ranges:
+            data_offset, _ = find_elements(file.read_back, start, length)
+            chunks.append((part.name, ChunkRecord(part.offsets, part.sizes, name, start, length, data_offset)))
+        return Receipt((file.finish(rank=rank),), tuple(chunks))

@@ -20,10 +20,9 @@ if __name__ == "__main__":
 
 import torch
 
-from .channel import IGNORED_SIGNALS, READY, Channel
 from .job import WriteJob, perform
 from .stage import SharedBuffer
-from .writer_start import watch_channel_itself
+from .writer_start import IGNORED_SIGNALS, READY, Channel, watch_channel_itself
 
 _NICENESS = 10
 _AUTOGROUP = Path("/proc/self/autogroup")

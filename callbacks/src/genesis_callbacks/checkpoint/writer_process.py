@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..base.checkpoint_errors import SaveFailedError
-from .channel import Channel
 from .job import Outcome, WriteJob, hold_staging
 from .stage import SharedBuffer
-from .writer_start import signals_blocked, take_early_writer
+from .writer_start import Channel, signals_blocked, take_early_writer
 from .writer_start import start_writer as start_writer  # `start_writers_by` replaces it
 
 _START_SECONDS = 180.0
