@@ -39,6 +39,7 @@ settings.load_profile("untimed")
 preload(
     *("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora"),
     *("sentencepiece.sentencepiece_model_pb2", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    "torch.distributed.optim",
 )
 fork_writers()
 proof.run_prove = run_prove
