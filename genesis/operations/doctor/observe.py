@@ -6,6 +6,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -101,6 +102,7 @@ class StepPeak:
 
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
         self._device = device
+        self._recording = ExitStack()
         self._profile: autograd_profile | None = None
         if not is_host(device.type):
             torch.get_device_module(device).reset_peak_memory_stats(device)
@@ -108,14 +110,13 @@ class StepPeak:
         # A step begins by removing the gradients of the one before, and the profiler does not see that.
         gradients = [each.grad for each in module.parameters() if each.grad is not None]
         self._held_bytes = count_tensors(gradients).num_bytes
-        self._profile = record_allocations()
-        self._profile.__enter__()
+        self._profile = self._recording.enter_context(record_allocations())
 
     def stop(self) -> int | None:
         """Returns the bytes; None if they could not be measured."""
         if self._profile is None:
             return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
-        self._profile.__exit__(None, None, None)
+        self._recording.close()
         peak = read_allocated_peak(self._profile)
         return None if peak is None else self._held_bytes + peak
 
