@@ -18,7 +18,7 @@ STAMP := .venv/installed
 
 #   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
 #   MINUTES  its time
-.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-repeats test-all test-long stress check check-types check-rest check-lowest docs format golden clean
+.PHONY: gpu-session install demo demo-finetune demo-short test test-ci test-rest test-repeats test-all test-long stress check check-types check-rest check-lowest docs format golden clean
 
 install: $(STAMP)
 
@@ -40,9 +40,9 @@ demo-finetune: $(STAMP)
 
 # Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
 # more would only spin against the others'.
-test test-rest test-repeats test-long stress demo-short: export OMP_NUM_THREADS := 1
+test test-ci test-rest test-repeats test-long stress demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
-test test-rest test-repeats test-long stress demo-short: export PYTHONDONTWRITEBYTECODE :=
+test test-ci test-rest test-repeats test-long stress demo-short: export PYTHONDONTWRITEBYTECODE :=
 # Native code that never returns to the interpreter stops pytest-timeout, too. Such a test ends its worker.
 HANGING := -o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
 PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup $(HANGING)
@@ -60,11 +60,17 @@ test: $(STAMP)
 	$(call run_tests,$(QUICK),callbacks)
 	$(call run_tests,$(QUICK) and not demo,.)
 
-# What CI runs after them: slow tests whose claims no other test proves, and the short demo.
+# Slow tests whose claims no other test proves, and the short demo.
 REST := (slow or demo) and not repeat and not long and not cuda
 test-rest: $(STAMP)
 	$(call run_tests,$(REST),callbacks)
 	$(call run_tests,$(REST),.)
+
+# What CI runs: both in one session, because each session imports all tests in each worker, and makes again what many share.
+PROVED := (slow or demo or not bench) and not repeat and not long and not cuda
+test-ci: $(STAMP)
+	$(call run_tests,$(PROVED),callbacks)
+	$(call run_tests,$(PROVED),.)
 
 # The other slow tests, and the code of the benchmarks.
 REPEATS := (repeat or bench) and not long and not cuda

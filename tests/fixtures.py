@@ -36,7 +36,11 @@ make_quiet()
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 # Imports take longer than most tests, so ranks, writers and proofs are forked from processes with the imports done.
-preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
+preload(
+    *("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora"),
+    *("sentencepiece.sentencepiece_model_pb2", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    "torch.distributed.optim",
+)
 fork_writers()
 proof.run_prove = run_prove
 progress.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line

@@ -5,10 +5,11 @@ socket, and the process ends when none is connected any more. It reads requests:
 arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one more
 for the module (its number becomes the last argument) and a pipe. To the pipe it writes the child's process id, and in
 the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE` does, or the
-script as `python -P SCRIPT` does, and ends as any interpreter ends. Nothing may compute before the fork: the threads of
-OpenMP do not survive one.
+script as `python -P SCRIPT` does, and ends as any interpreter ends, except that it does not destroy what was imported:
+that takes longer than most commands. Nothing may compute before the fork: the threads of OpenMP do not survive one.
 """
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +160,25 @@ def become(request: Request) -> None:
     given = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in given if path and path not in sys.path]
     sys.argv[1:] = [*request.arguments, *map(str, request.descriptors[NUM_STANDARD:])]
-    if request.module.endswith(SCRIPT_SUFFIX):
-        sys.argv[0] = request.module
-        runpy.run_path(request.module, run_name="__main__")
-    else:
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    status = 0
+    try:
+        if request.module.endswith(SCRIPT_SUFFIX):
+            sys.argv[0] = request.module
+            runpy.run_path(request.module, run_name="__main__")
+        else:
+            runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise  # the interpreter prints what it is
+        status = ended.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(status)  # the interpreter reports it as that of any command
+    os._exit(status & 0xFF)
 
 
 def main() -> None:

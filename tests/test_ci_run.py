@@ -175,7 +175,7 @@ def run_stages(root: Path, **recipes: str) -> tuple[int, str]:
 
 
 def start_stages(root: Path, **recipes: str) -> subprocess.Popen[str]:
-    targets = dict.fromkeys(("install", "check", "docs", "test", "test-rest"), "true")
+    targets = dict.fromkeys(("install", "check", "docs", "test-ci"), "true")
     targets |= {name.replace("_", "-"): recipe for name, recipe in recipes.items()}
     (root / "Makefile").write_text("".join(f"{name}:\n\t@{recipe}\n" for name, recipe in targets.items()))
     (root / ".ci").mkdir()
@@ -203,12 +203,12 @@ def read_table(output: str) -> list[str]:
     return re.findall(r"^ +\d+ s  (.*)$", output, re.MULTILINE)
 
 
-ALL_STAGES = ["browser", "make install", "make check docs", "make test", "make test-rest", "total"]
+ALL_STAGES = ["browser", "make install", "make check docs", "make test-ci", "total"]
 
 
 def test_what_passes_alone_is_flaky_and_ends_the_output_with_its_first_traceback(project: Path) -> None:
     write_files(project / "tests", {"test_busy.py": FLAKY})
-    status, output = run_stages(project, test=pytest_command(project))
+    status, output = run_stages(project, test_ci=pytest_command(project))
     assert status == 0
     stages, end = output.split("      0 s  browser")
     assert "1 failed, 3 passed in " in stages
@@ -226,7 +226,7 @@ def test_what_passes_alone_is_flaky_and_ends_the_output_with_its_first_traceback
 
 def test_a_failure_that_repeats_fails_the_run_and_the_table_ends_there(project: Path) -> None:
     write_files(project / "tests", {"test_broken.py": BROKEN, "test_busy.py": FLAKY})
-    status, output = run_stages(project, test=pytest_command(project))
+    status, output = run_stages(project, test_ci=pytest_command(project))
     assert status == 2
     assert "second failure" in output
     assert "FAILED TWICE tests/test_broken.py::test_broken\n" in output
@@ -244,7 +244,7 @@ def test_crashed_workers_and_errors_of_fixtures_are_failures_and_ids_may_have_an
     )
     write_files(project, {"test_busy.py": FLAKY})
     test = f"{pytest_command(project)} test_busy.py && cd sub && {pytest_command(project, 2)}"
-    status, output = run_stages(project, test=test)
+    status, output = run_stages(project, test_ci=test)
     assert status == 0
     flaky = re.findall(r"^FLAKY (.*): it failed", output, re.MULTILINE)
     # In the order of collection, which begins with early tests.
@@ -331,7 +331,7 @@ def test_a_stage_that_is_killed_fails_the_run_with_its_seconds(project: Path) ->
 
 
 def test_a_run_that_is_ended_from_outside_ends_its_stage_and_prints_its_seconds(project: Path) -> None:
-    process = start_stages(project, test="echo started; sleep 1000")
+    process = start_stages(project, test_ci="echo started; sleep 1000")
     assert process.stdout is not None
     for line in process.stdout:
         if line == "started\n":

@@ -17,7 +17,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Imports take longer than most tests, so ranks and writers are forked from a process with the tests' imports done.
-preload("pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
+preload("torch.distributed.optim", "pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
 fork_writers()
 
 

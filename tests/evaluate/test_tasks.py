@@ -14,7 +14,7 @@ from genesis.evaluate.rows import read_split
 from genesis.evaluate.tasks import load_tasks
 from tests.evaluate.support import write_choices, write_rows, write_task
 
-# One worker reads lm-eval's thousands of task files, which takes seconds.
+# One worker reads lm-eval's thousands of task files, which takes seconds: tests of tasks that it knows are slow.
 pytestmark = pytest.mark.xdist_group("tasks")
 
 ROWS = [{"question": "a", "choices": ["b", "c"], "answer": 0}]
@@ -71,17 +71,20 @@ def test_examples_need_the_rows_that_they_are_of(tmp_path: Path) -> None:
         load_tasks(f"{tmp_path}/arc_easy", num_fewshot=2)
 
 
+@pytest.mark.slow
 def test_rows_of_the_wrong_split_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "arc_easy" / "train.jsonl", [ARC_ROW])
     with pytest.raises(UserError, match=r"lacks the rows of task arc_easy; add test or validation.jsonl"):
         load_tasks(f"{tmp_path}/arc_easy")
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_told_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"lm-eval has no task 'helaswag'; did you mean hellaswag,"):
         load_tasks("helaswag")
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_task_is_told_with_the_nearest(tmp_path: Path) -> None:
     write_rows(tmp_path / "arc_eazy" / "test.jsonl", [ARC_ROW])
     with pytest.raises(UserError, match=r"'arc_eazy' is not a task of lm-eval with rows; did you mean arc_easy"):
@@ -216,6 +219,7 @@ def test_a_task_that_runs_what_a_model_writes_is_refused(tmp_path: Path) -> None
         load_tasks(spec)
 
 
+@pytest.mark.slow
 def test_without_a_network_a_task_of_the_hub_says_how_to_bring_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

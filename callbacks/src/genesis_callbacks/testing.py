@@ -129,6 +129,7 @@ def _serve_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what the fork server has imported is no garbage of this rank, which need not look at it
     fork_writers(forks_writers)
     # The default start method, as in any new process. Otherwise the workers of a loader would come from another fork
     # server of this rank, which would import everything again.

@@ -6,12 +6,14 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch.autograd.profiler import profile as autograd_profile
 
 from genesis.base.device import is_host
 from genesis.data.pair_windows import PAIRS
@@ -68,13 +70,21 @@ def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
     return LiveTensors(count, sum(storages.values()))
 
 
-def read_allocated_peak(profiled: torch.profiler.profile) -> int | None:
+def record_allocations() -> autograd_profile:
+    """Returns a context that records what is allocated on the host, for `read_allocated_peak`.
+
+    torch.profiler.profile would make an object of every event at the end, which takes longer than most steps.
+    """
+    return autograd_profile(use_kineto=True, profile_memory=True)
+
+
+def read_allocated_peak(profiled: autograd_profile) -> int | None:
     """Returns the most bytes on the host that were allocated at once since a profile of memory began.
 
     A profile that recorded no allocation gives None: torch's profiler has been seen to drop all that it recorded.
     """
-    profiler: Any = profiled.profiler
-    events = [each for each in profiler.kineto_results.events() if each.name() == "[memory]"]
+    results: Any = profiled.kineto_results
+    events = [each for each in results.events() if each.name() == "[memory]"]
     changes = [int(each.nbytes()) for each in sorted(events, key=lambda each: each.start_ns())]
     return max(accumulate(changes, initial=0)) if changes else None
 
@@ -92,23 +102,21 @@ class StepPeak:
 
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
         self._device = device
-        self._profile: torch.profiler.profile | None = None
+        self._recording = ExitStack()
+        self._profile: autograd_profile | None = None
         if not is_host(device.type):
             torch.get_device_module(device).reset_peak_memory_stats(device)
             return
         # A step begins by removing the gradients of the one before, and the profiler does not see that.
         gradients = [each.grad for each in module.parameters() if each.grad is not None]
         self._held_bytes = count_tensors(gradients).num_bytes
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        self._profile.start()
+        self._profile = self._recording.enter_context(record_allocations())
 
     def stop(self) -> int | None:
         """Returns the bytes; None if they could not be measured."""
         if self._profile is None:
             return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
-        self._profile.stop()
+        self._recording.close()
         peak = read_allocated_peak(self._profile)
         return None if peak is None else self._held_bytes + peak
 

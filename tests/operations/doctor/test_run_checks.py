@@ -19,6 +19,7 @@ from genesis.operations.doctor.observe import (
     count_tensors,
     find_slope,
     read_allocated_peak,
+    record_allocations,
 )
 from genesis.operations.doctor.planned import PlannedFit
 from genesis.operations.doctor.protocol import check_split
@@ -129,9 +130,7 @@ def test_the_peak_of_a_step_counts_what_stays_and_what_comes_and_goes_but_no_gra
 
 
 def test_a_profile_that_recorded_no_allocation_has_no_peak() -> None:
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiled:
+    with record_allocations() as profiled:
         pass
     assert read_allocated_peak(profiled) is None
 

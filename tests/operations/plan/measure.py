@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from genesis.data.window import MicroBatch
@@ -28,7 +27,7 @@ from genesis.model.mixture import Mixture
 from genesis.objectives import DPO
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
-from genesis.operations.doctor.observe import read_allocated_peak
+from genesis.operations.doctor.observe import read_allocated_peak, record_allocations
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.optim import build_optimizer
 from genesis.strategies import expert_parallel
@@ -178,7 +177,7 @@ def measure_allocated_peak(step: Callable[[], None]) -> int:
     # The allocator knows what it gave out under earlier profiles: garbage of those would count as released here.
     gc.collect()
     for _ in range(_MAX_PROFILES):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        with record_allocations() as profiled:
             step()
         peak = read_allocated_peak(profiled)
         if peak is not None:

@@ -16,8 +16,8 @@ NAMES = sorted(
 _GPUS = {"genesis-1b": "2,1,8", "genesis-1b-deep": "2,1"}
 
 
-# A bill with remedies of 60 layers takes longer than all others.
-_SLOW = ("finetune/qwen3.5-397b-lora",)
+# Bills with remedies of 40 and 60 layers take longer than all others.
+_SLOW = ("finetune/qwen3.5-397b-lora", "finetune/qwen3.5-397b-to-35b-distill")
 
 
 @pytest.mark.parametrize(

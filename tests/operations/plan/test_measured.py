@@ -36,7 +36,7 @@ WORKLOAD: Final = Workload(
     SHAPE,
     seq_len=128,
     micro_batch_size=4,
-    global_batch_size=24,
+    global_batch_size=12,
     precision="32-true",
     is_cpu=True,
     has_documents=False,
@@ -57,7 +57,8 @@ GROUPS: Final[dict[str, Any]] = {"activation_checkpointing": "block", "blocks_pe
 
 
 def case(layout: Layout, **changes: Any) -> tuple[Workload, Layout]:
-    return replace(WORKLOAD, **changes), layout
+    # Three micro-batches a rank: gradients begin to exist in the first one and are reduced in the last one.
+    return replace(WORKLOAD, **{"global_batch_size": 12 * layout.num_ranks, **changes}), layout
 
 
 CASES: Final[dict[str, tuple[Workload, Layout]]] = {
@@ -97,17 +98,11 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "experts, block": case(replace(ONE, activation_checkpointing="block"), decoder=MIXTURE),
     "experts, full": case(FULL, decoder=MIXTURE),
     "experts shared by two": case(SHARED_EXPERTS, decoder=MIXTURE),
-    "experts shared by two of four": case(
-        Layout("full", 4, 4, expert_parallel=2), decoder=MIXTURE, global_batch_size=48
-    ),
-    "experts shared by four, their rows sharded by two": case(
-        Layout("full", 8, 8, expert_parallel=4), decoder=MIXTURE, global_batch_size=96
-    ),
+    "experts shared by two of four": case(Layout("full", 4, 4, expert_parallel=2), decoder=MIXTURE),
+    "experts shared by four, their rows sharded by two": case(Layout("full", 8, 8, expert_parallel=4), decoder=MIXTURE),
     "experts shared by two, block": case(replace(SHARED_EXPERTS, activation_checkpointing="block"), decoder=MIXTURE),
     "experts shared by two, bf16-mixed": case(SHARED_EXPERTS, decoder=MIXTURE, precision="bf16-mixed"),
-    "experts shared by two, hybrid": case(
-        Layout("hybrid", 4, 2, expert_parallel=2), decoder=MIXTURE, global_batch_size=48
-    ),
+    "experts shared by two, hybrid": case(Layout("hybrid", 4, 2, expert_parallel=2), decoder=MIXTURE),
     "experts shared by two, offload": case(replace(SHARED_EXPERTS, cpu_offload=1.0), decoder=MIXTURE),
     "experts shared by two, half offloaded": case(replace(SHARED_EXPERTS, cpu_offload=0.5), decoder=MIXTURE),
     "full, units of 2, a third offloaded": case(replace(FULL, cpu_offload=0.33, blocks_per_unit=2)),
@@ -154,7 +149,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "replicated, one micro-batch": case(Layout("replicated", 2), global_batch_size=8),
     "full, bf16-mixed": case(FULL, precision="bf16-mixed"),
     "full, one micro-batch": case(FULL, global_batch_size=8),
-    "full, four ranks": case(Layout("full", 4, 4), global_batch_size=32),
+    "full, four ranks": case(Layout("full", 4, 4)),
     "full, one rank": case(Layout("full", 1, 1)),
     "full, no prefetch": case(replace(FULL, max_gathers_in_flight=1)),
     "full, two blocks a unit": case(replace(FULL, blocks_per_unit=2)),
@@ -178,8 +173,7 @@ for _layout in (ONE, Layout("replicated", 2), Layout("zero1", 2), FULL, Layout("
     _policies: tuple[Any, ...] = ("none", "block", 2)
     for _policy in _policies:
         _name = f"{_layout.name}, checkpointing {_policy}"
-        _ranks = _layout.num_ranks
-        CASES[_name] = case(replace(_layout, activation_checkpointing=_policy), global_batch_size=12 * _ranks)
+        CASES[_name] = case(replace(_layout, activation_checkpointing=_policy))
 
 
 # They prove each strategy, part and policy once; the others prove them together.
