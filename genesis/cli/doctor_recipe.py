@@ -25,9 +25,9 @@ from genesis.operations.doctor.facts import PlannedSaves
 from genesis.operations.doctor.planned import plan_saves
 from genesis.operations.doctor.protocol import Examination, examine
 from genesis.operations.doctor.recipe import BuiltRecipe, Options, to_arguments
-from genesis.operations.plan.content import read_content
 from genesis.operations.plan.recipe import read_recipe
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.untrusted import read_text
 
 
@@ -90,7 +90,7 @@ def _plan_saves(paths: Sequence[Path], extra: Sequence[str], found: Examination)
     """Returns the checkpoints of the whole recipe, as `genesis plan` computes them from its files."""
     _, overrides = split_overrides(extra)
     try:
-        return plan_saves(read_recipe(read_content(paths, overrides), ", ".join(map(str, paths))))
+        return plan_saves(read_recipe(ResolvedRecipe.read([*paths, *overrides])))
     except UserError as error:
         found.notes.append(f"a disk that is not compared with planned checkpoints: {error}")
         return None
