@@ -101,7 +101,8 @@ class ResolvedRecipe:
                 _assign(given, _rename([step]))
         words = _rename(overrides)
         _assign(given, complete_arguments(words, replaced)[len(words) :])
-        return cls(_fill(given), ", ".join(map(str, files)), given, tuple(notes), optimizers)
+        where = ", ".join(map(str, files)) or "the command line"
+        return cls(_fill(given), where, given, tuple(notes), optimizers)
 
     @classmethod
     def complete(cls, content: Mapping[str, Any], where: str) -> "ResolvedRecipe":
@@ -264,7 +265,8 @@ def _parse_value(name: str, text: str) -> Any:
         value = load_yaml(text, f"--{name}")
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"--{name} is {text!r}: it must be a value as YAML writes it") from None
-    return _read_mapping(Path(value)) if name == _DECODER and isinstance(value, str) else value
+    is_file = isinstance(value, str) and name in Options.read().sections and Path(value).is_file()
+    return _read_mapping(Path(value)) if is_file or (isinstance(value, str) and name == _DECODER) else value
 
 
 def _list_texts(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -326,7 +328,7 @@ def _choose(held: Any, given: Any, option: Option | None) -> Any:
         given = {CLASS_PATH: given}
     if not isinstance(given, Mapping) or not isinstance(given.get(INIT_ARGS) or {}, Mapping):
         return given
-    before = held if held is not None else None if option is None else option.default
+    before = option.default if held is None and option is not None else held
     before = {CLASS_PATH: before} if isinstance(before, str) else before if isinstance(before, Mapping) else {}
     path = given.get(CLASS_PATH) or before.get(CLASS_PATH)
     path = known.find_class(path, str(base)) if isinstance(path, str) else path
@@ -386,7 +388,8 @@ def _complete(value: Any, option: Option) -> Any:
         if name in options or below.has_default
     }
     filled = {**options, **filled}
-    return {**value, CLASS_PATH: path, INIT_ARGS: filled} if is_choice and CLASS_PATH in value else filled
+    chosen = {**value, CLASS_PATH: path, INIT_ARGS: filled} if CLASS_PATH in value else value
+    return chosen if is_choice else filled
 
 
 def _check(name: str, option: Option, value: Any) -> None:

@@ -149,8 +149,14 @@ def test_the_golden_record_lists_the_options_of_the_real_parser(parsers: dict[st
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--data.seqlen", "16"], ["--config", "recipe.yaml"], ["--schedule.shape", "wds"], ["--data.corpus", "none"]],
-    ids=["on the command line", "in a file", "a wrong value", "a missing corpus"],
+    [
+        ["--data.seqlen", "16"],
+        ["--config", "recipe.yaml"],
+        ["--schedule.shape", "wds"],
+        ["--data.corpus", "none"],
+        ["--model.optimizer", "Muon", "--model.optimizer.others.lrr", "1"],
+    ],
+    ids=["on the command line", "in a file", "a wrong value", "a missing corpus", "an option of a class"],
 )
 def test_a_mistake_is_refused_without_importing_torch_or_lightning(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
