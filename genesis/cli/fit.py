@@ -60,8 +60,7 @@ from genesis.objectives.find import find_objective
 from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis.recipe.resolved import replace_in_recipes
-from genesis.recipe.run_length import complete_arguments
+from genesis.recipe.resolved import complete_arguments, replace_in_recipes
 from genesis.recipe.yaml import dump_yaml
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy

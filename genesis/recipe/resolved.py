@@ -23,7 +23,7 @@ from genesis.recipe.deprecated import (
     spread_keys,
 )
 from genesis.recipe.options import CLASS_KEYS, CLASS_PATH, INIT_ARGS, Option, Options, hint_key, is_declared
-from genesis.recipe.run_length import complete_arguments, replace_in_files
+from genesis.recipe.run_length import OPTIONS, find_replaced, replace_in_files, shorten
 from genesis.recipe.values import explain_text, fits, write_plain
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
@@ -191,6 +191,28 @@ def list_steps(arguments: Sequence[str]) -> list[Path | Override]:
         elif name.startswith("--") and name != "--print_config":
             steps.append((name.removeprefix("--"), value))
     return steps
+
+
+def complete_arguments(arguments: Sequence[str], in_files: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the words of a command line, and behind them the options that it replaces in recipes.
+
+    Args:
+        arguments: The words.
+        in_files: Options that later files replace in earlier ones, each with the value that means none.
+
+    Example:
+        >>> complete_arguments(["--schedule.decay_share=0.3"])[1:]
+        ['--schedule.decay_updates=null', '--schedule.decay_tokens=null']
+        >>> complete_arguments(["--schedule={decay_share: 0.3}"])[1:]
+        ['--schedule.decay_updates=null', '--schedule.decay_tokens=null']
+    """
+    given: dict[str, str] = {}
+    for name, text in (step for step in list_steps(arguments) if not isinstance(step, Path)):
+        value = _parse_value(name, text) if text.startswith("{") else text
+        found = _list_texts({Options.read().expand(name): value})
+        given |= {shorten(option): each for option, each in found.items() if shorten(option) in OPTIONS}
+    kept = {name: none for name, none in (in_files or {}).items() if name not in given}
+    return [*arguments, *(f"--{name}={none}" for name, none in (kept | find_replaced(given)).items())]
 
 
 def replace_in_recipes(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
