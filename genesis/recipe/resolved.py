@@ -319,15 +319,16 @@ def _put(
     name = f"{prefix}.{key}".removeprefix(".")
     option, held = scope.get(name), target.get(key)
     is_choice = option is not None and option.base in known.bases and not option.is_list
-    if is_choice or _is_class(held) or (not rest and _is_class(value)):
+    is_section = option is not None and known.is_section(option)
+    if is_choice or (not is_section and (_is_class(held) or (not rest and _is_class(value)))):
         for part in reversed(rest):
             value = {part: value}
         target[key] = _choose(held, value, option)
         return
-    is_group = scope is known.options and name in known.groups
-    if option is not None and known.is_section(option):
+    is_group = is_section or (scope is known.options and name in known.groups)
+    if option is not None and is_section:
         scope, name = known.classes[str(option.base)], ""
-        is_group = True
+        value = value.get(INIT_ARGS) or {} if _is_class(value) else value  # the section's own class may be written, too
     if rest or (is_group and isinstance(value, Mapping)):
         below = target[key] = held if isinstance(held, dict) else {}
         pairs = [(rest, value)] if rest else [([str(each)], of_it) for each, of_it in value.items()]

@@ -109,6 +109,9 @@ FILES = {
     "dotted keys of an old spelling": ["model.optimizer.name: adamw\nmodel.optimizer.lr: 0.1"],
     "a mapping": ["data: {mix: {web: 1, code: 2}}", "data: {mix: {books: 2}}"],
     "a section": ["model: {adapter: {rank: 4, alpha: 8}}", "model: {adapter: {rank: 2}}"],
+    "a section by its class": [
+        "model: {adapter: {class_path: genesis.model.adapter.AdapterConfig, init_args: {rank: 4}}}"
+    ],
     "a section that is null": ["model: {adapter: {rank: 4, alpha: 8}}", "model: {adapter: null}"],
     "two lengths": ["trainer: {max_steps: 9}", "data: {num_epochs: 2}"],
     "another objective": [
