@@ -21,13 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from benchmarks.corpora import write_random_corpus
 from benchmarks.harness import add_counts, begin_record, build_parser, check_counts, finish, format_page, format_table
 from genesis.base.console import Console
 from genesis.base.errors import RunEndedError, UserError
 from genesis.base.processes import start_program
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
@@ -113,9 +112,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Recovery]:
     """Trains, kills and restarts, and returns the parts of each recovery."""
-    recipe = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    recipe = ResolvedRecipe.read([options.config])
     corpus, run_dir, log = directory / "corpus", directory / "run", directory / "supervise.log"
-    write_random_corpus(corpus, _CORPUS_TOKENS, recipe["model"]["decoder"]["vocab_size"])
+    write_random_corpus(corpus, _CORPUS_TOKENS, recipe.count("model.decoder.vocab_size"))
     fit = ["fit", "--config", str(options.config), "--run_dir", str(run_dir), "--data.corpus", str(corpus)]
     fit += ["--trainer.max_steps", "1000000", "--trainer.limit_val_batches", "0", "--trainer.accelerator", "cpu"]
     fit += ["--trainer.devices", str(options.ranks), "--checkpoint.every_n_steps", "5"]

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from benchmarks import harness
 from benchmarks.processes import WORKERS, Contender, parse_peers, run_bursts
 from benchmarks.workers.protocol import Burst, Ready, Workload
@@ -27,6 +25,7 @@ from genesis.model.precision import AUTO, choose_precision
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import AdamW
 from genesis.optim.recipe import read_algorithm
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
 REFERENCE: Final = "genesis"
@@ -231,15 +230,11 @@ def read_recipe(path: Path) -> Recipe:
     own = [part for part in decoder.parts._fields if getattr(decoder, part) is not None]
     if own:
         raise UserError(f"{path} has its own configuration {own[0]}, which peers cannot build; choose another recipe")
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    try:
-        given = read_algorithm(recipe["model"].get("optimizer"), "model.optimizer")
-        optimizer = next((one for one in given.parts if isinstance(one, AdamW)), AdamW())
-        data = recipe["data"]
-        precision = recipe.get("trainer", {}).get("precision", AUTO)
-        return Recipe(decoder, data["seq_len"], data["micro_batch_size"], precision, optimizer)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a recipe of `genesis fit`: {error}") from error
+    recipe = ResolvedRecipe.read([path])
+    given = read_algorithm(recipe.get("model.optimizer"), "model.optimizer")
+    optimizer = next((one for one in given.parts if isinstance(one, AdamW)), AdamW())
+    seq_len, micro_batch_size = recipe.count("data.seq_len"), recipe.count("data.micro_batch_size")
+    return Recipe(decoder, seq_len, micro_batch_size, recipe.get("trainer.precision", AUTO), optimizer)
 
 
 def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps: int) -> Workload:

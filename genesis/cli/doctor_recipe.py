@@ -3,13 +3,11 @@
 import argparse
 import contextlib
 import signal
-import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from genesis.base.console import Console
@@ -17,18 +15,15 @@ from genesis.base.errors import UserError
 from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
-from genesis.cli.plan import split_overrides
-from genesis.cli.quiet import errors_of_lightning
+from genesis.cli.quiet import errors_of_lightning, warned_in_one_line
 from genesis.operations.doctor.capacity import measure_capacity
 from genesis.operations.doctor.checks import list_plain, print_checks
 from genesis.operations.doctor.facts import PlannedSaves
 from genesis.operations.doctor.planned import plan_saves
 from genesis.operations.doctor.protocol import Examination, examine
 from genesis.operations.doctor.recipe import BuiltRecipe, Options, to_arguments
-from genesis.operations.plan.content import read_content
 from genesis.operations.plan.recipe import read_recipe
-from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis_callbacks.base.untrusted import read_text
+from genesis.recipe.resolved import ResolvedRecipe, list_steps
 
 
 def main(argv: list[str]) -> int:
@@ -60,8 +55,8 @@ def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
 def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> RecipeReport:
     arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
     check_fit(arguments)  # at once and in one line, before anything is built
-    for name in _find_deprecated(options.config, extra):
-        print(f"genesis: warning: {describe_deprecated(name)}", file=sys.stderr)
+    with warned_in_one_line():
+        recipe = ResolvedRecipe.read(list_steps(arguments))
     progress = Console(stderr=True, highlight=False)
     parent = options.dir or Path()
     with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:
@@ -71,7 +66,7 @@ def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Recipe
             measure_capacity,
             lambda line: progress.print(f"doctor: {line}", markup=False),
         )
-    saves = _plan_saves(options.config, extra, found)
+    saves = _plan_saves(recipe, found)
     plain = {
         "config": [str(path) for path in options.config],
         "notes": found.notes,
@@ -81,16 +76,10 @@ def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Recipe
     return RecipeReport(found.checks, plain, saves, partial(_print_examination, found))
 
 
-def _find_deprecated(paths: Sequence[Path], extra: Sequence[str]) -> list[str]:
-    in_files = [rename_in_yaml(read_text(path))[1] for path in paths if path.is_file()]
-    return [*chain.from_iterable(in_files), *rename_in_arguments(extra)[1]]
-
-
-def _plan_saves(paths: Sequence[Path], extra: Sequence[str], found: Examination) -> PlannedSaves | None:
-    """Returns the checkpoints of the whole recipe, as `genesis plan` computes them from its files."""
-    _, overrides = split_overrides(extra)
+def _plan_saves(recipe: ResolvedRecipe, found: Examination) -> PlannedSaves | None:
+    """Returns the checkpoints of the whole recipe, as `genesis plan` computes them."""
     try:
-        return plan_saves(read_recipe(read_content(paths, overrides), ", ".join(map(str, paths))))
+        return plan_saves(read_recipe(recipe))
     except UserError as error:
         found.notes.append(f"a disk that is not compared with planned checkpoints: {error}")
         return None

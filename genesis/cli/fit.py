@@ -8,14 +8,13 @@ fork         of `fit`: a name; the run continues from --ckpt_path in a directory
 """
 
 import os
-import re
 import signal
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -44,12 +43,11 @@ from genesis.cli.fit_checks import (
 )
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
-from genesis.cli.option_names import replace_in_recipes
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.tokenizer_identity import keep_tokenizer_hash
 from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
-from genesis.cli.type_errors import explain_types, explain_unknown, hint_key, known_keys
+from genesis.cli.type_errors import explain_error, explain_types, known_keys
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.generate.checkpoint_reference import LATEST, find_recorded, read_reference
@@ -62,7 +60,7 @@ from genesis.objectives.find import find_objective
 from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis.recipe.run_length import complete_arguments
+from genesis.recipe.resolved import complete_arguments, replace_in_recipes
 from genesis.recipe.yaml import dump_yaml
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.layout import layout_strategy
@@ -79,23 +77,6 @@ from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.checkpoint.device_proof import DeviceProof
 from genesis_callbacks.checkpoint.lineage import check_not_in_use
 
-_REFUSED_OPTION = re.compile(
-    r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
-)
-_NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
-_OPTIONAL = re.compile(
-    r"Does not validate against any of the Union subtypes Subtypes: (?:(?!Errors: ).)*"
-    r"Errors: - Expected a <class '(?:NoneType|str)'> - "
-    r"(?P<reason>(?!Expected a )(?:(?!Errors: ).)+?) Given value type: .*"
-)
-"""The text that jsonargparse writes around the error of an optional section, such as model.objective, or of a class
-that may be given by its name alone, such as trainer.strategy."""
-_NESTED_KEY: Final = re.compile(r'^(Parser key )"([\w.]+)"')
-"""An option of a class, at the beginning of a message, without the option that has the class."""
-_UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
-_REQUIRED: Final = re.compile(r"(?<=arguments are required: ).*")
-_SUBCOMMAND: Final = re.compile(r"(?:^|(?<=, ))(?:fit|validate)\.")
-"""The prefix that jsonargparse writes before the name of a missing option; no user writes it."""
 _MAX_SEED = 2**32 - 1  # numpy's
 _TELEMETRY_LEFT = (
     r"Be aware that when using `ckpt_path`, callbacks .*: "
@@ -114,8 +95,6 @@ class GenesisParser(PlainParser, LightningArgumentParser):
     (`genesis.recipe.run_length`).
     """
 
-    given: ClassVar[tuple[str, ...]] = ()
-    """The options of the command line, without their values."""
     recipes: ClassVar[tuple[Path, ...]] = ()
     """The files that were read."""
 
@@ -140,25 +119,11 @@ class GenesisParser(PlainParser, LightningArgumentParser):
         GenesisParser.recipes += (Path(cfg_path),)
         return super().parse_path(cfg_path, *args, **kwargs)
 
-    def _find_given(self, key: str) -> str:
-        """Returns the option of the command line that ends in `key`: jsonargparse leaves out that of the class."""
-        ends = {word for word in self.given if word.endswith(f".{key}")}
-        return ends.pop() if len(ends) == 1 else key
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""
         for path in self.recipes:
             check_mixers(path)  # jsonargparse names neither the list nor the entry
-        line = _NESTED_KEY.sub(lambda key: f'{key[1]}"{self._find_given(key[2])}"', " ".join(message.split()))
-        found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
-        line = _REQUIRED.sub(lambda missing: _SUBCOMMAND.sub("", missing[0]), line)
-        line = explain_types(_OPTIONAL.sub(r"\g<reason>", explain_empty_path(line)))
-        if found is not None:
-            group = found.groupdict().get("group")
-            key = f"{group}.{found['key']}" if group else self._find_given(found["key"])
-            line = explain_unknown(line, key) + hint_key(
-                found["key"] if group is None else key, sorted(known_keys(self))
-            )
+        line = explain_error(explain_empty_path(" ".join(message.split())), known_keys(self))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
 
@@ -204,7 +169,6 @@ class GenesisCLI(LightningCLI):
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
         self._allows_reward_code = is_reward_code_allowed(arguments)
         GenesisParser.recipes = ()
-        GenesisParser.given = tuple(word.partition("=")[0].removeprefix("--") for word in arguments)
         super().__init__(
             GenesisModule,
             CorpusDataModule,
@@ -333,7 +297,7 @@ class GenesisCLI(LightningCLI):
         except (ValueError, MisconfigurationException) as error:
             line = " ".join(str(error).split())
             self._check_strategy_name()
-            raise UserError(explain_types(_OPTIONAL.sub(r"\g<reason>", line))) from error
+            raise UserError(explain_types(line)) from error
 
     def _check_strategy_name(self) -> None:
         """Refuses a class that is given as the name of a strategy, which Lightning looks up among its own names.

@@ -23,8 +23,8 @@ from genesis.model.describe import (
     describe_training,
 )
 from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
-from genesis.operations.plan.choices import check_choices
-from genesis.operations.plan.content import read_content
+from genesis.operations.plan.recipe import check_choices
+from genesis.recipe.resolved import ResolvedRecipe
 
 BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 
@@ -49,7 +49,7 @@ def describe_main(argv: list[str]) -> int:
     description = describe(read_decoder_config(arguments.config))
     adapter = read_recipe_adapter(arguments.config)
     with warned_in_one_line():
-        check_choices(read_content([arguments.config]), description.config, str(arguments.config))
+        check_choices(ResolvedRecipe.read([arguments.config]), description.config)
     try:
         family, obstacle = find_family(description.config).model_type, None
     except UserError as error:

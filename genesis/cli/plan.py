@@ -12,17 +12,16 @@ from typing import Any, Final
 from genesis.base.arguments import Parser, read_size
 from genesis.base.console import Console
 from genesis.base.errors import UserError
-from genesis.cli.option_names import check, replace_in_recipes
+from genesis.cli.option_names import check_names
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
 from genesis.operations.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
-from genesis.operations.plan.content import apply_overrides, read_content
 from genesis.operations.plan.recipe import MOST_RANKS, Recipe, read_recipe
 from genesis.operations.plan.remedies import Budget
 from genesis.operations.plan.report import Question, make_plan, own_layout, to_json
 from genesis.operations.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
-from genesis.recipe.run_length import find_replaced
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 GIB: Final = 2**30
@@ -53,20 +52,21 @@ def main(argv: list[str]) -> int:
 
 def _plan(argv: Sequence[str]) -> int:
     own, overrides = split_overrides(argv)
-    overrides += find_replaced(dict(overrides)).items()
     arguments = _build_parser().parse_args(own)
-    check("fit", [f"--{name}={value}" for name, value in overrides])
+    check_names("fit", [f"--{name}={value}" for name, value in overrides])
     for path in arguments.config:
         check_is_yaml(path)
     where = ", ".join(map(str, arguments.config))
     gpus = None if arguments.gpus is None else _read_gpus(arguments.gpus)
-    in_files, lines = replace_in_recipes([f"--config={path}" for path in arguments.config])
-    for line in lines:
+    written = ResolvedRecipe.read(arguments.config, later=overrides)
+    for line in written.notes:
         print(line, file=sys.stderr)
-    written = read_content(arguments.config, list(in_files.items()), later=overrides)
-    content = apply_overrides(written, overrides)
-    recipe = read_recipe(content, where, num_ranks=None if gpus is None else gpus[0], base_dtype=arguments.base_dtype,
-                         teacher_file=arguments.teacher)  # fmt: skip
+    recipe = read_recipe(
+        written.override(overrides),
+        num_ranks=None if gpus is None else gpus[0],
+        base_dtype=arguments.base_dtype,
+        teacher_file=arguments.teacher,
+    )
     question = _build_question(arguments, recipe, gpus or (recipe.layout.num_ranks,), _find_batch(written))
     corpora = [] if recipe.corpus is None else [Path(recipe.corpus)]
     plan = make_plan(recipe, question, corpora)
@@ -246,10 +246,9 @@ def _build_question(
     )
 
 
-def _find_batch(written: Mapping[str, Any]) -> int | None:
+def _find_batch(written: ResolvedRecipe) -> int | None:
     """Returns the global batch that the recipe's files have; None for prompts, whose answers are the batch."""
-    data = written.get("data")
-    batch = data.get("global_batch_size") if isinstance(data, Mapping) and "prompts" not in data else None
+    batch = None if written.get("data.prompts") is not None else written.get("data.global_batch_size")
     return batch if type(batch) is int and batch > 0 else None
 
 

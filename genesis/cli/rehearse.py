@@ -10,6 +10,7 @@ from pathlib import Path
 from genesis.base.arguments import Parser, check_output
 from genesis.base.console import Console
 from genesis.base.errors import UserError
+from genesis.cli.option_names import check_fit
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.operations.rehearse.main import Options, rehearse
 from genesis.operations.rehearse.recipe import check_extra
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
             + (["--", *extra] if extra else [])
         ),
     )
+    check_fit(options.fit[1:])  # at once and in one line, before anything is trained
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     console.print(f"$ {options.command}", soft_wrap=True, markup=False)
     report = rehearse(options, console)

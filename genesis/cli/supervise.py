@@ -5,13 +5,12 @@ import contextlib
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
-from genesis.base.arguments import Parser
+from genesis.base.arguments import Parser, respell
 from genesis.base.errors import UserError
 from genesis.base.processes import check_can_find
 from genesis.cli.supervise_observers import (
@@ -26,8 +25,7 @@ from genesis.operations.supervise.decide import Policy
 from genesis.operations.supervise.loop import supervise
 from genesis.operations.supervise.options import SuperviseOptions, read_nodes
 from genesis.recipe.imports import OPTION
-from genesis.recipe.yaml import load_yaml
-from genesis_callbacks.base.untrusted import read_text
+from genesis.recipe.resolved import ResolvedRecipe, list_steps
 
 _DESCRIPTION = """Keeps one run alive, on this machine or with --nodes on several: starts `genesis fit` from the
 newest checkpoint that verifies, watches its ranks, and when they end before the run does, finds out why, cleans up and
@@ -40,7 +38,6 @@ after which it gave up (docs: Ends of a run), 130 interrupted."""
 _USAGE = "genesis supervise [options] -- fit --config RECIPE [OPTIONS OF FIT]"
 _WAIT_SECONDS = 3600.0
 _MAX_DIGITS = 12
-_DEFAULT_RUN_DIR = "runs/default"
 _OWN_OPTIONS = {
     "--ckpt_path": "the supervisor starts from the newest checkpoint that verifies",
     "--fork": "start the fork by `genesis fit`, then supervise it by its --run_dir",
@@ -191,31 +188,14 @@ def _check_fit(fit: Sequence[str]) -> None:
 
 
 def find_run_dir(fit: Sequence[str]) -> Path:
-    """Returns the run's directory by the arguments and the recipes alone; the resolved recipe is compared later.
+    """Returns the run's directory by the arguments and the recipes; what the real parser finds is compared later.
 
     Raises:
         UserError: A recipe cannot be read.
     """
-    found = _DEFAULT_RUN_DIR
-    words = iter(fit)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in ("--run_dir", "--run-dir"):
-            found = value if equals else next(words, found)
-        elif name in ("--config", "-c"):
-            found = _read_run_dir(Path(value if equals else next(words, ""))) or found
-    return Path(found)
-
-
-def _read_run_dir(path: Path) -> str | None:
-    try:
-        content = load_yaml(read_text(path), path)
-    except FileNotFoundError as error:
-        raise UserError(f"no such recipe: {path}; give an existing file by --config") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from error
-    given = content.get("run_dir") if isinstance(content, dict) else None
-    return given if isinstance(given, str) else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # each training warns of deprecated options
+        return Path(str(ResolvedRecipe.read(list_steps(respell(fit))).get("run_dir")))
 
 
 def _positive(text: str) -> float:

@@ -16,13 +16,13 @@ from genesis.base.errors import UserError
 from genesis.cli.fit import fit_main
 from genesis.cli.trainer import count_ranks
 from genesis.cli.trainer import read_recipe as read_recipe_of
-from genesis.data.sizes import AUTO as AUTO_SIZE
 from genesis.data.sizes import resolve_recipe
 from genesis.data.skipped import read_ranges
 from genesis.generate.checkpoint_reference import LATEST, read_reference
 from genesis.objectives.find import find_objective
 from genesis.operations.supervise.plan import RecipeFacts, write_facts
 from genesis.recipe.imports import allowing, split_allowed
+from genesis.recipe.resolved import ResolvedRecipe
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     resolved = yaml.safe_load(printed.getvalue())
     try:
         with allowing(allowed):
-            facts = read_recipe(resolved)
+            facts = read_recipe(ResolvedRecipe.complete(resolved, "the recipe"))
     except UserError as error:
         print(f"genesis: error: {error}")
         return 2
@@ -45,50 +45,51 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
+def read_recipe(recipe: ResolvedRecipe) -> RecipeFacts:
     """Returns what the supervisor needs of a resolved recipe.
 
     Raises:
         UserError: The recipe has no size of its batches, which printing a recipe does not ask for.
     """
-    trainer = resolved["trainer"]
-    for name in ("micro_batch_size", "global_batch_size"):
-        if resolved["data"].get(name) is None:
-            raise UserError(f"data.{name} is missing: give a recipe by --config")
-    num_ranks, num_nodes = count_ranks(trainer["devices"], trainer["accelerator"]), int(trainer.get("num_nodes") or 1)
+    for name in ("data.micro_batch_size", "data.global_batch_size"):
+        if recipe.get(name) is None:
+            raise UserError(f"{name} is missing: give a recipe by --config")
+    num_ranks = count_ranks(recipe.get("trainer.devices"), recipe.get("trainer.accelerator"))
+    num_nodes = recipe.count("trainer.num_nodes")
     return RecipeFacts(
-        run_dir=str(resolved["run_dir"]),
+        run_dir=str(recipe.get("run_dir")),
         num_ranks=num_ranks,
         num_nodes=num_nodes,
-        micro_batch_size=int(resolved["data"]["micro_batch_size"]),
-        recipe_hash=hash_recipe(resolved),
-        global_batch_size=_find_batch(resolved, num_ranks * num_nodes),
-        unskippable=_find_unskippable(resolved),
-        skip_positions=read_ranges(resolved["data"].get("skip_positions")),
-        note=_note_kernels(resolved) or "",
+        micro_batch_size=recipe.count("data.micro_batch_size"),
+        recipe_hash=hash_recipe(recipe.content),
+        global_batch_size=_find_batch(recipe, num_ranks * num_nodes),
+        unskippable=_find_unskippable(recipe),
+        skip_positions=read_ranges(recipe.get("data.skip_positions")),
+        note=_note_kernels(recipe) or "",
     )
 
 
-def _find_batch(resolved: Mapping[str, Any], num_ranks: int) -> int:
-    """Returns the sequences of a step; a run that continues with `auto` keeps its own number."""
-    if resolved["data"]["global_batch_size"] == AUTO_SIZE:
-        kept = read_recipe_of(read_reference(LATEST, run_dir=Path(str(resolved["run_dir"]))))
-        resolved = kept or resolve_recipe(resolved, resolved["model"]["decoder"]["max_seq_len"], num_ranks)
-    return int(resolved["data"]["global_batch_size"])
+def _find_kept(recipe: ResolvedRecipe, name: str) -> Mapping[str, Any] | None:
+    """Returns the recipe of the run that continues, if there is one and an option is `auto`: it keeps its choices."""
+    is_auto = recipe.get(name, AUTO) == AUTO
+    return read_recipe_of(read_reference(LATEST, run_dir=Path(str(recipe.get("run_dir"))))) if is_auto else None
 
 
-def _note_kernels(resolved: Mapping[str, Any]) -> str | None:
-    """Returns the line about kernels that need not repeat; a run that continues with `auto` keeps its own choice."""
-    given, run_dir = resolved["trainer"].get("deterministic"), Path(str(resolved["run_dir"]))
-    kept = read_recipe_of(read_reference(LATEST, run_dir=run_dir)) if given in (None, AUTO) else None
-    return note_unrepeatable(kept or resolved)
+def _find_batch(recipe: ResolvedRecipe, num_ranks: int) -> int:
+    content = _find_kept(recipe, "data.global_batch_size") or recipe.content
+    if content["data"]["global_batch_size"] == AUTO:
+        content = resolve_recipe(content, content["model"]["decoder"]["max_seq_len"], num_ranks)
+    return int(content["data"]["global_batch_size"])
 
 
-def _find_unskippable(resolved: Mapping[str, Any]) -> str:
-    if resolved["data"].get("prompts") is not None:
+def _note_kernels(recipe: ResolvedRecipe) -> str | None:
+    return note_unrepeatable(_find_kept(recipe, "trainer.deterministic") or recipe.content)
+
+
+def _find_unskippable(recipe: ResolvedRecipe) -> str:
+    if recipe.get("data.prompts") is not None:
         return "prompts"
-    is_paired = find_objective(resolved["model"].get("objective")).learns_from == "pairs"
-    return "pairs of answers" if is_paired else ""
+    return "pairs of answers" if find_objective(recipe.get("model.objective")).learns_from == "pairs" else ""
 
 
 def hash_recipe(resolved: Mapping[str, Any]) -> str:

@@ -1,12 +1,17 @@
-"""Mistakes in the name or the type of an option, in plain words: jsonargparse writes the names of Python's types."""
+"""Messages of jsonargparse in plain words: they have the names of the types of Python, and of its own parts.
+
+Most mistakes in recipes are refused before (`genesis.cli.option_names`). This is for what only the real parser can
+judge, and for the options of `genesis data` and `genesis tokenizer`.
+"""
 
 import argparse
-import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final
 
 from genesis.recipe.imports import find_refusal
+from genesis.recipe.options import hint_key
+from genesis.recipe.values import explain_value
 
 _KEY: Final = r'Parser key "(?P<key>[^"]+)": '
 _ONE: Final = re.compile(
@@ -21,7 +26,6 @@ _CLASS: Final = re.compile(
     _KEY + r"(?:- Expected a path but (?P<path>.*) either not accessible or invalid - )?"
     r"Not a valid subclass of (?P<class>\w+)(?:\. Got value: (?P<value>.*?))? Subclass types expect one of: .*"
 )
-_FEW_KEYS: Final = 20
 _WITHOUT_CLASS: Final = re.compile(r"NestedArg\(key='(?P<key>[^']+)', val=.*\)")
 """An option of a class, where no class is given."""
 _NESTED: Final = re.compile(
@@ -40,39 +44,41 @@ _ITEM: Final = re.compile(
     r"(?:Parser key \"(?P<key>[^\"]+)\": |(?=Option '))"
 )
 """An option within an entry of a list, such as a source's."""
-_WORDS: Final = {
-    "NoneType": ("null", "null"),
-    "int": ("a whole number", "whole numbers"),
-    "float": ("a number", "numbers"),
-    "str": ("a text", "texts"),
-    "bool": ("true or false", "true or false"),
-    "list": ("a list", "lists"),
-    "tuple": ("a list", "lists"),
-    "collections.abc.Sequence": ("a list", "lists"),
-    "collections.abc.Iterable": ("a list", "lists"),
-    "dict": ("a mapping", "mappings"),
-    "pathlib.Path": ("a path", "paths"),
-}
-_REMEDIES: Final = {"data.max_epochs": "; for all sources alike, give data.num_epochs"}
-"""The option that a user may have meant, by the one with a value of another type."""
-_LISTS: Final = re.compile(r"(?:list|tuple|collections\.abc\.(?:Sequence|Iterable))\[(?P<inner>.*?)(?:, \.\.\.)?\]")
-_MAPPINGS: Final = re.compile(r"dict\[[^,]+, (?P<inner>.*)\]")
-
-
 _UNKNOWN: Final = re.compile(
-    r"(?:(?:Subcommand|Group) '[^']*' )?does not accept (?:nested )?(?:option|key) '[^']+'"
-    r"|Option '[^']+' is not accepted"
+    r"(?:Subcommand '[^']*' |Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
+    r"|Option '(?P<option>[^']+)' is not accepted"
 )
+_UNRECOGNIZED: Final = re.compile(r"[Uu]nrecognized arguments: --(?P<option>[^=\s]+)")
+_OPTIONAL: Final = re.compile(
+    r"Does not validate against any of the Union subtypes Subtypes: (?:(?!Errors: ).)*"
+    r"Errors: - Expected a <class '(?:NoneType|str)'> - "
+    r"(?P<reason>(?!Expected a )(?:(?!Errors: ).)+?) Given value type: .*"
+)
+"""The text around the error of an optional section, such as model.objective, or of a class that may be given by its
+name alone, such as trainer.strategy."""
+_REQUIRED: Final = re.compile(r"(?<=arguments are required: ).*")
+_SUBCOMMAND: Final = re.compile(r"(?:^|(?<=, ))(?:fit|validate)\.")
+"""The prefix that jsonargparse writes before the name of a missing option; no user writes it."""
 
 
-def explain_unknown(line: str, key: str) -> str:
-    """Returns a parser's line about an option that does not exist, with the plain name of the option. Pure.
+def explain_error(line: str, known: Collection[str]) -> str:
+    """Returns a parser's line in plain words, with the nearest key where an option does not exist. Pure.
+
+    Args:
+        line: The line.
+        known: The dotted names of the options.
 
     Example:
-        >>> explain_unknown("Subcommand 'fit' does not accept option 'data.corpora'", "data.corpora")
-        'unknown key data.corpora'
+        >>> explain_error("Subcommand 'fit' does not accept option 'data.sede'", ["data.seed"])
+        "unknown key data.sede; did you mean 'data.seed'?"
     """
-    return _UNKNOWN.sub(f"unknown key {key}", line)
+    found = _UNKNOWN.search(line) or _UNRECOGNIZED.search(line)
+    line = explain_types(_REQUIRED.sub(lambda missing: _SUBCOMMAND.sub("", missing[0]), line))
+    if found is None:
+        return line
+    parts = found.groupdict()
+    key = ".".join(part for part in (parts.get("group"), parts.get("key") or parts.get("option")) if part)
+    return _UNKNOWN.sub(f"unknown key {key}", line) + hint_key(key, sorted(known))
 
 
 def explain_types(line: str) -> str:
@@ -85,16 +91,10 @@ def explain_types(line: str) -> str:
     refusal = find_refusal(line)
     if refusal is not None:
         return refusal
-    line = _ITEM.sub(_name_item, _TAIL.sub("", line))
+    line = _ITEM.sub(_name_item, _TAIL.sub("", _OPTIONAL.sub(r"\g<reason>", line)))
     if _NESTED.search(line):
         return _NO_FILE.sub(lambda found: f"{found['path']} is no" if found["other"] else "", line)
     return _CLASS.sub(_explain_class, _SEVERAL.sub(_explain_several, _ONE.sub(_explain_one, line)))
-
-
-def explain_value(name: str, value: str, types: Sequence[str]) -> str:
-    """Returns what `explain_types` returns for an option's value that none of its types takes."""
-    kinds = list(types)
-    return _explain(name, value or repr(""), kinds) if len(kinds) == 1 else _explain(name, repr(value), kinds)
 
 
 def _name_item(found: re.Match[str]) -> str:
@@ -102,7 +102,7 @@ def _name_item(found: re.Match[str]) -> str:
 
 
 def _explain_one(found: re.Match[str]) -> str:
-    return _explain(found["key"], found["value"] or repr(""), [found["type"]])
+    return explain_value(found["key"], found["value"] or repr(""), [found["type"]])
 
 
 def _explain_several(found: re.Match[str]) -> str:
@@ -111,38 +111,13 @@ def _explain_several(found: re.Match[str]) -> str:
         option = f"{found['key']}.{without_class['key']}"
         return f"{option} is an option of a class, and {found['key']} has none: give --{found['key']} CLASS before it"
     value = repr(found["value"]) if found["given"] == "str" else found["value"]
-    return _explain(found["key"], value, _split(found["types"]))
-
-
-def _explain(name: str, value: str, types: Sequence[str]) -> str:
-    kinds = dict.fromkeys(map(_describe, types))
-    if "a number" in kinds:  # Python's order of the two varies with what was imported before
-        kinds.pop("a whole number", None)
-    # What an option is without a value comes last.
-    words = " or ".join(sorted(kinds, key="null".__eq__))
-    return f"{name} is {value}: give {words}{_REMEDIES.get(name, '')}"
+    return explain_value(found["key"], value, _split(found["types"]))
 
 
 def _explain_class(found: re.Match[str]) -> str:
     value = found["value"] or found["path"]
     what = f"the options of {found['class']}, each on a line of its own as 'name: value'"
     return f"{found['key']} is {value}: give {what}" if value else f"{found['key']}: give {what}"
-
-
-def _describe(kind: str, *, is_plural: bool = False) -> str:
-    """Returns the words for a type as Python writes it."""
-    name = kind.removeprefix("<class '").removesuffix("'>")
-    if name in _WORDS:
-        return _WORDS[name][is_plural]
-    if name.startswith("typing.Literal["):
-        return f"one of {name.removeprefix('typing.Literal[').removesuffix(']').replace(chr(39), '')}"
-    inner = _LISTS.fullmatch(name)
-    if inner is not None:
-        return f"{'lists' if is_plural else 'a list'} of {_describe(inner['inner'], is_plural=True)}"
-    inner = _MAPPINGS.fullmatch(name)
-    if inner is not None:
-        return f"{'mappings' if is_plural else 'a mapping'} of names to {_describe(inner['inner'], is_plural=True)}"
-    return f"the options of {name.rpartition('.')[2]}"
 
 
 def _split(types: str) -> list[str]:
@@ -155,14 +130,6 @@ def _split(types: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
-
-
-def hint_key(wanted: str, known: Sequence[str]) -> str:
-    """Returns the key nearest to `wanted`; without a near one, the options of a class if there are only a few."""
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; the options are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
 
 
 def known_keys(parser: argparse.ArgumentParser) -> set[str]:

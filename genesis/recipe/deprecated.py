@@ -6,13 +6,13 @@ values all led to the same numbers, add it to `REMOVED`; one whose null alone ca
 optimizer that is given by its name becomes one that is given by its class (`convert_optimizer`).
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import yaml
 
 from genesis.base.errors import UserError
+from genesis.recipe.yaml import dump_yaml, load_yaml
 
 RENAMED: Final = {"trainer.strategy.forward_skew_seconds": "desync_seconds"}
 """Old dotted name, without the `init_args` of classes, to the new last part of that name."""
@@ -170,7 +170,7 @@ def rename_in_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def rename_in_yaml(text: str, prefix: str = "") -> tuple[str, list[str]]:
-    """Returns a YAML text with current options, and the old names that it had. All else in it stays as written.
+    """Returns a YAML text with current options, and the old names that it had. A text without any is not changed.
 
     Args:
         text: A mapping of options; any other text is returned unchanged.
@@ -179,119 +179,90 @@ def rename_in_yaml(text: str, prefix: str = "") -> tuple[str, list[str]]:
     Raises:
         UserError: The text has an option under both names, or one that is refused.
     """
-    text, converted = _convert_in_yaml(text, prefix)
-    if not any(name.rpartition(".")[2] in text for name in (*RENAMED, *REMOVED, *REFUSED)):
-        return text, converted
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:
-        return text, converted  # the parser of the options refuses it, with the position
-    found = list(_old_keys(root, prefix)) if root is not None else []
-    for key, value, node, name in sorted(found, key=lambda one: one.key.start_mark.index, reverse=True):
-        if is_removed(name):
-            _check_removed(name, value.value if isinstance(value, yaml.ScalarNode) else "a structure")
-            before, after = text[: key.start_mark.index], text[value.end_mark.index :]
-            if node.flow_style:
-                after = re.sub(r"^\s*,", "", after)
-            # A block of nothing would be null, and no mapping.
-            text = before + ("{}" if len(node.value) == 1 and not node.flow_style else "") + after
-        else:
-            quote = key.style if key.style in ("'", '"') else ""
-            new = f"{quote}{rename_option(name).rpartition('.')[2]}{quote}"
-            text = f"{text[: key.start_mark.index]}{new}{text[key.end_mark.index :]}"
-    return text, [*converted, *(old.name for old in found if _without_classes(old.name) not in REFUSED)]
+        content = load_yaml(text, prefix or "the recipe")
+        if not isinstance(content, Mapping):
+            return text, []
+        spread = spread_keys(content)
+        renamed, found = rename_options(spread, prefix)
+        return (text, found) if renamed == spread else (dump_yaml(renamed), found)
+    except (yaml.YAMLError, RecursionError):
+        return text, []  # the parser of the options refuses it, with the position
 
 
-def _convert_in_yaml(text: str, prefix: str) -> tuple[str, list[str]]:
-    """Returns a YAML text whose optimizer is given by its class, and the old option by which it was given."""
-    if "optimizer" not in (*prefix.split("."), *re.findall(r"\w+", text)):
-        return text, []
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:
-        return text, []
-    path = f"{_OPTIMIZER}.".removeprefix(f"{prefix}." if prefix else "").split(".")[:-1]
-    for key in path:
-        items = node.value if isinstance(node, yaml.MappingNode) else []
-        node = next((value for one, value in items if one.value == key), None)
-    if not isinstance(node, yaml.MappingNode):
-        return text, []
-    options = {key.value: _in_one_line(value, text) for key, value in node.value}
-    if not is_named_optimizer(options):
-        if "class_path" not in options:
-            for name in options:
-                check_optimizer_option(f"{_OPTIMIZER}.{name}")
-        return text, []
-    options["name"] = next(value.value for key, value in node.value if key.value == "name")
-    old = f"{_OPTIMIZER}.muon_lr" if options["name"] == "muon" else _NAME
-    new = _write_in_one_line(convert_optimizer(options))
-    return f"{text[: node.start_mark.index]}{new}{text[_find_end(node) :]}", [old]
+def spread_keys(content: Mapping[Any, Any], *, is_recipe: bool = True) -> dict[str, Any]:
+    """Returns options of a file as a mapping of mappings: a key of the recipe or of a section may have dots.
+
+    Args:
+        content: The options.
+        is_recipe: Whether the keys are those of the whole recipe, which may have sections.
+
+    Example:
+        >>> spread_keys({"data.seq_len": 8, "data": {"seed": 1}})
+        {'data': {'seq_len': 8, 'seed': 1}}
+    """
+    spread: dict[str, Any] = {}
+    for key, value in content.items():
+        first, *others = str(key).split(".") if all(str(key).split(".")) else [str(key)]
+        for name in reversed(others):
+            value = {name: value}
+        if is_recipe and isinstance(value, Mapping):
+            value = spread_keys(value, is_recipe=False)  # below an option of a section, keys are names of others
+        spread[first] = _join(spread.get(first), value)
+    return spread
 
 
-def _in_one_line(node: yaml.Node, text: str) -> str:
-    """Returns a node of a YAML text in the form that needs no lines of its own."""
-    if isinstance(node, yaml.SequenceNode):
-        return f"[{', '.join(_in_one_line(one, text) for one in node.value)}]"
-    if isinstance(node, yaml.MappingNode):
-        return _write_in_one_line({key.value: _in_one_line(value, text) for key, value in node.value})
-    return text[node.start_mark.index : node.end_mark.index] or "null"
+def _join(held: Any, more: Any) -> Any:
+    if not isinstance(held, dict) or not isinstance(more, Mapping):
+        return more
+    return {**held, **{key: _join(held.get(key), value) for key, value in more.items()}}
 
 
-def _write_in_one_line(options: Mapping[str, Any]) -> str:
-    items = (
-        f"{key}: {_write_in_one_line(value) if isinstance(value, dict) else value}" for key, value in options.items()
-    )
-    return f"{{{', '.join(items)}}}"
+def rename_options(
+    options: Mapping[str, Any], prefix: str = "", *, is_strict: bool = True
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns options under their current names, and the old names that were among them.
 
+    Args:
+        options: A mapping of options, of which some are mappings.
+        prefix: The dotted name of the option whose value it is; empty for a recipe.
+        is_strict: Whether a user may still change them: options that are gone are refused with the new spelling, and an
+            option under both names, too. Otherwise a current name keeps its value.
 
-def _find_end(node: yaml.Node) -> int:
-    """Returns where a node's text ends: the mark of a block is at the beginning of what follows."""
-    if not isinstance(node, yaml.CollectionNode) or node.flow_style or not node.value:
-        return int(node.end_mark.index)
-    last = node.value[-1]
-    return _find_end(last[1] if isinstance(node, yaml.MappingNode) else last)
-
-
-def rename_in_recipe(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a resolved recipe with current options. A current name that is already there keeps its value."""
+    Raises:
+        UserError: An option is refused.
+    """
     renamed: dict[str, Any] = {}
-    for key, value in recipe.items():
-        name = f"{prefix}.{key}" if prefix else key
+    found: list[str] = []
+    if prefix == _OPTIMIZER and is_named_optimizer(options):
+        found.append(_NAME)
+        options = convert_optimizer(options)
+    for key, value in options.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if is_strict and "class_path" not in options:
+            check_optimizer_option(name)
         if is_removed(name):
+            if is_strict:
+                _check_removed(name, "null" if value is None else value if isinstance(value, str) else repr(value))
+            found += [name] if _without_classes(name) in REMOVED else []
             continue
-        if name == _OPTIMIZER and isinstance(value, Mapping) and is_named_optimizer(value):
-            value = convert_optimizer(value)
         new = rename_option(name).rpartition(".")[2] if _without_classes(name) in RENAMED else key
-        if new == key or new not in recipe:
-            renamed[new] = rename_in_recipe(value, name) if isinstance(value, Mapping) else value
-    return renamed
+        if new != key:
+            found.append(name)
+            if new in options and is_strict:
+                raise UserError(f"both {rename_option(name)} and its old name {name} are given; remove {name}")
+        if new == key or new not in options:
+            renamed[new] = value
+            if isinstance(value, Mapping):
+                renamed[new], below = rename_options(value, name, is_strict=is_strict)
+                found += below
+    return renamed, found
+
+
+def rename_in_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a resolved recipe with current options. A current name that is already there keeps its value."""
+    return rename_options(recipe, is_strict=False)[0]
 
 
 def _without_classes(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _CLASS_KEY)
-
-
-class _OldKey(NamedTuple):
-    key: yaml.ScalarNode
-    value: yaml.Node
-    node: yaml.MappingNode
-    name: str
-
-
-def _old_keys(node: yaml.Node, prefix: str, above: tuple[yaml.Node, ...] = ()) -> Iterator[_OldKey]:
-    """Yields the keys with an old name below `node`, each with its dotted name."""
-    if not isinstance(node, yaml.MappingNode) or node in above:  # an anchor may contain an alias of itself
-        return
-    names = {key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        name = f"{prefix}.{key.value}" if prefix else key.value
-        new = rename_option(name)
-        if is_removed(name):
-            yield _OldKey(key, value, node, name)
-        elif new != name:
-            if new.rpartition(".")[2] in names:
-                raise UserError(f"both {new} and its old name {name} are given; remove {name}")
-            yield _OldKey(key, value, node, name)
-        yield from _old_keys(value, name, (*above, node))

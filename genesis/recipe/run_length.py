@@ -6,12 +6,8 @@ rate, which is also that of adapters unless they get their own on the command li
 in the same way.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from typing import Final
-
-from genesis.base.errors import UserError
-from genesis.recipe.yaml import load_yaml
 
 MAX_STEPS: Final = "trainer.max_steps"
 _NO_NUMBER: Final = {"-1", "null", "None", "~", ""}
@@ -57,39 +53,6 @@ def find_replaced(given: Mapping[str, str]) -> dict[str, str]:
     return {name: none for name, none in replaced.items() if name not in given}
 
 
-def read_given(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the options in the words of a command line that this module knows, with their values as text.
-
-    Example:
-        >>> read_given(["fit", "--data.num_epochs", "2", "--trainer={max_steps: 5}", "--data.corpus=a"])
-        {'data.num_epochs': '2', 'trainer.max_steps': '5'}
-    """
-    given: dict[str, str] = {}
-    for word, following in pairwise([*arguments, ""]):
-        name, equals, value = word.partition("=")
-        if word == "--":
-            break
-        if name.startswith("--"):
-            given |= dict(_read_option(name.removeprefix("--"), value if equals else following))
-    return given
-
-
-def complete_arguments(arguments: Sequence[str], in_files: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the words of a command line, and behind them the options that it replaces in recipes.
-
-    Args:
-        arguments: The words.
-        in_files: Options that later files replace in earlier ones, each with the value that means none.
-
-    Example:
-        >>> complete_arguments(["--schedule.decay_share=0.3"])[1:]
-        ['--schedule.decay_updates=null', '--schedule.decay_tokens=null']
-    """
-    given = read_given(arguments)
-    kept = {name: none for name, none in (in_files or {}).items() if name not in given}
-    return [*arguments, *(f"--{name}={none}" for name, none in (kept | find_replaced(given)).items())]
-
-
 def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[dict[str, str], list[str]]:
     """Returns the options of files that later files replace, each with the value that means none, and lines about them.
 
@@ -104,7 +67,7 @@ def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[di
     replaced: dict[str, str] = {}
     lines: list[str] = []
     for file, given in files:
-        own = {_shorten(name): value for name, value in given.items() if _shorten(name) in OPTIONS}
+        own = {shorten(name): value for name, value in given.items() if shorten(name) in OPTIONS}
         for name, none in find_replaced(own).items():
             if name in held:
                 value, earlier = held.pop(name)
@@ -117,25 +80,9 @@ def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[di
     return replaced, lines
 
 
-def _shorten(name: str) -> str:
+def shorten(name: str) -> str:
     """Returns the name of an option of a class as the command line may have it, without `init_args`."""
     return name.replace(".init_args.", ".")
-
-
-def _read_option(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yields an option that is known, also under its abbreviation, and those within the YAML of a whole section."""
-    name = _shorten(name)
-    found = [option for option in OPTIONS if option == name] or [each for each in OPTIONS if each.startswith(name)]
-    if len(found) == 1:
-        yield found[0], text
-    elif text.startswith("{"):
-        try:
-            section = load_yaml(text, f"--{name}")
-        except UserError:
-            return  # the parser of the options refuses it
-        for key, value in section.items() if isinstance(section, dict) else ():
-            if f"{name}.{key}" in OPTIONS:
-                yield f"{name}.{key}", "null" if value is None else str(value)
 
 
 def count_steps_of_tokens(num_tokens: int, *, position: int, seq_len: int, global_batch_size: int) -> int:

@@ -57,7 +57,7 @@ def test_a_recipe_of_fit_gives_shape_and_precision() -> None:
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "shape.yaml"
     path.write_text("{dim: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2, ffn_dim: 8, max_seq_len: 8}")
-    with pytest.raises(UserError, match=r"is not a recipe"):
+    with pytest.raises(UserError, match=r"data\.seq_len is None"):
         read_recipe(path)
 
 

@@ -148,15 +148,18 @@ def test_a_value_that_fit_cannot_use_is_refused(
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("share", ["1.1", "-1", "null"])
+@pytest.mark.parametrize(
+    ("share", "remedy"),
+    [("1.1", "it must be a share from 0 to 1"), ("-1", "it must be a share from 0 to 1"), ("null", "give a number")],
+)
 def test_a_mistake_in_a_strategys_options_is_reported_without_the_parsers_types(
-    genesis: Genesis, recipe: Path, share: str
+    genesis: Genesis, recipe: Path, share: str, remedy: str
 ) -> None:
     strategy = ("--trainer.strategy.class_path", "genesis.strategies.Replicated")
     outcome = genesis(
         "fit", "--config", str(recipe), *strategy, "--trainer.strategy.init_args.optimizer_offload", share
     )
-    check_is_one_line(outcome, "error: optimizer_offload is ", "it must be a share from 0 to 1\n")
+    check_is_one_line(outcome, "error: ", "optimizer_offload is ", f"{remedy}\n")
 
 
 @pytest.mark.parametrize("section", ["telemetry", "checkpoint", "trainer", "model"])
@@ -221,7 +224,7 @@ CHOICES = {
     "model.float8 true": "model.float8",
     "model.float8 {include: [nothing]}": "model.float8.include has 'nothing', which matches no linear layer",
     f"trainer.strategy {REPLICATED.replace('VALUE', 'maybe')}": "compile_blocks",
-    f"trainer.strategy {REPLICATED.replace('VALUE', 'null')}": "compile_blocks is null: give auto, true or false",
+    f"trainer.strategy {REPLICATED.replace('VALUE', 'null')}": "compile_blocks is null: give",
 }
 
 
@@ -278,11 +281,9 @@ def test_a_file_whose_aliases_repeat_billions_of_values_is_refused(
     (tmp_path / "outer.yaml").write_text(f"model: {{decoder: {path}}}\n", encoding="utf-8")
     files = {"FILE": str(path), "RECIPE": str(recipe), "OUTER": str(tmp_path / "outer.yaml")}
     outcome = genesis(*(files.get(word, word) for word in command.split()))
-    # A file that an option names is known by its beginning alone.
-    named = "begins with 'model: decoder:" if command.startswith("fit") and "--config FILE" not in command else path
     # With a Lightning whose options are not recorded, the doctor begins before it reads the file.
     outcome = replace(outcome, err=outcome.err.removeprefix("doctor: reading the recipe\n"))
-    check_is_one_line(outcome, str(named), " has aliases (*name) that repeat more than 100,000 values")
+    check_is_one_line(outcome, str(path), " has aliases (*name) that repeat more than 100,000 values")
 
 
 def test_aliases_of_a_recipe_that_repeat_little_are_read(genesis: Genesis, recipe: Path) -> None:

@@ -1,26 +1,28 @@
 """A misspelt option of `fit` is refused before Lightning is imported, and nothing that the real parser takes is."""
 
-import inspect
 import json
 import os
 import random
 import re
 import types
 import typing
-from argparse import ArgumentParser
-from dataclasses import fields, is_dataclass
+from argparse import SUPPRESS
+from dataclasses import is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser, Namespace
 
 from genesis.base.errors import UserError
 from genesis.cli import option_names
 from genesis.cli.fit import GenesisCLI
-from genesis.cli.option_names import RECORD, OptionNames, check
-from genesis.cli.option_values import is_known_type
+from genesis.cli.help import _our_subclasses, _public_path
+from genesis.cli.option_names import check
+from genesis.recipe import options
+from genesis.recipe.options import RECORD, Options
 from tests.cli.conftest import Genesis
 from tests.cli.test_main import modules_after
 from tests.cli.tiny import build_recipe, write_recipe
@@ -49,47 +51,88 @@ def build_parser(command: str) -> ArgumentParser:
     return subparsers.choices[command]
 
 
-def find_options_class(hint: Any) -> Any:
-    """Returns the dataclass in `Options | None`: its fields are options, too. A class to choose has its own."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        is_one = len(members) == 1 and is_dataclass(members[0]) and not inspect.isabstract(members[0])
-        return members[0] if is_one else None
-    return None
-
-
-def find_types(hint: Any) -> list[str] | None:
-    """Returns the types of a hint as Python writes them; None if one of them is more than a word or a number."""
+def list_members(hint: Any) -> tuple[Any, ...]:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    found = [
-        "NoneType" if member is types.NoneType else str(member)
-        for member in (typing.get_args(hint) if is_union else (hint,))
-    ]
-    return found if all(map(is_known_type, found)) else None
+    return typing.get_args(hint) if is_union else (hint,)
 
 
-def describe(parser: ArgumentParser) -> dict[str, Any]:
-    """Returns what the record has for one command, from the real parser."""
-    options, groups, kinds = set(), set(), {}
+def find_base(name: str, hint: Any) -> type | None:
+    """Returns the class of an option's value, if that is a section of ours, or one that our recipes choose."""
+    if re.fullmatch(r"trainer\.(?!strategy$).*", name):
+        return None
+    kinds = [kind for member in list_members(hint) for kind in (member, *typing.get_args(member))]
+    classes = (kind for kind in kinds if isinstance(kind, type) and kind.__module__ != "builtins")
+    ours = (kind for kind in classes if is_dataclass(kind) or _our_subclasses(kind))
+    return next(ours, None)
+
+
+def to_plain(value: Any) -> Any:
+    if isinstance(value, dict | Namespace):
+        return {key: to_plain(each) for key, each in (value if isinstance(value, dict) else vars(value)).items()}
+    return [to_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def describe(parser: Any, bases: set[type]) -> dict[str, Any]:
+    """Returns what the record has for the options of a parser, and notes the bases of their classes."""
+    found: dict[str, Any] = {}
     for action in parser._actions:
-        kinds[action.dest] = find_types(getattr(action, "_typehint", action.type))
-        options_class = find_options_class(getattr(action, "_typehint", None))
-        if type(action).__name__ == "_ActionConfigLoad":
-            groups.add(action.dest)
-        elif options_class is not None:
-            groups.add(action.dest)
-            options |= {f"{action.dest}.{field.name}" for field in fields(options_class)}
-            hints = typing.get_type_hints(options_class)
-            kinds |= {f"{action.dest}.{field.name}": find_types(hints[field.name]) for field in fields(options_class)}
-        else:
-            spellings = [option for option in action.option_strings if option.startswith("--")]
-            options |= {action.dest, *(option.removeprefix("--").removesuffix("+") for option in spellings)}
-    options = sorted(option for option in options if " " not in option)
-    return {
-        "options": options,
-        "groups": sorted(groups),
-        "types": {name: " | ".join(sorted(kinds[name])) for name in options if kinds.get(name)},
-    }
+        hint = getattr(action, "_typehint", action.type)
+        spellings = [word.removeprefix("--").removesuffix("+") for word in action.option_strings if word[:2] == "--"]
+        kinds = "typing.Any" if hint is None else " | ".join(sorted(map(str, list_members(hint))))
+        given: dict[str, Any] = {"types": kinds.replace("<class 'NoneType'>", "NoneType")}
+        if action.default != SUPPRESS:
+            if not action.required:
+                given["default"] = to_plain(action.default)
+            base = find_base(action.dest, hint)
+            if base is not None:
+                bases.add(base)
+                given["base"] = find_path(base)
+        if type(action).__name__ != "_ActionConfigLoad":
+            found |= {name: given for name in sorted({action.dest, *spellings}) if " " not in name}
+    return found
+
+
+def find_path(kind: type) -> str:
+    return _public_path(kind) if kind.__module__.startswith("genesis.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def describe_all(parsers: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record, from the real parsers."""
+    waiting, known = set[type](), set[type]()
+    options = {command: describe(parser, waiting) for command, parser in parsers.items()}
+    names = sorted({name for each in options.values() for name in each})
+    groups = [each.dest for each in parsers["fit"]._actions if type(each).__name__ == "_ActionConfigLoad"]
+    bases, classes = {}, {}
+    while waiting - known:
+        base = min(waiting - known, key=find_path)
+        known.add(base)
+        chosen = sorted(_our_subclasses(base), key=find_path)
+        if chosen:
+            bases[find_path(base)] = list(map(find_path, chosen))
+        for kind in chosen or [base]:
+            parser = ArgumentParser(add_help=False)
+            parser.add_class_arguments(kind)
+            own = describe(parser, waiting)
+            classes[find_path(kind)] = {name: own[name] for name in own if not name.endswith("help")}
+    found = {}
+    for name in names:
+        having = [command for command in parsers if name in options[command]]
+        found[name] = options[having[0]][name] | ({} if len(having) == len(parsers) else {"only": having})
+    return {"lightning": version("lightning"), "groups": sorted(groups), "bases": bases, "options": found,
+            "classes": dict(sorted(classes.items()))}  # fmt: skip
+
+
+def write_record(record: dict[str, Any]) -> str:
+    """Returns the record with one option a line, so that a change of it shows what has changed."""
+
+    def write(value: Any, depth: int) -> str:
+        if not depth or not value:
+            return json.dumps(value)
+        lines = ",\n".join(f"{json.dumps(key)}: {write(each, depth - 1)}" for key, each in value.items())
+        return f"{{\n{lines}\n}}"
+
+    depths = {"bases": 1, "options": 1, "classes": 2}
+    return "{\n" + ",\n".join(f"{json.dumps(k)}: {write(v, depths.get(k, 0))}" for k, v in record.items()) + "\n}\n"
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +141,22 @@ def parsers() -> dict[str, ArgumentParser]:
 
 
 def test_the_golden_record_lists_the_options_of_the_real_parser(parsers: dict[str, ArgumentParser]) -> None:
-    fresh = {
-        "lightning": version("lightning"),
-        "commands": {command: describe(parser) for command, parser in parsers.items()},
-    }
+    fresh = describe_all(parsers)
     if os.environ.get("GENESIS_UPDATE_GOLDEN") == "1":
-        RECORD.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(write_record(fresh), encoding="utf-8")
     assert json.loads(RECORD.read_text(encoding="utf-8")) == fresh, "options have changed; `make golden` records them"
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--data.seqlen", "16"], ["--config", "recipe.yaml"], ["--schedule.shape", "wds"], ["--data.corpus", "none"]],
-    ids=["on the command line", "in a file", "a wrong value", "a missing corpus"],
+    [
+        ["--data.seqlen", "16"],
+        ["--config", "recipe.yaml"],
+        ["--schedule.shape", "wds"],
+        ["--data.corpus", "none"],
+        ["--model.optimizer", "Muon", "--model.optimizer.others.lrr", "1"],
+    ],
+    ids=["on the command line", "in a file", "a wrong value", "a missing corpus", "an option of a class"],
 )
 def test_a_mistake_is_refused_without_importing_torch_or_lightning(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +248,7 @@ def test_a_misspelt_option_names_the_nearest(command: str, arguments: list[str],
     "arguments",
     [
         ["--data.seq", "16"],  # argparse takes abbreviations
-        ["--trainer.strategy", "genesis.strategies.Sharded", "--trainer.strategy.shrad", "full"],
+        ["--trainer.strategy", "mine.Sharded", "--trainer.strategy.shrad", "full"],
         ["--trainer.logger+=CSVLogger", "--trainer.logger.save_dir", "x"],
         ["--trainer.callbacks.init_args.x", "1"],
         ["--model.optimizer.init_args.lr", "1"],
@@ -224,10 +270,10 @@ def test_what_the_list_cannot_judge_goes_on_to_the_real_parser(arguments: list[s
 @pytest.mark.parametrize(
     "text",
     [
-        "data: {mix: {web: 1}, stream: {sources: [{wbe: 1}]}}\ncheckpoint.every_n_steps: 5\n",
-        "trainer: {strategy: {class_path: genesis.strategies.Sharded, init_args: {shrad: full}}, callbacks+: []}\n",
+        "data: {mix: {web: 1}}\ncheckpoint.every_n_steps: 5\n",
+        "trainer: {strategy: {class_path: lightning.pytorch.Strategy, init_args: {shrad: 1}}, callbacks+: []}\n",
         "model: {optimizer: {class_path: Options, init_args: {a: 1}}}\ncheckpoint: {run_dir: x}\ntrainer: null\n",
-        "foo: {}\n__path__: x\n1: 2\nnull: 3\na..b: 1\ndata: &data {mix: *data}\n",
+        "foo: {}\n__path__: x\n1: 2\nnull: 3\na..b: 1\n",
         "trainer: {max_time: {days: 1}, max_steps: {x: 1}}\n",
         "<<: {a: 1}\n",
     ],
@@ -261,12 +307,11 @@ def misspell(name: str, chooser: random.Random) -> str:
 def test_whatever_is_refused_the_real_parser_refuses_too(
     num_options: int, parsers: dict[str, ArgumentParser], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(option_names, "_is_declared", lambda name: False)
-    names = OptionNames.read("fit")
-    assert names is not None
+    monkeypatch.setattr(option_names, "is_declared", lambda name: False)
+    names = Options.read("fit")
     chooser = random.Random(SEED)
     num_refused = 0
-    for option in chooser.choices(sorted(names.options), k=num_options):
+    for option in chooser.choices(sorted(names.names), k=num_options):
         word = misspell(option, chooser)
         for arguments in ([f"--{word}", "1"], ["--config", str(tmp_path / "recipe.yaml")]):
             (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({word: 1}))
@@ -281,13 +326,13 @@ def test_whatever_is_refused_the_real_parser_refuses_too(
 
 
 def test_a_list_of_another_lightning_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(option_names, "version", lambda name: "2.6.99")
+    monkeypatch.setattr(options, "version", lambda name: "2.6.99")
     check("fit", ["--data.seqlen", "16"])
 
 
 def test_an_option_that_is_newer_than_the_list_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text("class Options:\n    seqlen: int\n")
-    monkeypatch.setattr(option_names, "_folders", lambda package: [tmp_path])
+    monkeypatch.setattr(options, "_folders", lambda package: [tmp_path])
     check("fit", ["--data.seqlen", "16"])
 
 

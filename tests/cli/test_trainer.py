@@ -18,6 +18,7 @@ from genesis.cli.fit_checks import check_same_model, report_other_choices
 from genesis.cli.supervise_recipe import read_recipe as read_facts_of
 from genesis.cli.trainer import GenesisTrainer, resolve_trainer
 from genesis.generate.checkpoint_reference import Reference, read_reference
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.manifest import MANIFEST_NAME
 from tests.cli.conftest import Genesis
 from tests.golden.files import GOLDEN
@@ -111,7 +112,7 @@ def test_a_run_that_gave_up_repeatable_kernels_goes_on_without_them(genesis: Gen
     assert resolve(restored=latest, deterministic=None)[1] is False
     facts = {"trainer": {"devices": 1, "accelerator": "cpu", "deterministic": "auto"}, "model": {}}
     facts |= {"run_dir": str(recipe.parent / "run"), "data": {"micro_batch_size": 1, "global_batch_size": 1}}
-    assert read_facts_of(facts).note == UNREPEATABLE  # the supervisor's line
+    assert read_facts_of(ResolvedRecipe.complete(facts, "r")).note == UNREPEATABLE  # the supervisor's line
     drifted = genesis(*run, "--ckpt_path", "latest", "--trainer.deterministic", "true")
     assert drifted.status == 2
     assert "trainer.deterministic" in drifted.err

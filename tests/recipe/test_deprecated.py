@@ -13,6 +13,7 @@ from genesis.recipe.deprecated import (
     rename_in_yaml,
     rename_option,
 )
+from genesis.recipe.yaml import load_yaml
 from genesis.train.recipe_policy import RECIPE_POLICY, unify_recipe
 
 OLD, NEW = "trainer.strategy.init_args.forward_skew_seconds", "trainer.strategy.init_args.desync_seconds"
@@ -45,7 +46,7 @@ def test_every_old_name_leads_to_a_current_one() -> None:
 )
 def test_an_old_name_on_the_command_line_is_replaced_and_reported(words: list[str], expected: list[str]) -> None:
     renamed, found = rename_in_arguments(words)
-    assert renamed == expected
+    assert [yaml.safe_load(word) for word in renamed] == [yaml.safe_load(word) for word in expected]
     assert [rename_option(name).rpartition(".")[2] for name in found] == ["desync_seconds"]
 
 
@@ -55,7 +56,8 @@ def test_other_arguments_stay_as_they_are() -> None:
 
 
 def test_only_the_old_key_of_a_yaml_text_is_replaced() -> None:
-    assert rename_in_yaml(YAML) == (YAML.replace("forward_skew", "desync"), [OLD])
+    text, old = rename_in_yaml(YAML)
+    assert (load_yaml(text, ""), old) == (load_yaml(YAML.replace("forward_skew", "desync"), ""), [OLD])
 
 
 @pytest.mark.parametrize("text", ["other: {forward_skew_seconds: 3}\n", "not yaml: [forward_skew_seconds", ""])
@@ -144,6 +146,12 @@ def test_an_optimizer_that_a_file_gives_by_its_name_becomes_one_by_its_class() -
     expected = {"class_path": "genesis.optim.AdamW", "init_args": {"lr": 0.1}}
     assert yaml.safe_load(rename_in_yaml(inner, "model.optimizer")[0]) == expected
     assert rename_in_yaml(text) == (text, [])
+    dotted = "model.optimizer.name: muon\nmodel.optimizer: {muon_lr: 0.05}\nmodel.seed: 3"
+    expected = {
+        "class_path": "genesis.optim.Muon",
+        "init_args": {"lr": 0.05, "others": {**MUON["init_args"]["others"], "init_args": {}}},
+    }
+    assert yaml.safe_load(rename_in_yaml(dotted)[0]) == {"model": {"optimizer": expected, "seed": 3}}
 
 
 @pytest.mark.parametrize(
@@ -161,8 +169,6 @@ def test_what_has_no_meaning_by_itself_is_refused_with_the_new_spelling(words: l
 
 
 def test_the_null_of_a_removed_option_is_left_out_without_a_word() -> None:
-    assert rename_in_yaml("trainer: {strategy: {init_args: {optimizer_offload_directory: null}}}") == (
-        "trainer: {strategy: {init_args: {}}}",
-        [],
-    )
+    text, old = rename_in_yaml("trainer: {strategy: {init_args: {optimizer_offload_directory: null}}}")
+    assert (yaml.safe_load(text), old) == ({"trainer": {"strategy": {"init_args": {}}}}, [])
     assert rename_in_arguments(["--trainer.strategy.optimizer_offload_directory=null"]) == ([], [])

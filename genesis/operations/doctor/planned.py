@@ -9,6 +9,7 @@ from genesis.operations.plan.checkpoints import count_checkpoints
 from genesis.operations.plan.recipe import Recipe, read_recipe
 from genesis.operations.plan.state import build_model
 from genesis.operations.plan.timeline import play_step
+from genesis.recipe.resolved import ResolvedRecipe
 
 _SAVE: Final = "save"
 
@@ -39,7 +40,7 @@ def plan_fit(resolved: Mapping[str, Any], *, is_host: bool) -> PlannedFit:
         UserError: The plan does not know such a recipe.
     """
     trainer = {**resolved["trainer"], **({"accelerator": "cpu"} if is_host else {})}
-    recipe = read_recipe({**resolved, "trainer": trainer}, "the recipe", num_ranks=1)
+    recipe = read_recipe(ResolvedRecipe.complete({**resolved, "trainer": trainer}, "the recipe"), num_ranks=1)
     timeline = play_step(recipe.workload, recipe.layout)
     steps = [sum(terms.values()) for phase, terms in timeline.peaks.items() if phase != _SAVE]
     model = build_model(recipe.workload)

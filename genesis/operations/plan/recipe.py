@@ -1,35 +1,37 @@
-"""Reads what a plan needs of the content of a recipe of `genesis fit`, without Lightning."""
+"""What a plan needs of a resolved recipe of `genesis fit`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.base.determinism import check_deterministic
 from genesis.base.errors import UserError
 from genesis.data.sizes import resolve_recipe
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
+from genesis.model.compilation import check_compilation
 from genesis.model.decoder import DecoderConfig
+from genesis.model.float8 import check_float8
 from genesis.model.precision import FULL, MIXED
-from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
+from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config, read_float8_options
 from genesis.model.recomputation import check_checkpointing, check_groups
 from genesis.objectives.find import find_objective
 from genesis.objectives.objective import Objective
 from genesis.objectives.teacher import RunningTeacher
-from genesis.operations.plan.choices import check_choices
 from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, PRECISIONS, Layout, Workload
-from genesis.operations.plan.reader import Reader
 from genesis.optim.offload_share import read_cpu_offload, read_share
 from genesis.optim.recipe import read_algorithm
+from genesis.recipe.options import Options
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis.recipe.run_length import count_steps_of_tokens
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
 MOST_RANKS: Final = 65_536
 """A plan counts the tensors of each rank, so that its time and memory grow with their number."""
-_STRATEGY_NAMES: Final = {
-    **dict.fromkeys(("auto", "Replicated", "replicated", "ddp"), "replicated"),
-    **dict.fromkeys(("Sharded", "sharded"), "sharded"),
-}
+_REPLICATED, _SHARDED = "genesis.strategies.Replicated", "genesis.strategies.Sharded"
+_STRATEGY_NAMES: Final = {**dict.fromkeys(("auto", "replicated", "ddp"), _REPLICATED), "sharded": _SHARDED}
+_NO_BYTES: Final = frozenset({"desync_seconds", "process_group_backend", "timeout_seconds"})
+"""Options of strategies on which neither memory nor speed depends."""
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -80,18 +82,16 @@ class Recipe:
 
 
 def read_recipe(
-    content: Mapping[str, Any],
-    where: str,
+    recipe: ResolvedRecipe,
     *,
     num_ranks: int | None = None,
     base_dtype: str | None = None,
     teacher_file: Path | None = None,
 ) -> Recipe:
-    """Returns what a plan needs of a recipe's content.
+    """Returns what a plan needs of a recipe.
 
     Args:
-        content: The merged content; a decoder's fields alone are a recipe of defaults.
-        where: The files' names, for messages.
+        recipe: The recipe; one with a decoder alone is trained by the defaults.
         num_ranks: Number of devices; None for the recipe's.
         base_dtype: The dtype of a frozen base; None to assume one.
         teacher_file: A recipe or a decoder's fields, for the shape of a teacher that is not here; None without.
@@ -99,20 +99,18 @@ def read_recipe(
     Raises:
         UserError: A value is missing or invalid.
     """
-    if "model" not in content and "dim" in content:
-        content = {"model": {"decoder": content}}
-    read = Reader(content, where)
+    where = recipe.where
     assumptions: list[str] = []
-    decoder_content = read.get("model.decoder")
-    decoder = build_decoder_config(decoder_content, where=f"{where}: model.decoder")
+    recipe.check_classes()
+    decoder = build_decoder_config(recipe.get("model.decoder"), where=f"{where}: model.decoder")
     if decoder.num_layers > _MOST_LAYERS:
         raise UserError(
             f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"
         )
-    check_choices(content, decoder, where)
-    adapter = read_adapter_config(content, where)
-    is_cpu = read.get("trainer.accelerator", "auto") == _CPU
-    precision = _read_precision(read, assumptions, is_cpu=is_cpu)
+    check_choices(recipe, decoder)
+    adapter = read_adapter_config(recipe.content, where)
+    is_cpu = recipe.get("trainer.accelerator") == _CPU
+    precision = _read_precision(recipe, assumptions, is_cpu=is_cpu)
     base_bytes = FLOAT32_BYTES
     if adapter is not None:
         if base_dtype is None:
@@ -123,38 +121,38 @@ def read_recipe(
         raise UserError(
             f"--base_dtype is {base_dtype}, but {where} has no adapters, so that no weights are frozen: leave it out"
         )
-    objective = find_objective(read.get("model.objective"))
-    num_ranks = num_ranks or _read_devices(read, assumptions)
+    objective = find_objective(recipe.get("model.objective"))
+    num_ranks = num_ranks or _read_devices(recipe, assumptions)
     if num_ranks > MOST_RANKS:
         raise UserError(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
-    layout = _read_layout(read, num_ranks)
-    read = Reader(resolve_recipe(content, decoder.max_seq_len, num_ranks), where)
-    seq_len = read.count("data.seq_len", decoder.max_seq_len)
-    micro_batch_size = read.count("data.micro_batch_size", 1)
-    global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
+    layout = _read_layout(recipe, num_ranks, assumptions)
+    recipe = replace(recipe, content=resolve_recipe(recipe.content, decoder.max_seq_len, num_ranks))
+    seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
+    micro_batch_size = recipe.count("data.micro_batch_size", 1)
+    global_batch_size = recipe.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
     num_rows = 0
     if objective.learns_from == "prompts":
-        answers = read.count("data.prompts.group_size", 8)
-        num_rows = _count_answer_rows(read, global_batch_size * answers, num_ranks)
+        answers = recipe.count("data.prompts.group_size")
+        num_rows = _count_answer_rows(recipe, global_batch_size * answers, num_ranks)
         global_batch_size *= answers
         assumptions.append(f"a step trains {answers} answers to each prompt; a rank writes {num_rows} at a time")
-    options = read.get("model.objective.init_args", {})
+    options = recipe.get("model.objective.init_args", {})
     running = objective.find_running_teacher(options)
     teacher, teacher_bytes = _read_teacher(objective, running, teacher_file, assumptions)
     workload = Workload(
         decoder=decoder,
         adapter=adapter,
         base_bytes=base_bytes,
-        optimizer=read_algorithm(read.get("model.optimizer"), f"{where}: model.optimizer"),
+        optimizer=read_algorithm(recipe.get("model.optimizer"), f"{where}: model.optimizer"),
         objective=objective,
         seq_len=seq_len,
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
         precision=precision,
         is_cpu=is_cpu,
-        attention=_read_attention(read, assumptions, is_cpu=is_cpu),
+        attention=_read_attention(recipe, assumptions, is_cpu=is_cpu),
         teacher=teacher,
         teacher_bytes=teacher_bytes,
         teacher_top_k=64 if running is None else running.top_k,
@@ -168,50 +166,58 @@ def read_recipe(
         workload=workload,
         layout=layout,
         saves=SaveOptions(
-            every_n_steps=read.optional_count("checkpoint.every_n_steps"),
-            keep_last=read.optional_count("checkpoint.keep_last"),
-            keep_every_n_steps=read.optional_count("checkpoint.keep_every_n_steps"),
-            has_optimizer=read.get("checkpoint.save_optimizer", True) is not False,
+            every_n_steps=recipe.optional_count("checkpoint.every_n_steps"),
+            keep_last=recipe.optional_count("checkpoint.keep_last"),
+            keep_every_n_steps=recipe.optional_count("checkpoint.keep_every_n_steps"),
+            has_optimizer=recipe.get("checkpoint.save_optimizer") is not False,
         ),
-        num_steps=_count_steps(read, seq_len, global_batch_size),
-        num_epochs=_count_epochs(read),
-        run_dir=str(read.get("run_dir", "runs/default")),
-        corpus=read.get("data.corpus") if isinstance(read.get("data.corpus"), str) else None,
-        packing=read.get("data.packing"),
-        prefetch_windows=read.count("data.prefetch_windows", 2, least=0),
+        num_steps=_count_steps(recipe, seq_len, global_batch_size),
+        num_epochs=_count_epochs(recipe),
+        run_dir=str(recipe.get("run_dir")),
+        corpus=recipe.get("data.corpus") if isinstance(recipe.get("data.corpus"), str) else None,
+        packing=recipe.get("data.packing"),
+        prefetch_windows=recipe.count("data.prefetch_windows", least=0),
         assumptions=tuple(assumptions),
     )
 
 
-def _count_epochs(read: "Reader") -> int | None:
+def _count_epochs(recipe: ResolvedRecipe) -> int | None:
     """Returns the epochs of a run, if its length is in epochs."""
-    if read.optional_count("trainer.max_steps") is not None:
+    if recipe.optional_count("trainer.max_steps") is not None:
         return None
-    return read.optional_count("data.num_epochs") or read.optional_count("trainer.max_epochs")
+    return recipe.optional_count("data.num_epochs") or recipe.optional_count("trainer.max_epochs")
 
 
-def _count_steps(read: "Reader", seq_len: int, global_batch_size: int) -> int | None:
+def _count_steps(recipe: ResolvedRecipe, seq_len: int, global_batch_size: int) -> int | None:
     """Returns the steps of a run, unless its length is in epochs."""
-    if _count_epochs(read) is not None:
+    if _count_epochs(recipe) is not None:
         return None
-    num_tokens = read.optional_count("data.num_tokens")
-    max_steps = read.optional_count("trainer.max_steps")
+    num_tokens = recipe.optional_count("data.num_tokens")
+    max_steps = recipe.optional_count("trainer.max_steps")
     if num_tokens and not max_steps:
         return count_steps_of_tokens(num_tokens, position=0, seq_len=seq_len, global_batch_size=global_batch_size)
-    return max_steps or read.optional_count("schedule.total_updates")
+    return max_steps or recipe.optional_count("schedule.total_updates")
 
 
-def _class_name(value: Any) -> str | None:
-    path = value.get("class_path") if isinstance(value, Mapping) else value
-    return path.rpartition(".")[2] if isinstance(path, str) else None
+def check_choices(recipe: ResolvedRecipe, decoder: DecoderConfig) -> None:
+    """Refuses float8, kernels and compilation that are no choice, of which a plan or a description needs no value.
+
+    Raises:
+        UserError: A value is invalid, or a pattern of float8 matches no layer.
+    """
+    check_deterministic(recipe.get("trainer.deterministic"))
+    compilation = recipe.get("trainer.strategy.init_args.compile_blocks")
+    if compilation is not None:
+        check_compilation(compilation)
+    check_float8(decoder, read_float8_options(recipe.content, recipe.where))
 
 
-def _read_precision(read: Reader, assumptions: list[str], *, is_cpu: bool) -> str:
-    if read.get("model.float8") is not None:
+def _read_precision(recipe: ResolvedRecipe, assumptions: list[str], *, is_cpu: bool) -> str:
+    if recipe.get("model.float8") is not None:
         assumptions.append(
             "model.float8 is not counted: memory and speed are those of the precision; float8 keeps less and is faster"
         )
-    given = read.get("trainer.precision", FULL)
+    given = recipe.get("trainer.precision", "auto")
     if given == "auto":
         found = FULL if is_cpu else MIXED
         assumptions.append(f"precision auto is {found} on this kind of device")
@@ -222,8 +228,8 @@ def _read_precision(read: Reader, assumptions: list[str], *, is_cpu: bool) -> st
     return str(spelled)
 
 
-def _read_attention(read: Reader, assumptions: list[str], *, is_cpu: bool) -> str:
-    given = read.get("model.attention", AUTO)
+def _read_attention(recipe: ResolvedRecipe, assumptions: list[str], *, is_cpu: bool) -> str:
+    given = recipe.get("model.attention")
     if given == AUTO:
         if is_cpu:
             return FLASH.name
@@ -234,9 +240,9 @@ def _read_attention(read: Reader, assumptions: list[str], *, is_cpu: bool) -> st
     return str(given)
 
 
-def _read_devices(read: Reader, assumptions: list[str]) -> int:
-    devices = read.get("trainer.devices", "auto")
-    nodes = read.count("trainer.num_nodes", 1)
+def _read_devices(recipe: ResolvedRecipe, assumptions: list[str]) -> int:
+    devices = recipe.get("trainer.devices")
+    nodes = recipe.count("trainer.num_nodes")
     named = devices if isinstance(devices, list) else [part.strip() for part in str(devices).split(",")]
     if isinstance(devices, list) or len(named) > 1:
         if not named or not all(str(part).isdecimal() for part in named):
@@ -251,80 +257,85 @@ def _read_devices(read: Reader, assumptions: list[str]) -> int:
             f"trainer.devices is {devices!r}: give a number of at least 1, auto, or indices such as 0,1; --gpus "
             "compares several numbers"
         )
-    if read.get("trainer.accelerator", "auto") != _CPU:
+    if recipe.get("trainer.accelerator") != _CPU:
         assumptions.append("one device; --gpus has the number")
     return nodes
 
 
-def _read_common(read: Reader, options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Returns the fields of a layout that every strategy has."""
-    checkpointing = options.get("activation_checkpointing", "none")
-    check_checkpointing(checkpointing)
-    together = read.count("trainer.strategy.init_args.blocks_per_recomputation", 1)
-    has_offload = options.get("activation_offload") is True
-    check_groups(checkpointing, together, has_offload=has_offload)
-    share = read_share("optimizer_offload", options.get("optimizer_offload", 0.0))
-    return {
-        "num_ranks": num_ranks,
-        "activation_checkpointing": checkpointing,
-        "blocks_per_recomputation": together,
-        "activation_offload": has_offload,
-        "optimizer_offload": share,
-        "has_compiled_blocks": options.get("compile_blocks") is True,
-    }
+def _read_layout(recipe: ResolvedRecipe, num_ranks: int, assumptions: list[str]) -> Layout:
+    choice = recipe.find_choice("trainer.strategy")
+    path = _REPLICATED if choice is None else _STRATEGY_NAMES.get(choice.path, choice.path)
+    if path not in (_REPLICATED, _SHARDED):
+        raise UserError(f"trainer.strategy is {path!r}: a plan knows {_REPLICATED} and {_SHARDED}; choose one of them")
+    defaults = {name: option.default for name, option in Options.read().classes[path].items()}
+    options = {**defaults, **({} if choice is None else choice.options)}
+    layout = _read_sharded(options, num_ranks) if path == _SHARDED else _read_replicated(options, num_ranks)
+    assumptions += [
+        f"trainer.strategy.{name} {value} is not counted"
+        for name, value in options.items()
+        if name not in _NO_BYTES and value != defaults.get(name)
+    ]
+    return layout
 
 
-def _read_layout(read: Reader, num_ranks: int) -> Layout:
-    given = _class_name(read.get("trainer.strategy")) or "auto"
-    name = _STRATEGY_NAMES.get(given)
-    if name is None:
-        raise UserError(
-            f"trainer.strategy is {given!r}: a plan knows genesis.strategies.Replicated and "
-            "genesis.strategies.Sharded; choose one of them"
-        )
-    options = read.get("trainer.strategy.init_args", {})
-    if not isinstance(options, Mapping):
-        raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
-    common = _read_common(read, options, num_ranks)
-    if name == "replicated":
-        is_zero = options.get("optimizer_states") == "sharded"
-        alone = Layout("one device", **common)
-        return alone if num_ranks == 1 else replace(alone, strategy="zero1" if is_zero else "replicated")
-    shard = options.get("shard", "full")
-    if shard not in ("full", "grad_op", "hybrid"):
-        raise UserError(f"trainer.strategy.init_args.shard is {shard!r}: it must be full, grad_op or hybrid")
-    group = num_ranks
-    if shard == "hybrid":
-        group = options.get("ranks_per_shard_group") or min(num_ranks, 8)
-        if type(group) is not int or group < 1 or num_ranks % group:
-            raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
-    gather = options.get("gather_dtype")
-    per_unit = read.count("trainer.strategy.init_args.blocks_per_unit", 1)
-    check_groups(
-        common["activation_checkpointing"],
-        common["blocks_per_recomputation"],
-        per_unit,
-        has_offload=common["activation_offload"],
-    )
-    return Layout(
-        shard,
+def _read_replicated(options: dict[str, Any], num_ranks: int) -> Layout:
+    """Returns the layout of a strategy, and removes the options that it has from `options`."""
+    alone = _read_common(options, num_ranks)
+    states = options.pop("optimizer_states")
+    return alone if num_ranks == 1 else replace(alone, strategy="zero1" if states == "sharded" else "replicated")
+
+
+def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
+    """Returns the layout of a strategy, and removes the options that it has from `options`."""
+    per_unit = _count(options, "blocks_per_unit")
+    common = _read_common(options, num_ranks, per_unit)
+    shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
+    group = (group or min(num_ranks, 8)) if shard == "hybrid" else num_ranks
+    if type(group) is not int or group < 1 or num_ranks % group:
+        raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
+    gather = options.pop("gather_dtype")
+    return replace(
+        common,
+        strategy=shard,
         ranks_per_shard_group=group,
-        cpu_offload=read_cpu_offload(options.get("cpu_offload", False)),
+        cpu_offload=read_cpu_offload(options.pop("cpu_offload")),
         blocks_per_unit=per_unit,
-        max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
-        expert_parallel=read.count("trainer.strategy.init_args.expert_parallel", 1),
-        gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
-        reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),
-        reduces_each=options.get("gradient_reduction") == "micro_batch",
-        keeps_gathered=options.get("keep_gathered") is True,
-        **common,
+        max_gathers_in_flight=_count(options, "max_gathers_in_flight"),
+        expert_parallel=_count(options, "expert_parallel"),
+        gather_bytes=None if gather is None else _DTYPES[gather],
+        reduce_bytes=_DTYPES[options.pop("reduce_dtype")],
+        reduces_each=options.pop("gradient_reduction") == "micro_batch",
+        keeps_gathered=options.pop("keep_gathered") is True,
     )
 
 
-def _count_answer_rows(read: Reader, answers_per_step: int, num_ranks: int) -> int:
+def _read_common(options: dict[str, Any], num_ranks: int, per_unit: int = 1) -> Layout:
+    """Returns a layout with the options of every strategy, and removes them from `options`."""
+    checkpointing, together = options.pop("activation_checkpointing"), _count(options, "blocks_per_recomputation")
+    has_offload = options.pop("activation_offload") is True
+    check_checkpointing(checkpointing)
+    check_groups(checkpointing, together, per_unit, has_offload=has_offload)
+    return Layout(
+        num_ranks=num_ranks,
+        activation_checkpointing=checkpointing,
+        blocks_per_recomputation=together,
+        activation_offload=has_offload,
+        optimizer_offload=read_share("optimizer_offload", options.pop("optimizer_offload")),
+        has_compiled_blocks=options.pop("compile_blocks") is True,
+    )
+
+
+def _count(options: dict[str, Any], name: str) -> int:
+    value = options.pop(name)
+    if type(value) is not int or value < 1:
+        raise UserError(f"trainer.strategy.{name} is {value!r}: it must be a whole number of at least 1")
+    return value
+
+
+def _count_answer_rows(recipe: ResolvedRecipe, answers_per_step: int, num_ranks: int) -> int:
     """Returns the answers that a rank writes at the same time."""
-    num_rows = read.count("data.prompts.num_rows", 64)
-    return min(num_rows, -(-answers_per_step * read.count("data.prompts.steps_per_rollout", 4) // num_ranks))
+    num_rows = recipe.count("data.prompts.num_rows")
+    return min(num_rows, -(-answers_per_step * recipe.count("data.prompts.steps_per_rollout") // num_ranks))
 
 
 def _read_teacher(

@@ -26,9 +26,10 @@ from genesis.operations.rehearse.display import Display
 from genesis.operations.rehearse.killed_run import POLL_SECONDS, KilledRun
 from genesis.operations.rehearse.launch import MARK_NAME, Launcher, Start, read_last_words
 from genesis.operations.rehearse.plan import Trigger, Victim, plan_kills
-from genesis.operations.rehearse.recipe import RehearsedRecipe, resolve_recipe
+from genesis.operations.rehearse.recipe import RehearsedRecipe, read_recipe
 from genesis.operations.rehearse.report import Report
 from genesis.operations.rehearse.watch import RunView
+from genesis.recipe.resolved import ResolvedRecipe, list_steps
 from genesis_callbacks.checkpoint import list_committed
 
 _MISUSE = 2
@@ -62,7 +63,7 @@ def rehearse(options: Options, console: Console) -> Report:
         UserError: The recipe cannot be rehearsed.
     """
     check_can_find("genesis rehearse")
-    recipe = resolve_recipe(options.fit)
+    recipe = read_recipe(ResolvedRecipe.read(list_steps(options.fit)))
     options.directory.mkdir(parents=True, exist_ok=True)
     rehearsal = _Rehearsal(options, recipe, Display(console, recipe.max_steps))
     return rehearsal.run()

@@ -1,16 +1,11 @@
 """Reads the settings that a rehearsal needs from the resolved recipe."""
 
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import yaml
 
 from genesis.base.errors import UserError
-from genesis.base.processes import run_program
-from genesis.data.sizes import resolve_recipe as resolve_recipe_sizes
+from genesis.data.sizes import resolve_recipe
+from genesis.recipe.resolved import ResolvedRecipe
 
 _OWN_OPTIONS = ("--run_dir", "--ckpt_path", "--print_config")
 
@@ -43,27 +38,13 @@ def check_extra(extra: Sequence[str]) -> None:
             )
 
 
-def resolve_recipe(fit: Sequence[str]) -> RehearsedRecipe:
-    """Returns the settings of the recipe that `genesis fit` resolves from its arguments.
-
-    Raises:
-        UserError: `genesis fit` refuses the arguments, or the resulting run cannot be rehearsed.
-    """
-    command = [sys.executable, "-m", "genesis", *fit, "--print_config"]
-    done = run_program(command, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(_read_complaint(done))
-    return read_recipe(yaml.safe_load(done.stdout))
-
-
-def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
-    """Returns the settings of a resolved recipe that a rehearsal needs.
+def read_recipe(recipe: ResolvedRecipe) -> RehearsedRecipe:
+    """Returns the settings of a recipe that a rehearsal needs.
 
     Raises:
         UserError: The run has no last step, saves no checkpoint before its end, or has no log.
     """
-    trainer, checkpoint = resolved["trainer"], resolved["checkpoint"]
-    max_steps, every_n_steps = trainer["max_steps"] or -1, checkpoint["every_n_steps"]
+    max_steps, every_n_steps = recipe.get("trainer.max_steps", -1), recipe.get("checkpoint.every_n_steps")
     if max_steps < 1:
         raise UserError(f"trainer.max_steps is {max_steps}: a rehearsal needs an end; add -- --trainer.max_steps 60")
     if every_n_steps is None:
@@ -76,16 +57,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
             f"checkpoint.every_n_steps is {every_n_steps} and trainer.max_steps {max_steps}: after every kill the run "
             f"would start from the beginning; add -- --checkpoint.every_n_steps {max(1, max_steps // 6)}, or more steps"
         )
-    if trainer.get("logger") is False:
+    if recipe.get("trainer.logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    data = resolve_recipe_sizes(resolved, resolved["model"]["decoder"]["max_seq_len"], num_ranks=1)["data"]
-    return RehearsedRecipe(max_steps, every_n_steps, data["seq_len"])
-
-
-def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    last_line = lines[-1] if lines else "no output"
-    prefix = "genesis: error: "
-    if last_line.startswith(prefix):
-        return last_line.removeprefix(prefix)
-    return f"`genesis fit --print_config` ended with status {done.returncode}: {last_line}"
+    content = resolve_recipe(recipe.content, recipe.count("model.decoder.max_seq_len"), num_ranks=1)
+    return RehearsedRecipe(max_steps, every_n_steps, content["data"]["seq_len"])

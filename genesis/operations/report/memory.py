@@ -14,6 +14,7 @@ from genesis.operations.report.charts import Drawing
 from genesis.operations.report.collect import Run
 from genesis.operations.report.runs import parse_recipe
 from genesis.operations.report.style import Palette, new_figure, styled
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.errors import printable
 
 _GB: Final = 1e9
@@ -52,7 +53,7 @@ def read_run_recipe(run: Run) -> Recipe:
     layers = content["model"]["decoder"]["num_layers"]
     if not isinstance(layers, int) or not 0 < layers <= _MAX_LAYERS:
         raise ValueError(f"num_layers is {layers!r}")
-    return read_recipe(content, "config.yaml")
+    return read_recipe(ResolvedRecipe.complete(content, "config.yaml"))
 
 
 def _describe(run: Run, measured: float | None) -> str:

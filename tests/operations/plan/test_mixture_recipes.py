@@ -16,11 +16,11 @@ from genesis.model.describe import describe
 from genesis.model.experts import Experts
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
-from genesis.operations.plan.content import read_content
 from genesis.operations.plan.recipe import read_recipe
 from genesis.operations.plan.state import build_model, count_state
 from genesis.operations.plan.timeline import play_step
 from genesis.optim import AdamW, build_optimizer
+from genesis.recipe.resolved import ResolvedRecipe
 from tests.fakecuda.memory import LiveBytes
 from tests.fakecuda.watch import Watch
 from tests.operations.plan.measure import build_on_meta, build_window, fake_group, train
@@ -50,7 +50,7 @@ def fake_parameters(decoder: Decoder) -> None:
 @pytest.mark.parametrize("name", ["mixture-8x1b", "finetune/qwen3.5-397b-lora", "finetune/qwen3.5-397b-to-35b-distill"])
 def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
-    recipe = read_recipe(read_content([path]), str(path))
+    recipe = read_recipe(ResolvedRecipe.read([path]))
     assert recipe.layout.num_ranks == recipe.layout.expert_parallel == 8
     with fake_group(8):
         decoder = build_on_meta(recipe.workload, recipe.layout)
@@ -78,7 +78,7 @@ def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
 ) -> None:
     """Forward, recomputation, backward and update, on fake tensors; other ranks send as many rows as this one."""
     path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
-    recipe = read_recipe(read_content([path]), str(path))
+    recipe = read_recipe(ResolvedRecipe.read([path]))
     workload = replace(
         recipe.workload, decoder=replace(recipe.workload.decoder, num_layers=num_layers), has_documents=False
     )
@@ -113,7 +113,7 @@ def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
 def test_the_weights_of_the_397b_mixture_are_92_gib_a_rank() -> None:
     """Authors of a published run give about 50 GiB; docs/how-to/plan.md has both."""
     path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
-    recipe = read_recipe(read_content([path]), str(path))
+    recipe = read_recipe(ResolvedRecipe.read([path]))
     parameters = build_model(recipe.workload).parameters
     assert sum(one.num_elements for one in parameters if not one.is_trained) == pytest.approx(396.3e9, rel=1e-3)
     state = count_state(build_model(recipe.workload), recipe.workload, recipe.layout)
@@ -151,7 +151,7 @@ def test_a_token_sees_17_billion_weights_of_the_397b_mixture_with_ten_experts_an
 
 def test_the_adapters_of_the_397b_mixture_are_those_of_peft_for_stacked_experts() -> None:
     path = CONFIGS / "finetune" / "qwen3.5-397b-lora.yaml"
-    recipe = read_recipe(read_content([path]), str(path))
+    recipe = read_recipe(ResolvedRecipe.read([path]))
     adapters = [one for one in build_model(recipe.workload).trained if one.is_expert]
     of_one = 32 * ((4096 + 2 * 1024) + (1024 + 4096))
     assert sum(one.num_elements for one in adapters) == 60 * 512 * of_one

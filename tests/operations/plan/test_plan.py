@@ -18,7 +18,6 @@ from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.operations.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.operations.plan.checkpoints import count_checkpoints, find_interval
-from genesis.operations.plan.content import read_content
 from genesis.operations.plan.cost import Interruptions, compare_spot, count_cost
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.padding import read_packings
@@ -29,6 +28,7 @@ from genesis.operations.plan.state import TextbookBill, build_model, count_state
 from genesis.operations.plan.timeline import play_step
 from genesis.optim import AdamW, Muon
 from genesis.optim.offload_share import read_cpu_offload, spread_units
+from genesis.recipe.resolved import ResolvedRecipe
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GB = 10**9
@@ -38,7 +38,7 @@ RATE = Rate(60e12, "a test", is_assumed=True)
 
 def read(name: str, *overrides: tuple[str, str], num_ranks: int | None = None) -> Recipe:
     path = CONFIGS / f"{name}.yaml"
-    return read_recipe(read_content([path], overrides), str(path), num_ranks=num_ranks)
+    return read_recipe(ResolvedRecipe.read([path, *overrides]), num_ranks=num_ranks)
 
 
 def link(bytes_per_second: float) -> Bandwidths:
@@ -379,16 +379,22 @@ def test_options_of_fit_change_the_recipe() -> None:
     assert other.layout.strategy == "replicated"
 
 
-def test_a_later_file_replaces_a_strategy_with_its_options(tmp_path: Path) -> None:
+def test_a_later_file_replaces_a_strategy_and_the_options_that_it_alone_has() -> None:
     paths = [CONFIGS / "genesis-1b.yaml", CONFIGS / "strategies" / "zero1.yaml"]
-    recipe = read_recipe(read_content(paths, ()), "both", num_ranks=2)
-    assert (recipe.layout.strategy, recipe.layout.activation_checkpointing) == ("zero1", "none")
+    recipe = read_recipe(ResolvedRecipe.read(paths), num_ranks=2)
+    assert (recipe.layout.strategy, recipe.layout.activation_checkpointing) == ("zero1", "block")
+
+
+def test_an_option_of_a_strategy_that_no_layout_has_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genesis.recipe.resolved.is_declared", lambda name, path: True)
+    found = read("genesis-1b", ("trainer.strategy.fresh", "4"), ("trainer.strategy.desync_seconds", "9"))
+    assert [line for line in found.assumptions if "strategy" in line] == ["trainer.strategy.fresh 4 is not counted"]
 
 
 def test_a_file_of_a_decoder_alone_is_a_recipe() -> None:
     recipe = read("model/qwen3-8b")
     assert recipe.workload == Workload(
-        read_decoder_config(CONFIGS / "model" / "qwen3-8b.yaml"), seq_len=40_960, precision="32-true"
+        read_decoder_config(CONFIGS / "model" / "qwen3-8b.yaml"), seq_len=40_960, precision="bf16-mixed"
     )
 
 

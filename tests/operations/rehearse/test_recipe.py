@@ -6,15 +6,17 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.operations.rehearse.recipe import RehearsedRecipe, check_extra, read_recipe
+from genesis.recipe.resolved import ResolvedRecipe
 
 
-def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None) -> dict[str, Any]:
-    return {
+def resolved(max_steps: int = 60, every_n_steps: int | None = 10, logger: Any = None) -> ResolvedRecipe:
+    content = {
         "trainer": {"max_steps": max_steps, "logger": logger},
         "model": {"decoder": {"max_seq_len": 256}},
         "data": {"seq_len": 256},
         "checkpoint": {"every_n_steps": every_n_steps, "mode": "sync"},
     }
+    return ResolvedRecipe.complete(content, "the recipe")
 
 
 def test_a_recipe_with_an_end_and_saves_is_taken() -> None:
@@ -31,7 +33,7 @@ def test_a_recipe_with_an_end_and_saves_is_taken() -> None:
     ],
 )
 def test_one_that_cannot_be_rehearsed_is_refused_with_the_remedy(
-    recipe: dict[str, Any], parts: tuple[str, ...]
+    recipe: ResolvedRecipe, parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError) as refused:
         read_recipe(recipe)

@@ -15,6 +15,7 @@ from genesis.operations.supervise.attempt import Limits, Sight
 from genesis.operations.supervise.classify import Evidence, RankEnd, classify
 from genesis.operations.supervise.ends import CONSEQUENCES, ENDS, EndClass
 from genesis.operations.supervise.plan import FACTS_NAME, read_facts, write_facts
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.heartbeats import HeartbeatRecord
 
 EXAMPLES = [
@@ -153,16 +154,16 @@ def test_a_notice_of_preemption_comes_from_an_address_of_the_web(url: str, capsy
 def test_a_recipe_without_sizes_is_refused_by_their_name() -> None:
     resolved = {"trainer": {"devices": 1, "accelerator": "cpu"}, "data": {"micro_batch_size": None}, "run_dir": "r"}
     with pytest.raises(UserError, match=r"data\.micro_batch_size is missing: give a recipe by --config"):
-        read_recipe(resolved)
+        read_recipe(ResolvedRecipe.complete(resolved, "r"))
 
 
 def test_a_recipe_whose_kernels_need_not_repeat_has_a_note_for_the_supervisor(tmp_path: Path) -> None:
     trainer = {"devices": 1, "accelerator": "cpu", "deterministic": "auto"}
     resolved: dict[str, Any] = {"trainer": trainer, "model": {}, "run_dir": "r"}
     resolved["data"] = {"micro_batch_size": 1, "global_batch_size": 2}
-    assert read_recipe(resolved).note == ""
+    assert read_recipe(ResolvedRecipe.complete(resolved, "r")).note == ""
     trainer["deterministic"] = False
-    write_facts(tmp_path / FACTS_NAME, read_recipe(resolved))
+    write_facts(tmp_path / FACTS_NAME, read_recipe(ResolvedRecipe.complete(resolved, "r")))
     facts = read_facts(tmp_path)
     assert facts is not None
     assert facts.note == UNREPEATABLE
