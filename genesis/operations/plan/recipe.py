@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ _STRATEGY_NAMES: Final = {
     **dict.fromkeys(("auto", "Replicated", "replicated", "ddp"), "replicated"),
     **dict.fromkeys(("Sharded", "sharded"), "sharded"),
 }
+_DEGREES: Final = ("expert_parallel", "tensor_parallel", "context_parallel", "pipeline_parallel", "stages_per_rank")
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -130,14 +132,14 @@ def read_recipe(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
     layout = _read_layout(read, num_ranks)
-    read = Reader(resolve_recipe(content, decoder.max_seq_len, num_ranks), where)
+    read = Reader(resolve_recipe(content, decoder.max_seq_len, layout.data_ranks), where)
     seq_len = read.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = read.count("data.micro_batch_size", 1)
-    global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
+    global_batch_size = read.count("data.global_batch_size", layout.data_ranks * micro_batch_size)
     num_rows = 0
     if objective.learns_from == "prompts":
         answers = read.count("data.prompts.group_size", 8)
-        num_rows = _count_answer_rows(read, global_batch_size * answers, num_ranks)
+        num_rows = _count_answer_rows(read, global_batch_size * answers, layout.data_ranks)
         global_batch_size *= answers
         assumptions.append(f"a step trains {answers} answers to each prompt; a rank writes {num_rows} at a time")
     options = read.get("model.objective.init_args", {})
@@ -293,11 +295,20 @@ def _read_layout(read: Reader, num_ranks: int) -> Layout:
     shard = options.get("shard", "full")
     if shard not in ("full", "grad_op", "hybrid"):
         raise UserError(f"trainer.strategy.init_args.shard is {shard!r}: it must be full, grad_op or hybrid")
-    group = num_ranks
+    degrees: dict[str, Any] = {name: read.count(f"trainer.strategy.init_args.{name}", 1) for name in _DEGREES}
+    per_stage = num_ranks // degrees["pipeline_parallel"]
+    group = per_stage
     if shard == "hybrid":
-        group = options.get("ranks_per_shard_group") or min(num_ranks, 8)
-        if type(group) is not int or group < 1 or num_ranks % group:
-            raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
+        group = options.get("ranks_per_shard_group") or min(per_stage, 8)
+        if type(group) is not int or group < 1 or per_stage % group:
+            raise UserError(f"ranks_per_shard_group {group} does not divide {per_stage} ranks")
+    shared = prod(degrees[name] for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"))
+    if num_ranks % shared or group % (degrees["tensor_parallel"] * degrees["context_parallel"]):
+        given = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        raise UserError(
+            f"{given} do not divide {num_ranks} ranks in shard groups of {group}: lower one of them, or change the "
+            "number of devices"
+        )
     gather = options.get("gather_dtype")
     per_unit = read.count("trainer.strategy.init_args.blocks_per_unit", 1)
     check_groups(
@@ -312,13 +323,23 @@ def _read_layout(read: Reader, num_ranks: int) -> Layout:
         cpu_offload=read_cpu_offload(options.get("cpu_offload", False)),
         blocks_per_unit=per_unit,
         max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
-        expert_parallel=read.count("trainer.strategy.init_args.expert_parallel", 1),
+        **degrees,
+        layers_per_stage=_read_layers(options),
         gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
         reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),
         reduces_each=options.get("gradient_reduction") == "micro_batch",
         keeps_gathered=options.get("keep_gathered") is True,
         **common,
     )
+
+
+def _read_layers(options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    given = options.get("layers_per_stage")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(number) is int for number in given):
+        raise UserError(f"trainer.strategy.init_args.layers_per_stage is {given!r}: it must be a list of numbers")
+    return tuple(given)
 
 
 def _count_answer_rows(read: Reader, answers_per_step: int, num_ranks: int) -> int:

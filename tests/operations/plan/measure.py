@@ -161,7 +161,7 @@ def build_window(workload: Workload, num_micro_batches: int) -> list[MicroBatch]
 
 def measure_peak(workload: Workload, layout: Layout) -> int:
     """Returns the most bytes of the second step, on the host and the device together."""
-    count = workload.num_micro_batches(layout.num_ranks)
+    count = workload.num_micro_batches(layout)
     with fake_group(layout.num_ranks) if layout.num_ranks > 1 or layout.is_sharded else nullcontext():
         decoder, optimizer, wrapped = build(workload, layout)
         window = build_window(workload, count)
