@@ -48,8 +48,8 @@ class Choice:
 
     @property
     def complexity(self) -> int:
-        """The things that somebody has to know to run it."""
-        return sum(has(self.layout) for has in _FEATURES.values())
+        """How much somebody has to know to run it; another axis counts twice."""
+        return sum(has(self.layout) * (2 if name in _AXES else 1) for name, has in _FEATURES.items())
 
     @property
     def options(self) -> dict[str, object]:
@@ -98,6 +98,7 @@ _FEATURES: Final[dict[str, Callable[[Layout], bool]]] = {
     "several stages a rank": lambda layout: layout.stages_per_rank > 1,
 }
 """What a layout may have, by the words of a reason."""
+_AXES: Final = ("tensor parallelism", "context parallelism", "a pipeline")
 
 
 def recommend(

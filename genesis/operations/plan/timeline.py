@@ -379,7 +379,7 @@ class _Player:
         self.gathers.leave_backward(unit, is_last=is_last)
         if not is_reduced:
             if not has_sum:
-                bill.change(UNREDUCED, unit.reduced if fresh else 0)
+                bill.change(UNREDUCED, unit.reduced)
                 bill.change(GRADIENTS, -fresh)
             return
         # The input of a reduction is freed when that of the next unit is made.

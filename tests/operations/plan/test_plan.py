@@ -180,7 +180,7 @@ def test_bandwidths_are_the_slowest_that_the_doctor_measured_by_pinned_memory() 
     ]
     disk = [figure("write, with fsync", 1.5), figure("read", 3.0)]
     found = find_bandwidths({"parts": [{"name": "copies", "figures": copies}, {"name": "disk", "figures": disk}]}, "x")
-    assert [one.bytes_per_second for one in found.named().values()] == [360e9, 55e9, 8e9, 1.5e9]
+    assert [one.bytes_per_second for one in found.named().values() if one.is_measured] == [360e9, 55e9, 8e9, 1.5e9]
     assert all(one.is_measured for one in found.named().values())
     broken = find_bandwidths({"parts": [{"figures": [figure("cuda 0 to cuda 1", "nan")]}]}, "x")
     assert broken == Bandwidths() == find_bandwidths({"parts": 3}, "x")
