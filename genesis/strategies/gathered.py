@@ -87,13 +87,12 @@ class GatheringChoice:
         if not self._is_decided and self._before is None:
             self._before = read_device_memory(self._device)
 
-    def end_window(self, decoder: Decoder, dtype: torch.dtype | None, ranks: HostGroup) -> None:
-        """Decides after the first window. All ranks of `ranks` call it; it communicates once in a fit.
+    def end_window(self, decoder: Decoder, dtype: torch.dtype | None) -> None:
+        """Decides after the first window. All ranks call it; it communicates once in a fit.
 
         Args:
             decoder: The decoder with sharded parameters.
             dtype: The dtype in which parameters are gathered; None for their own dtype.
-            ranks: All ranks that gather together.
         """
         if self._is_decided:
             return
@@ -102,7 +101,7 @@ class GatheringChoice:
         after = read_device_memory(self._device)
         is_possible = self._before is not None and after is not None and has_room(self._before, after, gathered_bytes)
         # All ranks must agree: a rank that keeps its parameters skips the gather, and other ranks would wait for it.
-        (num_without,) = ranks.sum((int(not is_possible),)).wait()
+        (num_without,) = HostGroup().sum((int(not is_possible),)).wait()
         self.is_kept = num_without == 0
         if self.is_kept:
             rank_zero_info(

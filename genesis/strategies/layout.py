@@ -30,11 +30,14 @@ class ParallelLayout:
     Args:
         degrees: The number of ranks for each kind of parallelism.
         data_rank: The index of the share of each global batch that this rank reads. Ranks with the same index read the
-            same rows and use the same dropout masks.
+            same rows.
         data_world_size: The number of shares.
         stage_ranks: The ranks that hold the same part of the model's layers, each a shard or a copy, and run the same
             forwards: all, without a pipeline.
-        token_group: Sums figures of this rank's rows over the ranks that together read every row once.
+        seed_place: What the seed of dropout depends on, beside the run's seed and the step.
+        reports_rows: Whether this rank gives the counts of its rows to a sum over all ranks. Such sums, as those of
+            losses and figures, add the share of each rank; a rank gives 0 for what another rank gives.
+        token_group: Sums counts of this rank's rows over the ranks that together read every row once.
         token_process_group: The same ranks, for tensors on the device; None for all ranks.
         gradient_divisor: The divisor that the gradients' reduction applies to their sum over ranks: 1 for a plain sum.
     """
@@ -43,6 +46,8 @@ class ParallelLayout:
     data_rank: int
     data_world_size: int
     stage_ranks: Sequence[int]
+    seed_place: tuple[int, ...]
+    reports_rows: bool
     token_group: HostGroup
     token_process_group: dist.ProcessGroup | None
     gradient_divisor: int
@@ -68,6 +73,8 @@ def lay_out(
         data_rank=degrees.data_rank(rank),
         data_world_size=degrees.data_world_size,
         stage_ranks=degrees.stage_ranks(rank),
+        seed_place=degrees.seed_place(rank),
+        reports_rows=degrees.reports_rows(rank),
         token_group=HostGroup(degrees.token_groups()),
         token_process_group=token_process_group,
         gradient_divisor=gradient_divisor,
@@ -106,10 +113,13 @@ class LayoutStrategy(Protocol):
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
-        """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward."""
+        """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward.
+
+        The sums that it returns have the same names on all ranks, and are added over all of them.
+        """
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
-        """Returns the objective's sums over validation micro-batches."""
+        """Returns this rank's share of the objective's sums over validation micro-batches."""
 
 
 def layout_strategy(strategy: Strategy) -> LayoutStrategy:

@@ -21,7 +21,7 @@ from genesis.model.loss import sum_cross_entropy
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim.offload_share import read_cpu_offload
-from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
@@ -59,6 +59,9 @@ class Sharded(ModelParallelStrategy):
             in `gather_dtype` until the window's last backward. Losses are the same.
         expert_parallel: Number of ranks that share the experts of a mixture; each holds as many experts, and the ranks
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
+        tensor_parallel: Number of ranks that share the matrices of each layer and the tokens of each row.
+        context_parallel: Number of ranks that share the tokens of each row.
+        pipeline_parallel: Number of stages, each with some of the layers.
         cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory
             between uses, from 0 to 1, by FSDP2's own policy: the host updates them. `true`, or 1, is the whole model
             with its embedding and head.
@@ -93,6 +96,9 @@ class Sharded(ModelParallelStrategy):
         gradient_reduction: Literal["window", "micro_batch"] = "window",
         keep_gathered: KeepGathered = "auto",
         expert_parallel: int = 1,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        pipeline_parallel: int = 1,
         cpu_offload: bool | float = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
@@ -121,9 +127,10 @@ class Sharded(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.gradient_reduction = gradient_reduction
         self.keep_gathered = keep_gathered
-        if expert_parallel < 1:
-            raise UserError(f"expert_parallel is {expert_parallel}; it is a number of ranks, at least 1")
-        self.expert_parallel = expert_parallel
+        self._axes = {"ep": expert_parallel, "tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
+        for name, value in self._axes.items():
+            if value < 1:
+                raise UserError(f"{AXIS_NAMES[name]}_parallel is {value}; it is a number of ranks, at least 1")
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
         self.offload = HostOffload(
@@ -152,14 +159,15 @@ class Sharded(ModelParallelStrategy):
     def _plan_degrees(self) -> Degrees:
         num_ranks = self.num_nodes * self.num_processes
         if self.shard != "hybrid":
-            return Degrees(ep=self.expert_parallel).resolve(num_ranks)
-        group = self.ranks_per_shard_group or self.num_processes
-        if group < 1 or num_ranks % group:
+            return Degrees(**self._axes).resolve(num_ranks)
+        num_stages = self._axes["pp"]
+        of_stage = num_ranks // num_stages
+        group = self.ranks_per_shard_group or min(self.num_processes, of_stage)
+        if num_ranks % num_stages == 0 and (group < 1 or of_stage % group):
             raise UserError(
-                f"ranks_per_shard_group {group} does not divide {num_ranks} ranks; one of {list_divisors(num_ranks)} "
-                "does"
+                f"ranks_per_shard_group {group} does not divide {of_stage} ranks; one of {list_divisors(of_stage)} does"
             )
-        return Degrees(dp_replicate=num_ranks // group, ep=self.expert_parallel).resolve(num_ranks)
+        return Degrees(dp_replicate=of_stage // group, **self._axes).resolve(num_ranks)
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
@@ -195,7 +203,7 @@ class Sharded(ModelParallelStrategy):
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
             cpu_offload=self.cpu_offload,
-            experts=(self._mesh.experts, self._mesh.expert_shard) if self.expert_parallel > 1 else None,
+            experts=(self._mesh.experts, self._mesh.expert_shard) if self._axes["ep"] > 1 else None,
         )
         apply_wrappers(
             decoder,
@@ -245,7 +253,13 @@ class Sharded(ModelParallelStrategy):
         if is_kept:
             # All forwards are done. The last backward, which Lightning runs, and validation free parameters.
             set_resharding(decoder, after_forward=self._frees_after_forward, after_backward=True)
-        return window
+        return window._replace(sums=self._take_share(window.sums))
+
+    def _take_share(self, sums: HeadResult) -> HeadResult:
+        """Returns this rank's share in a sum over all ranks: ranks that share matrices have the same sums."""
+        if place_on(self.layout.degrees.data_axes(), self.global_rank)["tp"] == 0:
+            return sums
+        return HeadResult(*({name: torch.zeros_like(value) for name, value in part.items()} for part in sums))
 
     def _set_gathering(self, decoder: Decoder, is_last: bool) -> None:
         set_resharding(decoder, after_forward=False, after_backward=is_last)
@@ -255,8 +269,8 @@ class Sharded(ModelParallelStrategy):
         return self.shard != "grad_op"
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
-        """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
+        """Returns this rank's share of the objective's sums over validation micro-batches."""
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head))
 
     # ---- Lightning's hooks
 
@@ -320,7 +334,7 @@ class Sharded(ModelParallelStrategy):
         if self._gathering is not None:
             assert isinstance(self.lightning_module, pl.LightningModule)
             decoder = next(child for child in self.lightning_module.modules() if isinstance(child, Decoder))
-            self._gathering.end_window(decoder, self.computed_dtype, self.layout.token_group)
+            self._gathering.end_window(decoder, self.computed_dtype)
         return output
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:

@@ -285,7 +285,7 @@ class GenesisModule(pl.LightningModule):
 
     def _prove_repeats(self, micro_batch: MicroBatch, scales: Scales) -> None:
         """Computes a micro-batch twice, and ends all ranks if the gradients of one of them differ. Communicates."""
-        seed = seed_of_step(self.seed, self.trainer.global_step, self._strategy.layout.data_rank)
+        seed = seed_of_step(self.seed, self.trainer.global_step, *self._strategy.layout.seed_place)
 
         def run() -> Tensor:
             start_gradients(self, seed)
@@ -335,17 +335,19 @@ class GenesisModule(pl.LightningModule):
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
+        reports_rows = self._strategy.layout.reports_rows
         if window.figures:  # known without a forward
-            values = {name: torch.tensor(value, device=self.device) for name, value in window.figures.items()}
+            values = {
+                name: torch.tensor(value * reports_rows, device=self.device) for name, value in window.figures.items()
+            }
             sums = HeadResult({}, values)
         else:
             sums = self._strategy.sum_losses(self._model, window.micro_batches, self.objective)
-        self.validation_sums.update(sums, self.objective.count(window))
+        counts = self.objective.count(window)
+        self.validation_sums.update(sums, counts if reports_rows else dict.fromkeys(counts, 0))
 
     def on_validation_epoch_end(self) -> None:
         """Logs the figures of the whole set, and frees parameters that the last forward left gathered."""
-        # The group exists only once the ranks have met, after the metric was built.
-        self.validation_sums.process_group = self._strategy.layout.token_process_group
         sums = ObjectiveSums(*self.validation_sums.compute())
         measured = self.objective.measure(sums) if sums.counts.get(TOKENS) else {"loss": math.nan}
         log_exactly(self, {f"validation/{name}": value for name, value in measured.items()})

@@ -34,6 +34,7 @@ from genesis_callbacks.checkpoint import (
     restore_shards,
     verify,
 )
+from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.phases import in_phase, note_progress
 
 
@@ -67,7 +68,7 @@ def score_pairs(
     identity = ReferenceIdentity(read_committed_hash(checkpoint), pairs.corpus_hash, precision, len(pairs))
     found = "" if directory is None else read_log_probs(directory / identity.file_name, identity)
     # Every rank reads its own copy of the file, and all of them compute if one has none.
-    (num_missing,) = layout_strategy(trainer.strategy).layout.token_group.sum((int(isinstance(found, str)),)).wait()
+    (num_missing,) = HostGroup().sum((int(isinstance(found, str)),)).wait()
     if num_missing:
         if directory is not None and isinstance(found, str) and (directory / identity.file_name).exists():
             rank_zero_warn(f"{found}; its log-probabilities are computed again")
