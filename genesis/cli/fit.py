@@ -464,6 +464,8 @@ class GenesisCLI(LightningCLI):
         strategy = layout_strategy(self.trainer.strategy)
         try:
             strategy.check_options(self.model.decoder_config, self.model.algorithm.whole_name)
+            has_float8 = self.model.float8 is not None
+            strategy.check_run(self.model.objective, self.datamodule.training.options, has_float8=has_float8)
             check_float8(self.model.decoder_config, self.model.float8)
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them

@@ -333,11 +333,16 @@ class Decoder(nn.Module):
         share: This rank's share of the tokens of each row if ranks share matrices; None for whole rows.
         context: The same if ranks share rows alone (context parallelism), whose shares `share` divides further.
         attention_kernel: The kernel of attention without a cache, by its name in `genesis.model.attend.table`.
+        blocks_elsewhere: The blocks that other ranks hold, by their numbers, without values. This decoder may then also
+            lack its embedding, its last norm and its output weight, and `genesis.strategies.pipeline` runs it.
+        copies: The names of parameters of which another rank holds the same, so that it is not counted twice.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.blocks_elsewhere: dict[int, Block] = {}
+        self.copies: frozenset[str] = frozenset()
         self._mixers = config.list_mixers()
         mixers = {layer: mixer for mixer, layers in self._mixers for layer in layers}
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
@@ -388,18 +393,21 @@ class Decoder(nn.Module):
         start at one. A rank computes only the values that it holds (`genesis.model.initial`).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
+        held = dict(self.named_children())
+        if "embedding" in held:
+            fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
         for name, part in self.parts.items():
             part.init_weights(InitialValues(f"{seed} {name}", residual_std))
-        if not self.config.has_tied_embeddings:
+        if "output" in held:
             fill_normal(self.output.weight, INIT_STD, f"{seed} output.weight")
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
         """Returns the optimizer's group of each parameter by its canonical name, as its part defines it."""
-        groups = {"embedding.weight": EMBEDDINGS}
+        held = dict(self.named_children())
+        groups = {"embedding.weight": EMBEDDINGS} if "embedding" in held else {}
         for name, part in self.parts.items():
             groups |= {f"{name}.{own}": group for own, group in part.parameter_groups().items()}
-        return groups if self.config.has_tied_embeddings else {**groups, "output.weight": HEAD}
+        return {**groups, "output.weight": HEAD} if "output" in held else groups
 
     def forward(
         self,

@@ -79,6 +79,7 @@ class GSPO(Objective):
 
     learns_from = "prompts"
     compares_forwards = True
+    needs_own_forwards = True
     reports_loss = False
     memory_note = "the reference of GSPO's KL is a forward without adapters: no second model is in memory"
 

@@ -161,6 +161,8 @@ class Objective(ABC):
             `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
+        needs_own_forwards: Whether it runs the trained model itself, in `prepare`, in `start` or to write texts, which
+            no rank of a pipeline can do.
     """
 
     learns_from: ClassVar[DataKind] = "text"
@@ -172,6 +174,7 @@ class Objective(ABC):
     head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
+    needs_own_forwards: ClassVar[bool] = False
 
     # ---- before a fit
 

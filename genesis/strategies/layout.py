@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 
 from genesis.base.errors import UserError
+from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.loss import sum_cross_entropy
@@ -101,6 +102,18 @@ class LayoutStrategy(Protocol):
             UserError: Ranks cannot share the experts.
         """
 
+    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
+        """Refuses what it cannot train. Called where `check_options` is.
+
+        Args:
+            objective: What training minimises.
+            data: The options of batches; None if the run does not train, or they are not known.
+            has_float8: Whether products are in float8.
+
+        Raises:
+            UserError: A pipeline cannot train it.
+        """
+
     def apply_to(self, decoder: Decoder) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
 
@@ -160,6 +173,9 @@ class LightningStrategy:
                 f"trainer.strategy is a {type(self._strategy).__name__}, whose gradients the training step does not "
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
+
+    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
+        """Does nothing: it trains everything; see `LayoutStrategy`."""
 
     def apply_to(self, decoder: Decoder) -> None:
         """Returns without changing the decoder."""

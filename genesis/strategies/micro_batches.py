@@ -78,9 +78,9 @@ def train_in_turn(
             # Padding, and prompts whose labels are ignored, are in no sum that is divided by the valid tokens.
             counted=micro_batch.labels != IGNORE_INDEX,
         )
-        sums = _add_result(sums, result)
+        sums = add_result(sums, result)
         add_statistics(part_sums, statistics)
-        loss = _scale(result.terms, statistics, scales)
+        loss = scale_terms(result.terms, statistics, scales)
         if not is_last:
             # Lightning runs `training_step` under autocast, and its own backward outside of it.
             with torch.autocast(loss.device.type, enabled=False):
@@ -88,7 +88,7 @@ def train_in_turn(
     return WindowLoss(loss, sums, part_sums)
 
 
-def _add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
+def add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
     """Returns the sums with those of a further forward, without its graph."""
     added = (
         {name: total[name] + value.detach() if name in total else value.detach() for name, value in of_one.items()}
@@ -97,7 +97,9 @@ def _add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
     return HeadResult(*added)
 
 
-def _scale(terms: Mapping[str, Tensor], statistics: Mapping[str, Statistics], scales: Mapping[str, float]) -> Tensor:
+def scale_terms(
+    terms: Mapping[str, Tensor], statistics: Mapping[str, Statistics], scales: Mapping[str, float]
+) -> Tensor:
     """Returns the loss to run backward: each term with its factor. Auxiliary losses of parts are sums over tokens."""
     of_unit = dict(terms)
     for auxiliary in list_auxiliary_losses(statistics):

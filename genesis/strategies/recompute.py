@@ -15,6 +15,16 @@ from genesis.model.recomputation import ActivationCheckpointing, check_checkpoin
 from genesis.strategies.activation_offload import ActivationOffload
 
 
+def split_blocks(blocks: range, size: int) -> list[range]:
+    """Returns consecutive blocks in groups of a size, the last of which may be smaller.
+
+    Example:
+        >>> split_blocks(range(2, 7), 2)
+        [range(2, 4), range(4, 6), range(6, 7)]
+    """
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
 def apply_recomputation(
     decoder: Decoder,
     which: ActivationCheckpointing,
@@ -45,10 +55,7 @@ def apply_recomputation(
         for number, block in decoder.numbered_blocks.items()
     }
     if blocks_per_group > 1 or offload is not None:
-        num_blocks = len(decoder.blocks)
-        decoder.groups = [
-            range(start, min(start + blocks_per_group, num_blocks)) for start in range(0, num_blocks, blocks_per_group)
-        ]
+        decoder.groups = [part for run in decoder.groups for part in split_blocks(run, blocks_per_group)]
         run_blocks = partial(
             checkpoint, decoder.run_blocks, use_reentrant=False, preserve_rng_state=any(is_random.values())
         )

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from genesis.base.errors import UserError
+from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -119,6 +120,9 @@ class Replicated(DDPStrategy):
 
     def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
         """Does nothing: these options fit each other and every model; see `LayoutStrategy`."""
+
+    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
+        """Does nothing: it trains everything; see `LayoutStrategy`."""
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
 from genesis.base.errors import UserError
+from genesis.data.loader import plan_micro_batches
+from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -29,9 +31,19 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.pipeline import (
+    Pipeline,
+    Stage,
+    StageClock,
+    Window,
+    check_micro_batches,
+    cut_stages,
+    divide_layers,
+)
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
+from genesis_callbacks.step_parts import timing
 
 DType = Literal["float32", "bfloat16"]
 
@@ -61,7 +73,12 @@ class Sharded(ModelParallelStrategy):
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
         tensor_parallel: Number of ranks that share the matrices of each layer and the tokens of each row.
         context_parallel: Number of ranks that share the tokens of each row.
-        pipeline_parallel: Number of stages, each with some of the layers.
+        pipeline_parallel: Number of ranks among which the layers are divided, in their order; the micro-batches of a
+            window pass them one behind the other. It needs at least as many micro-batches.
+        stages_per_rank: Parts of the model on each rank of a pipeline; several make the ranks wait less and send more.
+        layers_per_stage: The number of layers of each stage of a pipeline, of which there are `pipeline_parallel` times
+            `stages_per_rank`; by default the largest stage has as few operations as possible, those of the head
+            included.
         cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory
             between uses, from 0 to 1, by FSDP2's own policy: the host updates them. `true`, or 1, is the whole model
             with its embedding and head.
@@ -83,6 +100,7 @@ class Sharded(ModelParallelStrategy):
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
+        stage_clock: Measures when the stages of this rank compute; None without a pipeline.
     """
 
     def __init__(
@@ -99,6 +117,8 @@ class Sharded(ModelParallelStrategy):
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         pipeline_parallel: int = 1,
+        stages_per_rank: int = 1,
+        layers_per_stage: list[int] | None = None,
         cpu_offload: bool | float = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
@@ -131,6 +151,13 @@ class Sharded(ModelParallelStrategy):
         for name, value in self._axes.items():
             if value < 1:
                 raise UserError(f"{AXIS_NAMES[name]}_parallel is {value}; it is a number of ranks, at least 1")
+        if stages_per_rank < 1:
+            raise UserError(f"stages_per_rank is {stages_per_rank}; it is a number of stages, at least 1")
+        if pipeline_parallel == 1 and (stages_per_rank > 1 or layers_per_stage is not None):
+            option = "stages_per_rank" if stages_per_rank > 1 else "layers_per_stage"
+            raise UserError(f"{option} is given, and pipeline_parallel is 1: set it to 2 or more, or remove {option}")
+        self.stages_per_rank = stages_per_rank
+        self.layers_per_stage = layers_per_stage
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
         self.offload = HostOffload(
@@ -147,6 +174,9 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
+        self._stages: list[Stage] = []
+        self.pipeline: Pipeline | None = None
+        self.stage_clock = StageClock() if pipeline_parallel > 1 else None
 
     # ---- the layout, for the training step
 
@@ -186,6 +216,53 @@ class Sharded(ModelParallelStrategy):
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
         check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
+        if degrees.pp > 1:
+            self._check_pipeline(decoder)
+
+    def _check_pipeline(self, decoder: DecoderConfig) -> None:
+        divide_layers(decoder, self._num_stages, self.layers_per_stage)
+        if self.gradient_reduction == "micro_batch":
+            raise UserError(
+                "gradient_reduction is micro_batch, and a pipeline reduces gradients after its last backward alone: "
+                "set it to window, or pipeline_parallel to 1"
+            )
+        if self.keep_gathered is True:
+            raise UserError(
+                "keep_gathered is true, and a pipeline itself keeps parameters gathered from the first backward of a "
+                "window to the last: set it to auto, or pipeline_parallel to 1"
+            )
+        if not self._save_distributed_checkpoint:
+            raise UserError(
+                "save_distributed_checkpoint is false, which saves the layers of one stage alone: save by "
+                "AsyncProcessCheckpoint, or set pipeline_parallel to 1"
+            )
+
+    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
+        """Refuses what a pipeline cannot train; see `LayoutStrategy`."""
+        degrees = self._plan_degrees()
+        if degrees.pp == 1:
+            return
+        remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
+        if objective.needs_own_forwards:
+            raise UserError(
+                f"model.objective is {type(objective).__name__}, which runs the whole model beside training, and a "
+                f"pipeline has it on no rank: {remedy}"
+            )
+        if has_float8:
+            raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
+        if data is not None:
+            sizes = data.global_batch_size, data.micro_batch_size
+            num_micro_batches = plan_micro_batches(*sizes, degrees.data_world_size)
+            check_micro_batches(num_micro_batches, degrees.pp, self.stages_per_rank)
+
+    @property
+    def _num_stages(self) -> int:
+        return self._axes["pp"] * self.stages_per_rank
+
+    @property
+    def pipeline_stage(self) -> int:
+        """The index of this rank among those of a pipeline, for the roles of checkpoints."""
+        return place_on(self.layout.degrees.data_axes(), self.global_rank)["pp"]
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
@@ -196,6 +273,10 @@ class Sharded(ModelParallelStrategy):
             # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
             cast_forward_inputs=False,
         )
+        dtype = self.computed_dtype or decoder.embedding.weight.dtype
+        if self._axes["pp"] > 1:
+            divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
+            self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -204,6 +285,7 @@ class Sharded(ModelParallelStrategy):
             precision=precision,
             cpu_offload=self.cpu_offload,
             experts=(self._mesh.experts, self._mesh.expert_shard) if self._axes["ep"] > 1 else None,
+            stages=self._stages,
         )
         apply_wrappers(
             decoder,
@@ -213,10 +295,18 @@ class Sharded(ModelParallelStrategy):
             blocks_per_recomputation=self.blocks_per_recomputation,
             offload=self.offload.build_activations(),
         )
+        if self._stages:
+            group = self._mesh.dense.get_group("pp")
+            num_shares = self._axes["cp"] * self._axes["tp"]
+            assert self.stage_clock is not None
+            self.pipeline = Pipeline(
+                decoder, self._stages, group, self.root_device, dtype, self.stage_clock, num_shares
+            )
 
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder, without values: offloaded ones in the host's memory."""
         allocate_sharded(decoder, self.root_device, self.blocks_per_unit, self.cpu_offload)
+        self._note_moved_stages()
         assert self._mesh is not None, "setup_environment makes the mesh"
         gather_in_float8(decoder, self._mesh.shard)
 
@@ -234,7 +324,28 @@ class Sharded(ModelParallelStrategy):
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
-        """Runs the micro-batches one after the other; `gradient_reduction` decides when gradients are reduced."""
+        """Runs the micro-batches one after the other, or through a pipeline.
+
+        `gradient_reduction` decides when gradients are reduced. A pipeline reduces them itself, so that nothing is left
+        to the backward that Lightning runs.
+        """
+        if self.pipeline is not None:
+            assert self.lightning_module is not None
+            timed = partial(timing, self.lightning_module.trainer)
+            window = Window(
+                micro_batches,
+                objective,
+                self.head,
+                self.precision_plugin.forward_context,
+                scales,
+                is_training=True,
+                timing=timed,
+            )
+            with timed("communication"):  # all but the forwards and backwards of this rank
+                self.pipeline.train(window)
+            sums, part_sums = self.pipeline.share_figures(window)
+            nothing = torch.zeros((), device=self.root_device, requires_grad=True)
+            return WindowLoss(nothing, self._take_share(sums), part_sums)
         if self._gathering is None:
             self._gathering = GatheringChoice(self.keep_gathered, self.root_device)
         self._gathering.begin_window()
@@ -270,6 +381,11 @@ class Sharded(ModelParallelStrategy):
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
+        if self.pipeline is not None:
+            window = Window(micro_batches, objective, self.head, self.precision_plugin.forward_context)
+            self.pipeline.evaluate(window)
+            sums, _ = self.pipeline.share_figures(window)
+            return self._take_share(sums)
         return self._take_share(sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head))
 
     # ---- Lightning's hooks
@@ -357,10 +473,15 @@ class Sharded(ModelParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves tensors that are not sharded; offloaded parameters stay in CPU memory."""
+        assert self.model is not None
         if not self.cpu_offload:
             super().model_to_device()
-            return
-        assert self.model is not None
-        for module in self.model.modules():
+        for module in self.model.modules() if self.cpu_offload else ():
             if isinstance(module, Metric):  # its sums are updated on the device
                 module.to(self.root_device)
+        self._note_moved_stages()
+
+    def _note_moved_stages(self) -> None:
+        # FSDP2 takes note of moved parameters in its own `to`, and the module's does not reach the stages.
+        for stage in self._stages:
+            stage._apply(lambda tensor: tensor, recurse=False)

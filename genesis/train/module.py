@@ -9,7 +9,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 import lightning.pytorch as pl
@@ -44,6 +44,7 @@ from genesis.optim import AdamW, Algorithm, build_optimizer
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
+from genesis.strategies.pipeline import StageClock
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
@@ -52,6 +53,7 @@ from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
 from genesis.train.offload_log import OffloadLog
+from genesis.train.pipeline_log import PipelineLog
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import score_pairs
 from genesis.train.repeat_proof import check_repeats, is_proof_needed, repeat_pass
@@ -138,6 +140,8 @@ class GenesisModule(pl.LightningModule):
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         data = vars(self.trainer).get("datamodule")
         training = data.training if isinstance(data, CorpusDataModule) else None
+        options = None if training is None or stage != "fit" else training.options
+        self._strategy.check_run(self.objective, options, has_float8=self.float8 is not None)
         if self.float8 is not None:
             prepare_float8(
                 self.trainer.strategy,
@@ -203,15 +207,18 @@ class GenesisModule(pl.LightningModule):
         return build_optimizer(self._model, self.algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the log of transfers if the strategy keeps something on the host, and that of the training steps.
+        """Returns the log of the training steps, and those of transfers to the host and of a pipeline if there are any.
 
         Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
         steps is the last, because it writes what all of them have logged.
         """
-        offload = vars(self.trainer.strategy).get("offload")
-        if isinstance(offload, HostOffload) and offload.is_active:
-            return [OffloadLog(offload.traffic), self._training_log]
-        return [self._training_log]
+        offload, clock = (vars(self.trainer.strategy).get(name) for name in ("offload", "stage_clock"))
+        has_transfers = isinstance(offload, HostOffload) and offload.is_active
+        return [
+            *([OffloadLog(offload.traffic)] if has_transfers else []),
+            *([PipelineLog(clock)] if isinstance(clock, StageClock) else []),
+            self._training_log,
+        ]
 
     @property
     def _model(self) -> Decoder:
@@ -283,13 +290,13 @@ class GenesisModule(pl.LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Does nothing, because Lightning calls it when earlier micro-batches have already run backward."""
 
-    def _prove_repeats(self, micro_batch: MicroBatch, scales: Scales) -> None:
-        """Computes a micro-batch twice, and ends all ranks if the gradients of one of them differ. Communicates."""
+    def _prove_repeats(self, micro_batches: Sequence[MicroBatch], scales: Scales) -> None:
+        """Computes micro-batches twice, and ends all ranks if the gradients of one of them differ. Communicates."""
         seed = seed_of_step(self.seed, self.trainer.global_step, *self._strategy.layout.seed_place)
 
         def run() -> Tensor:
             start_gradients(self, seed)
-            loss, *_ = self._strategy.train_micro_batches(self._model, (micro_batch,), self.objective, scales)
+            loss, *_ = self._strategy.train_micro_batches(self._model, micro_batches, self.objective, scales)
             with torch.autocast(self.device.type, enabled=False):  # as in the step's other backwards
                 self.trainer.strategy.backward(loss, None)
             return loss

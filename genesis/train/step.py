@@ -64,7 +64,7 @@ def train_window(
     objective: Objective,
     seed: int,
     is_balanced: bool,
-    prove: Callable[[MicroBatch, Scales], None] | None,
+    prove: Callable[[Sequence[MicroBatch], Scales], None] | None,
 ) -> Step:
     """Trains one window. It yields the loss of the last backward, then None before the update, then the figures.
 
@@ -78,7 +78,8 @@ def train_window(
         objective: What the window minimises.
         seed: The seed of dropout.
         is_balanced: Whether some router of the model has a balance bias.
-        prove: Called once with a micro-batch, to prove that its gradients repeat; None without a proof.
+        prove: Called once with the first micro-batch, and with as many as a pipeline has ranks, to prove that their
+            gradients repeat; None without a proof.
     """
     trainer = module.trainer
     strategy = layout_strategy(trainer.strategy)
@@ -94,7 +95,7 @@ def train_window(
     # connected: every rank runs the same forwards and backwards, even without valid tokens.
     scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in counts.items()}
     if prove is not None and counts[TOKENS]:
-        prove(window.micro_batches[0], scales)
+        prove(window.micro_batches[: layout.degrees.pp], scales)
 
     # Forward and backward of each micro-batch. Lightning runs the last backward, in which gradients are reduced.
     start_gradients(module, seed_of_step(seed, trainer.global_step, *layout.seed_place))
@@ -107,7 +108,7 @@ def train_window(
 
     # Norm of the synchronised gradient, read with all figures, so that the host waits for the device once in a step.
     norm = measure_gradients(
-        module.parameters(),
+        (parameter for name, parameter in decoder.named_parameters() if name not in decoder.copies),
         trainer.strategy.root_device,
         num_stage_ranks=len(layout.stage_ranks),
         world_size=trainer.world_size,
