@@ -199,6 +199,10 @@ class AttentionConfig(SequenceMixerConfig):
         """Returns the heads."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim))
 
+    def count_shared_heads(self) -> int:
+        """Returns the number of query heads; ranks that need the same keys and values copy them."""
+        return self.num_heads
+
 
 def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> AttentionMetadata:
     """Returns the metadata of layers that have the window, if there is one.
@@ -349,11 +353,17 @@ class Attention(SequenceMixer):
         query, key = query.view(heads), key.view(heads)
         if self.qk_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
+        exchange = self.exchange
         if self.has_rope:
-            query, key = (rotate(part, metadata.cos, metadata.sin) for part in (query, key))
+            tables = metadata.cos, metadata.sin
+            cos, sin = tables if exchange is None else map(exchange.cut, tables)
+            query, key = (rotate(part, cos, sin) for part in (query, key))
         if cache is not None:
             key, value = remember((key, value), metadata, cache)
-        attended = attend(query, key, value, metadata).flatten(2)
+        if exchange is not None:
+            query, key, value = exchange.to_heads(query, key, value)
+        attended = attend(query, key, value, metadata)
+        attended = (attended if exchange is None else exchange.to_tokens(attended)).flatten(2)
         out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
         return out
 

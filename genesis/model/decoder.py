@@ -27,7 +27,14 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.kv_cache import CacheTensor, KVCache
-from genesis.model.mixer import AttentionHeads, ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
+from genesis.model.mixer import (
+    AttentionHeads,
+    ForwardTokens,
+    HeadExchange,
+    KernelProof,
+    SequenceMixer,
+    SequenceMixerConfig,
+)
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
 
@@ -331,7 +338,8 @@ class Decoder(nn.Module):
     Attributes:
         groups: The blocks that one call of `run_blocks` runs, in order: by default all.
         share: This rank's share of the tokens of each row if ranks share matrices; None for whole rows.
-        context: The same if ranks share rows alone (context parallelism), whose shares `share` divides further.
+        context: The ranks that share rows alone (context parallelism), whose shares `share` divides further; None for
+            whole rows.
         attention_kernel: The kernel of attention without a cache, by its name in `genesis.model.attend.table`.
         blocks_elsewhere: The blocks that other ranks hold, by their numbers, without values. This decoder may then also
             lack its embedding, its last norm and its output weight, and `genesis.strategies.pipeline` runs it.
@@ -350,7 +358,7 @@ class Decoder(nn.Module):
         self.groups: Sequence[range] = [range(config.num_layers)]
         self.attention_kernel = TORCH_KERNEL
         self.share: SequenceShare | None = None
-        self.context: SequenceShare | None = None
+        self.context: HeadExchange | None = None
         self.norm = config.parts.norm.build(config.dim)
         if not config.has_tied_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)

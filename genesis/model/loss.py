@@ -80,6 +80,7 @@ def token_losses(
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
+    assert hidden.shape[:-1].numel() == labels.numel(), "labels of other tokens than those of the hidden states"
     dtype = _product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(hidden.device.type, enabled=False):

@@ -9,7 +9,7 @@ B  sequences of a micro-batch     S  tokens of a sequence     D  model width
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int32
@@ -58,8 +58,38 @@ class KernelProof(NamedTuple):
     take_slow: Callable[[torch.device], None]
 
 
+class HeadExchange(Protocol):
+    """The ranks that share the tokens of each row, of which each computes whole rows of some heads.
+
+    `genesis.strategies.context_parallel` has it. A mixer projects its tokens, gets whole rows of this rank's heads by
+    `to_heads`, lets their tokens read each other, and returns to its own tokens by `to_tokens`, for a projection of all
+    heads. If several ranks need a head, because there are fewer heads than ranks, each of them has it.
+
+    s  tokens of this rank     S  tokens of a row     H  heads     h  heads of this rank
+    """
+
+    def cut(self, rows: Float[Tensor, "B S ..."]) -> Float[Tensor, "B s ..."]:
+        """Returns this rank's tokens of whole rows, such as positions in the metadata."""
+
+    def cut_heads(self, x: Float[Tensor, "H ..."]) -> Float[Tensor, "h ..."]:
+        """Returns the part of a parameter of all heads that belongs to this rank's heads."""
+
+    def to_heads(self, *parts: Float[Tensor, "B s _ _"]) -> list[Float[Tensor, "B S _ _"]]:
+        """Returns whole rows of this rank's heads, for several tensors of (B s heads width). Communicates once."""
+
+    def to_tokens(self, x: Float[Tensor, "B S h E"]) -> Float[Tensor, "B s H E"]:
+        """Returns this rank's tokens of all heads. Communicates once."""
+
+
 class SequenceMixer(Part):
-    """The part of a block in which each token reads tokens before it in its document."""
+    """The part of a block in which each token reads tokens before it in its document.
+
+    Attributes:
+        exchange: How it gets whole rows if the input has some tokens of each row, while the metadata is that of whole
+            rows; None if the input has whole rows. Never set unless `SequenceMixerConfig.count_shared_heads` allows it.
+    """
+
+    exchange: HeadExchange | None = None
 
     @abstractmethod
     def forward(
@@ -120,6 +150,13 @@ class SequenceMixerConfig(ABC):
 
     def attention_heads(self, dim: int) -> AttentionHeads | None:
         """Returns the heads for which a kernel of attention is chosen; None if the part uses none of these kernels."""
+        return None
+
+    def count_shared_heads(self) -> int | None:
+        """Returns the number of heads that ranks of context parallelism can divide by `SequenceMixer.exchange`.
+
+        None if the part has no use for an exchange of heads: such ranks are then refused.
+        """
         return None
 
     def list_proofs(self) -> tuple[KernelProof, ...]:

@@ -156,6 +156,10 @@ class Router(Part):
         config: The options of the mixture.
         dim: Model width.
 
+    Attributes:
+        sum_over_row: Adds up what is counted in the tokens of each row if ranks share them, so that the balance loss is
+            that of whole rows; None if this rank has whole rows. It has no gradient.
+
     References:
         Shazeer et al., Outrageously Large Neural Networks, arXiv:1701.06538. Wang et al., Auxiliary-Loss-Free Load
         Balancing, arXiv:2408.15664. DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Zoph et al., ST-MoE,
@@ -164,6 +168,7 @@ class Router(Part):
 
     draws_random_numbers = False
     keeps_float32 = True
+    sum_over_row: Callable[[Tensor], Tensor] | None = None
     balance_bias: nn.Parameter | None
 
     def __init__(self, config: MixtureConfig, dim: int) -> None:
@@ -272,7 +277,11 @@ class Router(Part):
         choices = mask.new_zeros(num_rows, config.num_experts)
         choices = choices.scatter_add_(1, experts.view(num_rows, -1), used.reshape(num_rows, -1))
         sums = (shares.view(*mask.shape, -1) * mask.unsqueeze(2)).sum(1)
-        num_tokens = mask.sum(1, keepdim=True).clamp(min=1.0)
+        num_tokens = mask.sum(1, keepdim=True)
+        if self.sum_over_row is not None:
+            counts = self.sum_over_row(torch.cat((choices, num_tokens), dim=1))
+            choices, num_tokens = counts[:, :-1], counts[:, -1:]
+        num_tokens = num_tokens.clamp(min=1.0)
         return (config.num_experts * choices * sums / num_tokens).sum()
 
 

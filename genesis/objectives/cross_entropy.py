@@ -17,6 +17,7 @@ class CrossEntropy(Objective):
 
     label_options = MappingProxyType[str, Any]({})
     head_memory = "fused"
+    takes_parts_of_rows = True
 
     def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
         """Returns the strategy's head, whose sum is the only term."""

@@ -163,6 +163,8 @@ class Objective(ABC):
         has_teacher: Whether it may run another model beside the trained one.
         needs_own_forwards: Whether it runs the trained model itself, in `prepare`, in `start` or to write texts, which
             no rank of a pipeline can do.
+        takes_parts_of_rows: Whether its head works for a rank that has some tokens of each row: it uses labels by
+            `cross_entropy` alone, which cuts them, and its terms are sums over tokens.
     """
 
     learns_from: ClassVar[DataKind] = "text"
@@ -175,6 +177,7 @@ class Objective(ABC):
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
     needs_own_forwards: ClassVar[bool] = False
+    takes_parts_of_rows: ClassVar[bool] = False
 
     # ---- before a fit
 

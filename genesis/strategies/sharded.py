@@ -20,9 +20,11 @@ from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.expert_share import check_expert_share
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.mixer import HeadExchange
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim.offload_share import read_cpu_offload
+from genesis.strategies.context_parallel import check_context, check_context_run, share_context
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
@@ -174,6 +176,7 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
+        self._context: HeadExchange | None = None
         self._stages: list[Stage] = []
         self.pipeline: Pipeline | None = None
         self.stage_clock = StageClock() if pipeline_parallel > 1 else None
@@ -216,6 +219,8 @@ class Sharded(ModelParallelStrategy):
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
         check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
+        if degrees.cp > 1:
+            check_context(decoder, degrees)
         if degrees.pp > 1:
             self._check_pipeline(decoder)
 
@@ -238,8 +243,10 @@ class Sharded(ModelParallelStrategy):
             )
 
     def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
-        """Refuses what a pipeline cannot train; see `LayoutStrategy`."""
+        """Refuses what ranks that share rows, or a pipeline, cannot train; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
+        if degrees.cp > 1:
+            check_context_run(objective, data, degrees)
         if degrees.pp == 1:
             return
         remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
@@ -277,6 +284,9 @@ class Sharded(ModelParallelStrategy):
         if self._axes["pp"] > 1:
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
+        if self._axes["cp"] > 1:
+            share_context(decoder, self._mesh.data.get_group("cp"))
+            self._context = decoder.context
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -319,7 +329,7 @@ class Sharded(ModelParallelStrategy):
 
     def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
+        return partial(sum_cross_entropy, labels=labels if self._context is None else self._context.cut(labels))
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]

@@ -5,17 +5,18 @@ import io
 import os
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..base.hashing import HashAlgorithm
 from ..base.local_shards import TensorShard
-from ..base.manifest import ChunkRecord, FileRecord
+from ..base.manifest import FileRecord
 from .durable_file import DurableFile
+from .plan import Numbers
 
 SHARD_NAME = "__{rank}_0.distcp"
 
@@ -59,14 +60,6 @@ def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
     return start + header_bytes + name_bytes + extra_bytes
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """The files and chunks that one rank wrote."""
-
-    files: tuple[FileRecord, ...]
-    chunks: tuple[tuple[str, ChunkRecord], ...]
-
-
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
     """Leaves out the CRC of each record: torch never checks it, and it costs as much as the file's stronger hash."""
@@ -81,8 +74,8 @@ def _without_checksums() -> Iterator[None]:
 
 def write_shard(
     directory: Path, rank: int, staged: Iterable[tuple[TensorShard, Tensor]], *, algorithm: HashAlgorithm
-) -> Receipt:
-    """Writes this rank's chunks into one DCP shard of `directory`, durably, and returns its receipt. No communication.
+) -> tuple[FileRecord, Numbers]:
+    """Writes this rank's chunks into one DCP shard of `directory`, durably. No communication.
 
     Args:
         directory: The staging directory.
@@ -90,20 +83,19 @@ def write_shard(
         staged: Parts with their staged data, consumed one by one.
         algorithm: Algorithm of the file's hash.
 
+    Returns:
+        The file, and the place of each part in it: `[part, 3]`, the numbers of `ChunkRecord`.
+
     Raises:
         OSError: The disk is full, or the file cannot be written.
     """
-    name = SHARD_NAME.format(rank=rank)
-    ranges: list[tuple[TensorShard, int, int]] = []
-    with DurableFile(directory / name, algorithm=algorithm) as file, _without_checksums():
-        for part, tensor in staged:
+    ranges: list[tuple[int, int]] = []
+    with DurableFile(directory / SHARD_NAME.format(rank=rank), algorithm=algorithm) as file, _without_checksums():
+        for _, tensor in staged:
             start = file.num_bytes
             # DCP's reader calls `torch.load` on a chunk's range of the file, so each chunk is an archive of its own.
             torch.save(tensor, file)  # type: ignore[arg-type]  # torch.save needs only write and flush
-            ranges.append((part, start, file.num_bytes - start))
+            ranges.append((start, file.num_bytes - start))
         file.drain()
-        chunks = tuple(
-            (part.name, ChunkRecord(part.offsets, part.sizes, name, start, length, _find_data(file, start, length)))
-            for part, start, length in ranges
-        )
-        return Receipt((file.finish(rank=rank),), chunks)
+        places = [(start, length, _find_data(file, start, length)) for start, length in ranges]
+        return file.finish(rank=rank), np.array(places, dtype=np.int64)
