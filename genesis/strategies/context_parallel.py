@@ -89,9 +89,8 @@ class ContextExchange:
         return arrived.view(packed.shape)
 
 
-def share_context(decoder: Decoder, group: dist.ProcessGroup) -> None:
+def share_context(decoder: Decoder, exchange: ContextExchange) -> None:
     """Makes a freshly built decoder compute this rank's tokens of each row, in place."""
-    exchange = ContextExchange(group)
     decoder.context = exchange
     for block in decoder.numbered_blocks.values():
         block.sequence_mixer.exchange = exchange

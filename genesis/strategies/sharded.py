@@ -24,7 +24,12 @@ from genesis.model.mixer import HeadExchange
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim.offload_share import read_cpu_offload
-from genesis.strategies.context_parallel import check_context, check_context_run, share_context
+from genesis.strategies.context_parallel import (
+    ContextExchange,
+    check_context,
+    check_context_run,
+    share_context,
+)
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
@@ -38,10 +43,9 @@ from genesis.strategies.pipeline import (
     Stage,
     StageClock,
     Window,
-    check_micro_batches,
     cut_stages,
-    divide_layers,
 )
+from genesis.strategies.stages import check_micro_batches, divide_layers
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
@@ -285,7 +289,7 @@ class Sharded(ModelParallelStrategy):
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         if self._axes["cp"] > 1:
-            share_context(decoder, self._mesh.data.get_group("cp"))
+            share_context(decoder, ContextExchange(self._mesh.data.get_group("cp")))
             self._context = decoder.context
         options = ShardOptions(
             mesh=self._mesh.shard,

@@ -1,10 +1,11 @@
 """Which layers each stage of a pipeline has, and how long its ranks wait: arithmetic without process groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -121,3 +122,25 @@ def check_micro_batches(num_micro_batches: int, num_ranks: int, stages_per_rank:
             f"a window has {num_micro_batches} micro-batches, which cannot be interleaved over {num_ranks} ranks with "
             f"stages_per_rank {stages_per_rank}; {num_rounds * num_ranks} micro-batches can be, so {remedy}"
         )
+
+
+class NumberedBlocks(nn.Module):
+    """The blocks of the stages of a rank, under their numbers in the whole model.
+
+    Args:
+        blocks: The blocks by number, in ascending order.
+    """
+
+    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, block in blocks.items():
+            self.add_module(str(number), block)
+
+    def __getitem__(self, number: int) -> nn.Module:
+        return self.get_submodule(str(number))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __len__(self) -> int:
+        return len(list(self.children()))

@@ -25,12 +25,8 @@ from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, pipeline
-from genesis.strategies.pipeline import (
-    StageClock,
-    check_micro_batches,
-    divide_layers,
-    ideal_bubble_share,
-)
+from genesis.strategies.pipeline import StageClock
+from genesis.strategies.stages import check_micro_batches, divide_layers, ideal_bubble_share
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis_callbacks import GradientHealth, SkipAwareLR, StepTimer, TokenCounters
