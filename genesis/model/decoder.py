@@ -24,13 +24,13 @@ from genesis.base.errors import UserError
 from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.exchange import HeadExchange
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.kv_cache import CacheTensor, KVCache
 from genesis.model.mixer import (
     AttentionHeads,
     ForwardTokens,
-    HeadExchange,
     KernelProof,
     SequenceMixer,
     SequenceMixerConfig,

@@ -9,7 +9,7 @@ B  sequences of a micro-batch     S  tokens of a sequence     D  model width
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
+from genesis.model.exchange import HeadExchange
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.part import Part
 
@@ -56,29 +57,6 @@ class KernelProof(NamedTuple):
     prove: Callable[[torch.device], None]
     """Raises any exception if they fail."""
     take_slow: Callable[[torch.device], None]
-
-
-class HeadExchange(Protocol):
-    """The ranks that share the tokens of each row, of which each computes whole rows of some heads.
-
-    `genesis.strategies.context_parallel` has it. A mixer projects its tokens, gets whole rows of this rank's heads by
-    `to_heads`, lets their tokens read each other, and returns to its own tokens by `to_tokens`, for a projection of all
-    heads. If several ranks need a head, because there are fewer heads than ranks, each of them has it.
-
-    s  tokens of this rank     S  tokens of a row     H  heads     h  heads of this rank
-    """
-
-    def cut(self, rows: Float[Tensor, "B S ..."]) -> Float[Tensor, "B s ..."]:
-        """Returns this rank's tokens of whole rows, such as positions in the metadata."""
-
-    def cut_heads(self, x: Float[Tensor, "H ..."]) -> Float[Tensor, "h ..."]:
-        """Returns the part of a parameter of all heads that belongs to this rank's heads."""
-
-    def to_heads(self, *parts: Float[Tensor, "B s _ _"]) -> list[Float[Tensor, "B S _ _"]]:
-        """Returns whole rows of this rank's heads, for several tensors of (B s heads width). Communicates once."""
-
-    def to_tokens(self, x: Float[Tensor, "B S h E"]) -> Float[Tensor, "B s H E"]:
-        """Returns this rank's tokens of all heads. Communicates once."""
 
 
 class SequenceMixer(Part):

@@ -10,9 +10,6 @@ References:
     Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
-import math
-
-import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
@@ -20,82 +17,36 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 
 from genesis.base.errors import UserError
 from genesis.data.training_data import TrainingOptions
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.mixture import find_routers
+from genesis.model.decoder import DecoderConfig
+from genesis.model.exchange import HeadExchange
 from genesis.objectives.objective import Objective
 from genesis.strategies.degrees import Degrees, list_divisors
 
 
-class ContextExchange:
-    """The ranks of a group share the tokens of each row, in the order of the row. See `HeadExchange`.
+class ContextExchange(HeadExchange):
+    """The ranks of a group share the tokens of each row, in the order of the row.
 
     Args:
         group: The ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._size, self._rank = group, group.size(), group.rank()
-
-    def cut(self, rows: Tensor) -> Tensor:
-        """Returns this rank's tokens of whole rows (B S ...). Does not communicate.
-
-        Raises:
-            UserError: The rows cannot be divided; on every rank of the group alike.
-        """
-        if rows.shape[1] % self._size:
-            raise UserError(
-                f"a row has {rows.shape[1]} tokens, which context_parallel {self._size} does not divide; give rows "
-                f"of a multiple of {self._size} tokens"
-            )
-        return rows.chunk(self._size, dim=1)[self._rank]
-
-    def cut_heads(self, x: Float[Tensor, "H ..."]) -> Float[Tensor, "h ..."]:
-        """Returns the part of a parameter of all heads that belongs to this rank's heads. Does not communicate."""
-        return self._spread(x, 0).chunk(self._size)[self._rank]
-
-    def to_heads(self, *parts: Float[Tensor, "B s _ _"]) -> list[Float[Tensor, "B S _ _"]]:
-        """Returns the tokens of whole rows of this rank's heads, for tensors of any number of heads. Communicates."""
-        spread = [self._spread(part, 2) for part in parts]
-        flat = [part.reshape(*part.shape[:2], self._size, -1) for part in spread]
-        batch_size, num_tokens = parts[0].shape[:2]
-        widths = [part.shape[3] for part in flat]
-        arrived = self._swap(torch.cat(flat, dim=3).permute(2, 0, 1, 3))
-        rows = arrived.permute(1, 0, 2, 3).reshape(batch_size, self._size * num_tokens, sum(widths))
-        pieces = zip(rows.split(widths, dim=2), parts, strict=True)
-        return [piece.unflatten(2, (-1, part.shape[3])) for piece, part in pieces]
-
-    def to_tokens(self, x: Float[Tensor, "B S h E"]) -> Float[Tensor, "B s H E"]:
-        """Returns this rank's tokens of all heads. Communicates."""
-        by_rank = x.flatten(2).unflatten(1, (self._size, -1))
-        arrived = self._swap(by_rank.permute(1, 0, 2, 3))
-        return arrived.permute(1, 2, 0, 3).flatten(2).unflatten(2, (-1, x.shape[3]))
+        super().__init__(group.size(), group.rank())
+        self._group = group
 
     def sum_over_row(self, counts: Tensor) -> Tensor:
         """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
         summed: Tensor = wait_tensor(all_reduce(counts, "sum", self._group))  # type: ignore[no-untyped-call]  # torch's
         return summed
 
-    def _spread(self, x: Tensor, dim: int) -> Tensor:
-        """Returns heads that ranks can divide: where several ranks need a head, as many copies of it."""
-        copies = math.lcm(x.shape[dim], self._size) // x.shape[dim]
-        return x if copies == 1 else x.repeat_interleave(copies, dim=dim)
-
-    def _swap(self, packed: Float[Tensor, "ranks B s width"]) -> Float[Tensor, "ranks B s width"]:
-        ones = [1] * self._size
+    def swap(self, packed: Float[Tensor, "ranks B s width"]) -> Float[Tensor, "ranks B s width"]:
+        """Returns what the ranks have packed for this one."""
+        ones = [1] * self.size
         sent = packed.contiguous().flatten(1)
         # The wait is a part of the graph. Without it, a compiled block would take the tensor with its pending
         # communication for an input, and cut its gradient in silence.
         arrived: Tensor = wait_tensor(all_to_all_single_autograd(sent, ones, ones, self._group))  # type: ignore[no-untyped-call]
         return arrived.view(packed.shape)
-
-
-def share_context(decoder: Decoder, exchange: ContextExchange) -> None:
-    """Makes a freshly built decoder compute this rank's tokens of each row, in place."""
-    decoder.context = exchange
-    for block in decoder.numbered_blocks.values():
-        block.sequence_mixer.exchange = exchange
-    for router in find_routers(decoder).values():
-        router.sum_over_row = exchange.sum_over_row
 
 
 def check_context(decoder: DecoderConfig, degrees: Degrees) -> None:

@@ -27,10 +27,10 @@ from genesis.base.device import CPU, is_host, record_timer
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder
+from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, SumHead, prepare
 from genesis.strategies.micro_batches import add_result, scale_terms
-from genesis.strategies.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
 

@@ -18,17 +18,18 @@ from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.exchange import HeadExchange
 from genesis.model.expert_share import check_expert_share
 from genesis.model.loss import sum_cross_entropy
-from genesis.model.mixer import HeadExchange
 from genesis.model.recomputation import ActivationCheckpointing
+from genesis.model.shares import share_context
+from genesis.model.stages import check_micro_batches, divide_layers
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim.offload_share import read_cpu_offload
 from genesis.strategies.context_parallel import (
     ContextExchange,
     check_context,
     check_context_run,
-    share_context,
 )
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
@@ -45,7 +46,6 @@ from genesis.strategies.pipeline import (
     Window,
     cut_stages,
 )
-from genesis.strategies.stages import check_micro_batches, divide_layers
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding

@@ -20,13 +20,13 @@ from genesis.data.training_data import TrainingOptions
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.model.stages import check_micro_batches, divide_layers, ideal_bubble_share
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, pipeline
 from genesis.strategies.pipeline import StageClock
-from genesis.strategies.stages import check_micro_batches, divide_layers, ideal_bubble_share
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis_callbacks import GradientHealth, SkipAwareLR, StepTimer, TokenCounters

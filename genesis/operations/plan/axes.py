@@ -12,10 +12,10 @@ import torch
 
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import MixtureConfig
+from genesis.model.stages import divide_layers
 from genesis.operations.plan.bandwidths import Bandwidths, Link
 from genesis.operations.plan.layout import Layout, Workload, product_bytes
 from genesis.operations.plan.state import Parameter
-from genesis.strategies.stages import divide_layers
 
 _ENTRY_AND_EXIT: Final = 2
 """Collectives around a part that tensor parallelism cuts: rows are gathered before it and summed after it."""

@@ -8,11 +8,11 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.model.expert_share import check_expert_share
+from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
-from genesis.strategies.stages import check_micro_batches
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
 STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")

@@ -28,12 +28,14 @@ from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.model.mixture import Mixture
 from genesis.model.part import Part, Statistics
 from genesis.model.precision import FULL
+from genesis.model.shares import share_context
+from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
 from genesis.objectives.gspo import score_tokens
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record
-from genesis.operations.plan.stand_ins import EvenExchange, stand_in
+from genesis.operations.plan.stand_ins import EvenContext, EvenExchange, stand_in
 from genesis.operations.plan.state import build_model
 from genesis.optim import AdamW
 
@@ -57,6 +59,7 @@ class Setting:
         attention: The kernel of attention, by its name in `genesis.model.attend.table`.
         has_documents: Whether a sequence has several documents.
         expert_ranks: Ranks that share the experts; rows travel between them.
+        context_ranks: Ranks that share the tokens of a sequence.
         rounded_to: The allocator's unit.
         is_trained: Whether there is a backward.
     """
@@ -70,6 +73,7 @@ class Setting:
     attention: str = "flash"
     has_documents: bool = True
     expert_ranks: int = 1
+    context_ranks: int = 1
     rounded_to: int = 512
     is_trained: bool = True
 
@@ -144,6 +148,7 @@ def build_setting(workload: Workload, layout: Layout) -> Setting:
         attention=workload.attention if workload.attention == MASK.name or not workload.is_cpu else TORCH_KERNEL,
         has_documents=workload.has_documents,
         expert_ranks=layout.expert_parallel,
+        context_ranks=layout.context_parallel,
         rounded_to=_CPU_ROUNDING if workload.is_cpu else _GPU_ROUNDING,
     )
 
@@ -254,6 +259,7 @@ class Walk:
                 documents = torch.empty(shape, dtype=torch.int32)
                 offsets = torch.empty(2 * setting.batch_size + 1, dtype=torch.int32)
             counted = torch.empty(shape, dtype=torch.bool)
+            labels = ids if decoder.context is None else decoder.context.cut(ids)
             inputs = [one for one in (ids, documents, offsets, counted, output) if one is not None]
             record.leave_out([*inputs, *(one for one in decoder.parameters() if one.device.type != "meta")])
             with record, torch.autocast("cpu", setting.product_dtype, enabled=setting.is_autocast):
@@ -261,7 +267,7 @@ class Walk:
                     ids,
                     document_ids=documents,
                     document_offsets=offsets,
-                    head=lambda hidden, _: self._head(hidden, output, ids),
+                    head=lambda hidden, _: self._head(hidden, output, labels),
                     has_statistics=True,
                     counted=counted,
                 )
@@ -282,11 +288,13 @@ class Walk:
         """Returns the decoder with fake parameters where they are needed, and an output weight of its own."""
         source = self._decoder
         twin = copy.copy(source)
-        blocks = [self._fake(block) if index in self._chosen else block for index, block in enumerate(source.blocks)]
+        blocks = NumberedBlocks({index: self._fake(source.blocks[index]) for index in self._chosen})
         modules = {name: self._fake(module) for name, module in source._modules.items() if module and name != "blocks"}
-        twin.__dict__ = {**source.__dict__, "_modules": {**modules, "blocks": nn.ModuleList(blocks)}}
+        twin.__dict__ = {**source.__dict__, "_modules": {**modules, "blocks": blocks}}
         vars(twin)["run_blocks"] = partial(self._run_blocks, twin)
         twin.attention_kernel = self._setting.attention
+        if self._setting.context_ranks > 1:
+            share_context(twin, EvenContext(self._setting.context_ranks))
         is_trained = twin.output_weight.requires_grad
         output = nn.Parameter(torch.empty_like(twin.output_weight), requires_grad=is_trained)
         for one in (*twin.parameters(), output):

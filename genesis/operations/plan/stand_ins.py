@@ -16,6 +16,7 @@ from genesis.base.device import CPU, kind_of
 from genesis.model.attend.kernel import AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, Rows
 from genesis.model.attend.table import FLASH, KERNELS, MASK
+from genesis.model.exchange import HeadExchange
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -133,6 +134,21 @@ class EvenExchange:
         """Begins to send rows."""
         received = _apply(_Travel, rows.contiguous())
         return _Flight(received, counts.view(self._num_ranks, -1))
+
+
+class EvenContext(HeadExchange):
+    """Exchanges tokens for heads with ranks that send as much as they get."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks, 0)
+
+    def swap(self, packed: Tensor) -> Tensor:
+        """Returns a tensor of the same size."""
+        return _apply(_Travel, packed.contiguous())
+
+    def sum_over_row(self, counts: Tensor) -> Tensor:
+        """Returns a tensor of the size of the sum."""
+        return torch.empty_like(counts)
 
 
 class _Flight:
