@@ -88,7 +88,7 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     validation = [window_of_rank(step, *share) for step in range(2)]
     trainer.fit(module, loader(STEPS, *share, EMPTY), DataLoader(validation, batch_size=None))  # type: ignore[arg-type]
     rows = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "parallel/"))}
+        {name: value for name, value in row.items() if not name.startswith(("time/", "parallel/", "offload/"))}
         for row in watch.rows
     ]
     return {
@@ -117,7 +117,8 @@ def check_fit(model: str, of_ranks: list[dict[str, Any]], tolerance: float) -> N
     assert names == reference["gradients"].keys()
     for found in of_ranks:
         assert distance(found["gradients"], reference["gradients"]) <= tolerance
-        assert distance(found["weights"], reference["weights"]) <= 1e-4
+        # Adam turns the rounding of a gradient near zero into a part of a step.
+        assert distance(found["weights"], reference["weights"]) <= 2e-3
         assert found["skips"] == reference["skips"] == [None, "no_valid_tokens", None]
         assert found["counters"] == reference["counters"]
         assert found["validation"] == pytest.approx(reference["validation"], rel=1e-5)
