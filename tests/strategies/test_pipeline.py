@@ -61,6 +61,11 @@ STEPS, EMPTY = 3, (1,)
 # ---- whole fits
 
 
+SHARED = ("train/", "counters/", "gradient/", "parts/")
+"""The beginnings of the names of values that are the same in one process."""
+TIMES = ("parallel/", "time/")
+
+
 class Watch(pl.Callback):
     """Keeps the gradients of the first step, and what every step logs."""
 
@@ -70,16 +75,26 @@ class Watch(pl.Callback):
         self.skips: list[str | None] = []
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if not self.rows:
+        if not self.skips:
             named = pl_module.named_parameters()
             self.gradients = {name: whole(p.grad) for name, p in named if p.grad is not None}
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:  # what the step before has logged, after this callback saw its end
+            self.keep_row(trainer)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        logged = {
-            name: float(value) for name, value in trainer.callback_metrics.items() if name != "train/scale_factor"
-        }
-        self.rows.append({name: value for name, value in logged.items() if not name.startswith("validation/")})
         self.skips.append(pl_module.skip_reason)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.keep_row(trainer)
+
+    def keep_row(self, trainer: pl.Trainer) -> None:
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def select(row: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.startswith(beginnings) and name != "train/scale_factor"}
 
 
 def validation_windows(rank: int, world_size: int) -> list[AccumulationWindow]:
@@ -117,18 +132,14 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     adapter = LORA if model == "adapters" else None
     module = GenesisModule(MODELS[model], algorithm_of(name="adamw", lr=3e-3), adapter=adapter)
     trainer.fit(module, loader(STEPS, *share, EMPTY), DataLoader(validation_windows(*share), batch_size=None))
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "parallel/"))}
-        for row in watch.rows
-    ]
     return {
         "gradients": watch.gradients,
-        "rows": rows,
+        "rows": [select(row, SHARED) for row in watch.rows],
         "skips": watch.skips,
         "counters": counters_of(trainer).checkpoint_counters(),
         "validation": float(trainer.callback_metrics["validation/loss"]),
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
-        "parallel": {name: value for name, value in watch.rows[-1].items() if name.startswith(("parallel/", "time/"))},
+        "parallel": select(watch.rows[-1], TIMES),
     }
 
 
@@ -160,6 +171,7 @@ def check_fit(model: str, of_ranks: list[dict[str, Any]], tolerance: float) -> N
         assert found["skips"] == reference["skips"] == [None, "no_valid_tokens", None]
         assert found["counters"] == reference["counters"]
         assert found["validation"] == pytest.approx(reference["validation"], rel=1e-5)
+        assert "train/loss" in found["rows"][0]
         for row, expected_row in zip(found["rows"], reference["rows"], strict=True):
             assert row == pytest.approx(expected_row, rel=1e-5, abs=1e-9)
     assert {name for found in of_ranks for name in found["weights"]} == reference["weights"].keys()
