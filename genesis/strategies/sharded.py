@@ -8,19 +8,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder
 from genesis.model.expert_share import check_expert_share
-from genesis.model.loss import sum_cross_entropy
 from genesis.model.recomputation import ActivationCheckpointing
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
+from genesis.strategies.cut_vocabulary import CutVocabulary
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
@@ -29,7 +29,9 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.start import Launcher, Start
+from genesis.strategies.tensor_parallel import check_tensor_share, share_matrices, share_rows
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
 
@@ -147,6 +149,7 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
+        self._vocabulary = WHOLE
 
     # ---- the layout, for the training step
 
@@ -179,13 +182,15 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
         degrees.check_available()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
-        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
+        check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
+        if degrees.tp > 1:
+            check_tensor_share(run, degrees.tp, degrees.world_size)
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
@@ -196,6 +201,9 @@ class Sharded(ModelParallelStrategy):
             # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
             cast_forward_inputs=False,
         )
+        if self._axes["tp"] > 1:
+            self._vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
+            share_rows(decoder, self._mesh.tensor.get_group())
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -203,6 +211,7 @@ class Sharded(ModelParallelStrategy):
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
             cpu_offload=self.cpu_offload,
+            uncut=self._mesh.uncut if self._axes["tp"] > 1 else None,
             experts=(self._mesh.experts, self._mesh.expert_shard) if self._axes["ep"] > 1 else None,
         )
         apply_wrappers(
@@ -227,9 +236,10 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What computes losses with the output weight, which ranks may share."""
+        return self._vocabulary
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
@@ -245,7 +255,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            cross_entropy=self.head,
+            vocabulary=self._vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -270,7 +280,7 @@ class Sharded(ModelParallelStrategy):
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
-        return self._take_share(sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head))
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self._vocabulary))
 
     # ---- Lightning's hooks
 

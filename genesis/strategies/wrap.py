@@ -36,6 +36,7 @@ from genesis.optim.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
 from genesis.strategies.recompute import apply_recomputation
+from genesis.strategies.tensor_parallel import place_by_cut
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ShardOptions:
         precision: The dtypes of gathered parameters and of reduced gradients.
         cpu_offload: Share of the units of blocks whose parameters, gradients and optimizer states are in the host's
             memory between uses; 1 for the whole model.
+        uncut: Where parameters live that tensor parallelism does not cut, if `mesh` is that of those which it cuts;
+            None if it cuts none.
         experts: The ranks that share the experts, and the mesh over which the experts of a rank are sharded; None if
             experts are sharded like other weights.
     """
@@ -61,6 +64,7 @@ class ShardOptions:
     max_gathers_in_flight: int
     precision: MixedPrecisionPolicy
     cpu_offload: float
+    uncut: DeviceMesh | None = None
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
 
@@ -127,6 +131,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
         blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
     ]
     policies = _choose_policies(decoder, units, options.cpu_offload)
+    place = None if options.uncut is None else place_by_cut(options.uncut)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in _list_float32(decoder.blocks):
@@ -134,6 +139,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             part,
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=float32,
             offload_policy=policies[part],
         )
@@ -150,6 +156,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             unit if len(unit) > 1 else unit[0],
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=options.precision,
             offload_policy=policies[unit[0]],
         )
@@ -158,6 +165,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
         decoder,
         mesh=options.mesh,
         reshard_after_forward=False,
+        shard_placement_fn=place,
         mp_policy=options.precision,
         offload_policy=policies[decoder],
     )
