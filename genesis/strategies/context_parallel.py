@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd, wait_tensor
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
-from genesis.model.decoder import DecoderConfig
 from genesis.model.exchange import HeadExchange
-from genesis.objectives.objective import Objective
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.run_options import RunOptions
 
 
 class ContextExchange(HeadExchange):
@@ -49,13 +48,29 @@ class ContextExchange(HeadExchange):
         return arrived.view(packed.shape)
 
 
-def check_context(decoder: DecoderConfig, degrees: Degrees) -> None:
-    """Checks that the ranks can divide the heads of every mixer.
+class ContextVocabulary(Vocabulary):
+    """The losses of this rank's tokens of each row.
+
+    Args:
+        of_rows: The losses of the tokens that the rank, or those with which it shares matrices, has.
+        exchange: The ranks that share rows.
+    """
+
+    def __init__(self, of_rows: Vocabulary, exchange: HeadExchange) -> None:
+        self._of_rows, self._exchange = of_rows, exchange
+
+    def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of -log p(label) over this rank's labels that are not ignored, in nats."""
+        return self._of_rows.sum_cross_entropy(hidden, weight, self._exchange.cut(labels))
+
+
+def check_context(run: RunOptions, degrees: Degrees) -> None:
+    """Checks that the ranks can divide the heads of every mixer and the rows of a run, and that its objective can.
 
     Raises:
         UserError: They cannot; the message has the nearest number of ranks that can.
     """
-    for mixer, _ in decoder.list_mixers():
+    for mixer, _ in run.decoder.list_mixers():
         num_heads = mixer.count_shared_heads()
         if num_heads is None:
             raise UserError(
@@ -63,21 +78,13 @@ def check_context(decoder: DecoderConfig, degrees: Degrees) -> None:
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
         _check_divisible(degrees, num_heads, f"the {num_heads} heads of {type(mixer).__name__}")
-
-
-def check_context_run(objective: Objective, data: TrainingOptions | None, degrees: Degrees) -> None:
-    """Checks that the objective and the rows of a run can be shared.
-
-    Raises:
-        UserError: They cannot.
-    """
-    if not objective.takes_parts_of_rows:
+    if "context" not in run.objective.trains_under:
         raise UserError(
-            f"model.objective is {type(objective).__name__}, whose loss needs whole rows, and context_parallel "
+            f"model.objective is {type(run.objective).__name__}, whose loss needs whole rows, and context_parallel "
             f"{degrees.cp} gives a rank a part of each row: set context_parallel to 1"
         )
-    if data is not None:
-        _check_divisible(degrees, data.seq_len, f"data.seq_len {data.seq_len}")
+    if run.data is not None:
+        _check_divisible(degrees, run.data.seq_len, f"data.seq_len {run.data.seq_len}")
 
 
 def _check_divisible(degrees: Degrees, number: int, what: str) -> None:

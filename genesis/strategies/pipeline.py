@@ -25,12 +25,16 @@ from torch.distributed.tensor import DTensor
 
 from genesis.base.device import CPU, is_host, record_timer
 from genesis.base.errors import UserError
+from genesis.data.loader import plan_micro_batches
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder
 from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, SumHead, prepare
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
+from genesis.objectives.vocabulary import Vocabulary
+from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import add_result, scale_terms
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
 
@@ -80,8 +84,8 @@ class Stage(nn.Module):
         micro_batch = window.micro_batches[self.number]
         head: Head | None = None
         if self.is_last:
-            micro_batch = prepare(window.objective, decoder, micro_batch)
-            head = window.objective.head(micro_batch, window.cross_entropy)
+            micro_batch = prepare(window.objective, decoder, micro_batch, window.vocabulary)
+            head = window.objective.head(micro_batch, window.vocabulary)
         if x is None:
             x = decoder.embed(micro_batch.input_ids)
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
@@ -124,7 +128,7 @@ class Window:
     Args:
         micro_batches: The same on all ranks of a pipeline.
         objective: What training minimises.
-        cross_entropy: The strategy's head for labels.
+        vocabulary: What computes losses with the output weight.
         forward_context: The context of a forward: torch's schedules run forwards and backwards in one call.
         scales: The factor of each term before its backward, by unit.
         is_training: Whether backwards follow.
@@ -135,13 +139,32 @@ class Window:
 
     micro_batches: Sequence[MicroBatch]
     objective: Objective
-    cross_entropy: Callable[[Tensor], SumHead]
+    vocabulary: Vocabulary
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]]
     scales: Mapping[str, float] = field(default_factory=dict)
     is_training: bool = False
     timing: Callable[[StepPart], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     sums: HeadResult = field(default_factory=lambda: HeadResult({}, {}))
     part_sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_pipeline(run: RunOptions, degrees: Degrees, stages_per_rank: int) -> None:
+    """Checks that a pipeline can train a run.
+
+    Raises:
+        UserError: It cannot.
+    """
+    remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
+    if "pipeline" not in run.objective.trains_under:
+        raise UserError(
+            f"model.objective is {type(run.objective).__name__}, which does not train in a pipeline, as one that runs "
+            f"the whole model itself: no rank has that; {remedy}"
+        )
+    if "model.float8" in run.unshared:
+        raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
+    if run.data is not None:
+        sizes = run.data.global_batch_size, run.data.micro_batch_size
+        check_micro_batches(plan_micro_batches(*sizes, degrees.data_world_size), degrees.pp, stages_per_rank)
 
 
 def cut_stages(decoder: Decoder, divided: Sequence[range], own: Sequence[int]) -> list[Stage]:

@@ -16,17 +16,20 @@ from torch.utils.data import DataLoader
 
 from genesis.base.errors import UserError
 from genesis.data.training_data import TrainingOptions
+from genesis.model import shares
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.loss import sum_cross_entropy, token_losses
+from genesis.model.shares import share_context
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, context_parallel, wrap
-from genesis.strategies.context_parallel import share_context
+from genesis.strategies.context_parallel import ContextExchange
 from genesis.strategies.degrees import Degrees, groups_along
+from genesis.strategies.run_options import RunOptions
 from genesis.train.module import GenesisModule
 from genesis_callbacks import SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
@@ -131,7 +134,7 @@ def plant(fault: str) -> None:
     if fault == "rows are counted by each rank":
         Degrees.token_groups = lambda self: groups_along(self.data_axes(), ("dp", "cp"))  # type: ignore[method-assign]
     if fault == "rows are not summed":
-        context_parallel.find_routers = lambda _: {}
+        shares.find_routers = lambda _: {}
     if fault == "tables are not cut":
         context_parallel.ContextExchange.cut = cut_integers  # type: ignore[method-assign]
     if fault == "aot_eager":
@@ -232,7 +235,8 @@ def count_collectives(names: list[str]) -> list[dict[str, int]]:
     for name in names:
         decoder = Decoder(MODELS[name])
         decoder.init_weights(0)
-        share_context(decoder, dist.group.WORLD)  # type: ignore[arg-type]
+        assert dist.group.WORLD is not None
+        share_context(decoder, ContextExchange(dist.group.WORLD))
         rows = rows_of_step(0)
         assert decoder.context is not None
         head = partial(sum_cross_entropy, labels=decoder.context.cut(rows.labels))
@@ -262,12 +266,12 @@ def strategy_of(world_size: int, **options: Any) -> Sharded:
 
 
 def check_model(decoder: DecoderConfig, **options: Any) -> None:
-    strategy_of(12, **options).check_options(decoder, None)
+    strategy_of(12, **options).check_options(RunOptions(decoder, CrossEntropy()))
 
 
 def check_run(objective: Objective, seq_len: int, **options: Any) -> None:
     data = TrainingOptions(seq_len=seq_len, micro_batch_size=1, global_batch_size=12)
-    strategy_of(12, **options).check_run(objective, data, has_float8=False)
+    strategy_of(12, **options).check_options(RunOptions(TINY, objective, data=data))
 
 
 @pytest.mark.parametrize(
@@ -311,5 +315,5 @@ def test_ranks_that_fit_are_not_refused() -> None:
 
 
 def test_losses_of_tokens_refuse_labels_of_other_tokens() -> None:
-    with pytest.raises(AssertionError, match="labels of other tokens"):
+    with pytest.raises(AssertionError, match="8 hidden states and 16 labels"):
         token_losses(torch.zeros(2, 4, 8), torch.zeros(16, 8), torch.full((2, 8), -100))

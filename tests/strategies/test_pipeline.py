@@ -27,6 +27,7 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, pipeline
 from genesis.strategies.pipeline import StageClock
+from genesis.strategies.run_options import RunOptions
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis_callbacks import GradientHealth, SkipAwareLR, StepTimer, TokenCounters
@@ -394,14 +395,14 @@ def test_options_that_a_pipeline_cannot_have_are_refused_before_ranks_start(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_strategy(**options).check_options(DEEP, None)
+        build_strategy(**options).check_options(RunOptions(DEEP, CrossEntropy()))
 
 
 def test_lightnings_whole_saves_are_refused() -> None:
     strategy = build_strategy()
     strategy._save_distributed_checkpoint = False
     with pytest.raises(UserError, match="saves the layers of one stage alone: save by AsyncProcessCheckpoint"):
-        strategy.check_options(DEEP, None)
+        strategy.check_options(RunOptions(DEEP, CrossEntropy()))
 
 
 @pytest.mark.parametrize(
@@ -424,22 +425,22 @@ def test_options_of_stages_without_a_pipeline_are_refused(options: dict[str, Any
     ("objective", "options", "message"),
     [
         (CrossEntropy(), TrainingOptions(16, 4, 4), "has 1 micro-batches, and pipeline_parallel is 2: .* at least 2"),
-        (DPO(), None, "model.objective is DPO, which runs the whole model beside training"),
-        (GSPO(), None, "model.objective is GSPO, which runs the whole model beside training"),
+        (DPO(), None, "model.objective is DPO, which does not train in a pipeline"),
+        (GSPO(), None, "model.objective is GSPO, which does not train in a pipeline"),
     ],
 )
 def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(
     objective: Objective, options: TrainingOptions | None, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_strategy().check_run(objective, options, has_float8=False)
+        build_strategy().check_options(RunOptions(TINY, objective, data=options))
 
 
 def test_float8_is_refused_and_other_runs_are_not() -> None:
     strategy = build_strategy()
     with pytest.raises(UserError, match=r"model\.float8 is given, whose scales a pipeline does not compute: remove it"):
-        strategy.check_run(CrossEntropy(), None, has_float8=True)
-    strategy.check_run(CrossEntropy(), TrainingOptions(16, 1, 2), has_float8=False)
+        strategy.check_options(RunOptions(TINY, CrossEntropy(), unshared=["model.float8"]))
+    strategy.check_options(RunOptions(TINY, CrossEntropy(), data=TrainingOptions(16, 1, 2)))
 
 
 def test_a_number_of_micro_batches_that_cannot_be_interleaved_is_refused_with_one_that_can() -> None:
