@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Final, Literal, TypeVar
 
 import torch
@@ -204,6 +205,18 @@ class AdaptedLinear(nn.Linear, Part):
     def _row_lengths(self) -> Float[Tensor, " O"]:
         lengths: Tensor = (self.weight + self.scaling * (self.lora_B @ self.lora_A)).norm(dim=1)
         return lengths
+
+
+def use_rows(layer: nn.Linear, rows: slice | Tensor | None) -> None:
+    """Makes a linear layer multiply some of its rows, or with None all that this rank holds, and its adapter those."""
+    if isinstance(layer, AdaptedLinear):
+        layer.rows = rows
+    else:
+        layer.forward = partial(_multiply, layer, rows)  # type: ignore[method-assign]
+
+
+def _multiply(layer: nn.Linear, rows: slice | Tensor | None, x: Tensor) -> Tensor:
+    return linear(x, take_rows(layer.weight, rows), None if layer.bias is None else take_rows(layer.bias, rows))
 
 
 def attach_adapters(

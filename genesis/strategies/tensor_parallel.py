@@ -16,7 +16,6 @@ B  sequences     S  tokens of a row     T  tokens of this rank in a row     D  m
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.functional import linear
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdaptedLinear
-from genesis.model.cut import find_indivisible, take_rows
+from genesis.model.adapter import AdaptedLinear, use_rows
+from genesis.model.cut import find_indivisible
 from genesis.strategies.run_options import RunOptions
 
 
@@ -103,14 +101,11 @@ class MatrixCutter:
         if isinstance(layer, AdaptedLinear):
             self.cut(layer, "lora_B" if dim == 0 else "lora_A", dim)
         else:
-            layer.forward = partial(_multiply, layer, None)  # type: ignore[method-assign]
+            use_rows(layer, None)
 
     def use_rows(self, layer: nn.Linear, rows: slice | Tensor) -> None:
         """Makes a linear layer multiply some rows; its gradient is 0 in the others, and FSDP2 adds those of ranks."""
-        if isinstance(layer, AdaptedLinear):
-            layer.rows = rows
-        else:
-            layer.forward = partial(_multiply, layer, rows)  # type: ignore[method-assign]
+        use_rows(layer, rows)
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks, and sums its gradient. Communicates."""
@@ -121,10 +116,6 @@ class MatrixCutter:
 def _wait(pending: Tensor) -> Tensor:
     waited: Tensor = wait_tensor(pending)  # type: ignore[no-untyped-call]  # torch's
     return waited
-
-
-def _multiply(layer: nn.Linear, rows: slice | Tensor | None, x: Tensor) -> Tensor:
-    return linear(x, take_rows(layer.weight, rows), None if layer.bias is None else take_rows(layer.bias, rows))
 
 
 class _Sum(torch.autograd.Function):

@@ -28,7 +28,7 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, context_parallel, wrap
 from genesis.strategies.context_parallel import ContextExchange
-from genesis.strategies.degrees import Degrees, groups_along
+from genesis.strategies.degrees import AXIS_NAMES, Degrees, groups_along
 from genesis.strategies.run_options import RunOptions
 from genesis.train.module import GenesisModule
 from genesis_callbacks import SkipAwareLR, TokenCounters
@@ -65,6 +65,7 @@ MODELS: dict[str, DecoderConfig] = {
     "linear": mix(TINY, "linear without experts"),
     "linear mixture": mix(TINY, "linear"),
 }
+MODELS |= {f"even {name}": replace(config, vocab_size=64) for name, config in MODELS.items()}
 STEPS, EMPTY = 3, (1,)
 CP2: dict[str, Any] = {"context_parallel": 2}
 CP4: dict[str, Any] = {"context_parallel": 4}
@@ -75,7 +76,8 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     plant(fault)
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     given = options or {}
-    degrees = Degrees(cp=given.get("context_parallel", 1), pp=given.get("pipeline_parallel", 1)).resolve(world_size)
+    axes = {axis: given.get(f"{name}_parallel", 1) for axis, name in AXIS_NAMES.items()}
+    degrees = Degrees(**axes).resolve(world_size)
     share = (degrees.data_rank(rank), degrees.data_world_size)
     watch = Watch()
     trainer = build_trainer(

@@ -28,7 +28,7 @@ from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.model.mixture import Mixture
 from genesis.model.part import Part, Statistics
 from genesis.model.precision import FULL
-from genesis.model.shares import share_context
+from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
@@ -36,7 +36,7 @@ from genesis.objectives.gspo import score_tokens
 from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record
-from genesis.operations.plan.stand_ins import EvenContext, EvenExchange, stand_in
+from genesis.operations.plan.stand_ins import EvenContext, EvenExchange, EvenMatrices, EvenRows, stand_in
 from genesis.operations.plan.state import build_model
 from genesis.optim import AdamW
 
@@ -61,6 +61,7 @@ class Setting:
         has_documents: Whether a sequence has several documents.
         expert_ranks: Ranks that share the experts; rows travel between them.
         context_ranks: Ranks that share the tokens of a sequence.
+        tensor_ranks: Ranks that share the matrices of each layer.
         rounded_to: The allocator's unit.
         is_trained: Whether there is a backward.
     """
@@ -75,6 +76,7 @@ class Setting:
     has_documents: bool = True
     expert_ranks: int = 1
     context_ranks: int = 1
+    tensor_ranks: int = 1
     rounded_to: int = 512
     is_trained: bool = True
 
@@ -150,6 +152,7 @@ def build_setting(workload: Workload, layout: Layout) -> Setting:
         has_documents=workload.has_documents,
         expert_ranks=layout.expert_parallel,
         context_ranks=layout.context_parallel,
+        tensor_ranks=layout.tensor_parallel,
         rounded_to=_CPU_ROUNDING if workload.is_cpu else _GPU_ROUNDING,
     )
 
@@ -188,6 +191,9 @@ def _measure(workload: Workload, setting: Setting) -> Sections:
 
 def _choose_head(workload: Workload, setting: Setting) -> Head:
     """Returns the loss of an objective, or what a teacher computes."""
+    if setting.tensor_ranks > 1:  # as `genesis.strategies.cut_vocabulary` has it, on whole rows
+        share = EvenRows(setting.tensor_ranks)
+        return lambda hidden, weight, labels: token_losses(share.gather(hidden), weight, labels).sum()
     if not setting.is_trained:
         return lambda hidden, weight, _: read_classes(
             hidden, weight, vocab_size=len(weight), top_k=workload.teacher_top_k, temperature=1.0
@@ -294,6 +300,9 @@ class Walk:
         twin.__dict__ = {**source.__dict__, "_modules": {**modules, "blocks": blocks}}
         vars(twin)["run_blocks"] = partial(self._run_blocks, twin)
         twin.attention_kernel = self._setting.attention
+        if self._setting.tensor_ranks > 1:
+            share = EvenRows(self._setting.tensor_ranks)
+            share_matrices(twin, share, EvenMatrices(share.size))
         if self._setting.context_ranks > 1:
             share_context(twin, EvenContext(self._setting.context_ranks))
         is_trained = twin.output_weight.requires_grad

@@ -29,7 +29,7 @@ from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, forward
 from genesis.operations.plan.other_models import count_answers, count_teacher
 from genesis.operations.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
 from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
-from genesis.operations.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
+from genesis.operations.plan.state import Model, Parameter, StateBytes, build_shared_model, count_on_host, count_state
 from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
 from genesis.optim.whole_matrices import BATCH_BYTES
 
@@ -109,7 +109,7 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
 
 
 def _play_place(workload: Workload, layout: Layout, place: Place, num_micro_batches: int) -> Timeline:
-    model = build_model(workload)
+    model = build_shared_model(workload, layout.tensor_parallel)
     if layout.pipeline_parallel > 1:
         # Ranks of a pipeline gather their stages once for a window.
         layout = replace(layout, keeps_gathered=True)
