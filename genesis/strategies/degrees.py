@@ -24,7 +24,7 @@ from genesis.base.errors import UserError
 _REST: Final = -1
 AXIS_NAMES: Final = {"ep": "expert", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """The kinds of parallelism that a strategy is asked for by `NAME_parallel`."""
-_NOT_THERE_YET: Final = ("cp", "tp")
+_NOT_THERE_YET: Final = ("cp",)
 
 
 @dataclass(frozen=True)

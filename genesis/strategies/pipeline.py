@@ -30,7 +30,8 @@ from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder, DecoderConfig
 from genesis.model.part import Part, Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, SumHead, prepare
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.micro_batches import add_result, scale_terms
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
@@ -218,8 +219,8 @@ class Stage(nn.Module):
         micro_batch = window.micro_batches[self.number]
         head: Head | None = None
         if self.is_last:
-            micro_batch = prepare(window.objective, decoder, micro_batch)
-            head = window.objective.head(micro_batch, window.cross_entropy)
+            micro_batch = prepare(window.objective, decoder, micro_batch, window.vocabulary)
+            head = window.objective.head(micro_batch, window.vocabulary)
         if x is None:
             x = decoder.embed(micro_batch.input_ids)
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
@@ -262,7 +263,7 @@ class StagedWindow:
     Args:
         micro_batches: The same on all ranks of a pipeline.
         objective: What training minimises.
-        cross_entropy: The strategy's head for labels.
+        vocabulary: The strategy's.
         forward_context: The context of a forward: torch's schedules run forwards and backwards in one call.
         scales: The factor of each term before its backward, by unit.
         is_training: Whether backwards follow.
@@ -273,7 +274,7 @@ class StagedWindow:
 
     micro_batches: Sequence[MicroBatch]
     objective: Objective
-    cross_entropy: Callable[[Tensor], SumHead]
+    vocabulary: Vocabulary
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]]
     scales: Mapping[str, float] = field(default_factory=dict)
     is_training: bool = False
