@@ -162,13 +162,12 @@ class GenesisModule(pl.LightningModule):
             "model.float8": self.float8 is not None,
         }
         options = data.training.options if isinstance(data, CorpusDataModule) else None
-        is_planned = is_training and options is not None
         run = RunOptions(
             self.decoder_config,
             self.objective,
             whole_matrices=self.algorithm.whole_name if is_training else None,
             seq_len=None if options is None else options.seq_len,
-            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_planned else None,
+            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
             unshared=[name for name, is_given in unshared.items() if is_given],
         )
         layout_strategy(strategy).check_options(run)

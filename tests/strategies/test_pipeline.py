@@ -56,6 +56,8 @@ MODELS: dict[str, DecoderConfig] = {
     "biased mixture": mix(DEEP, "shared"),
     "linear": mix(DEEP, "linear"),
     "adapters": DEEP,
+    "even": replace(DEEP, vocab_size=64),
+    "even mixture": mix(replace(DEEP, vocab_size=64), "softmax"),
 }
 LORA = AdapterConfig(rank=2)
 STEPS, EMPTY = 3, (1,)
@@ -119,8 +121,9 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     plant(fault)
     watch, timer = Watch(), StepTimer()
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    of_stage = world_size // (1 if options is None else options["pipeline_parallel"])
-    share = (rank % of_stage, of_stage)
+    num_stages, num_sharing = ((options or {}).get(f"{axis}_parallel", 1) for axis in ("pipeline", "tensor"))
+    of_stage = world_size // num_stages
+    share = (rank % of_stage // num_sharing, of_stage // num_sharing)
     strategy: Any = "auto" if options is None else Sharded(**options)
     callbacks = [TokenCounters(), SkipAwareLR(total_updates=STEPS), GradientHealth(), timer, watch]
     trainer = build_trainer(
@@ -248,6 +251,8 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("tied", TWO | {"shard": "hybrid", "ranks_per_shard_group": 1}),
                 ("tied", {"pipeline_parallel": 4}),
                 ("untied", {"pipeline_parallel": 4}),
+                ("even", TWICE | {"tensor_parallel": 2}),
+                ("even mixture", TWO | {"tensor_parallel": 2, "activation_checkpointing": "block"}),
             ],
         ),
     ],
@@ -430,7 +435,7 @@ def test_options_of_stages_without_a_pipeline_are_refused(options: dict[str, Any
     [
         (
             RunOptions(DEEP, CrossEntropy(), batch_sizes=(4, 4)),
-            "has 1 micro-batches, and pipeline_parallel is 2",
+            "the micro-batches of a window are 1, and pipeline_parallel is 2",
         ),
         (RunOptions(DEEP, DPO()), "pipeline_parallel is 2, and DPO does not train under pipeline parallelism"),
         (RunOptions(DEEP, GSPO()), "pipeline_parallel is 2, and GSPO does not train under pipeline parallelism"),
@@ -447,7 +452,5 @@ def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(run: R
 def test_a_number_of_micro_batches_that_cannot_be_interleaved_is_refused_with_one_that_can() -> None:
     check_micro_batches(10, 4, 2)
     check_micro_batches(11, 4, 1)
-    with pytest.raises(
-        UserError, match=r"11 micro-batches, which cannot be interleaved over 4 ranks .* 8 micro-batches"
-    ):
+    with pytest.raises(UserError, match=r"are 11, which cannot be interleaved over 4 ranks .* 8 micro-batches"):
         check_micro_batches(11, 4, 2)
