@@ -61,14 +61,14 @@ class HeadExchange(ABC):
         widths = [part.shape[3] for part in flat]
         arrived = self.swap(torch.cat(flat, dim=3).permute(2, 0, 1, 3))
         rows = arrived.permute(1, 0, 2, 3).reshape(batch_size, self.size * num_tokens, sum(widths))
-        pieces = zip(rows.split(widths, dim=2), parts, strict=True)
-        return [piece.unflatten(2, (-1, part.shape[3])) for piece, part in pieces]
+        pieces = zip(torch.split(rows, widths, dim=2), parts, strict=True)
+        return [piece.reshape(*piece.shape[:2], -1, part.shape[3]) for piece, part in pieces]
 
     def to_tokens(self, x: Float[Tensor, "B S h E"]) -> Float[Tensor, "B s H E"]:
         """Returns this rank's tokens of all heads. Communicates."""
-        by_rank = x.flatten(2).unflatten(1, (self.size, -1))
-        arrived = self.swap(by_rank.permute(1, 0, 2, 3))
-        return arrived.permute(1, 2, 0, 3).flatten(2).unflatten(2, (-1, x.shape[3]))
+        batch_size, num_tokens, width = x.shape[0], x.shape[1] // self.size, x.shape[3]
+        arrived = self.swap(x.reshape(batch_size, self.size, num_tokens, -1).permute(1, 0, 2, 3))
+        return arrived.permute(1, 2, 0, 3).reshape(batch_size, num_tokens, -1, width)
 
     def _spread(self, x: Tensor, dim: int) -> Tensor:
         """Returns heads that ranks can divide: where several ranks need a head, as many copies of it."""

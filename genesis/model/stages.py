@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import Part
 
@@ -40,8 +41,8 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
     """
     if decoder.num_layers < num_stages:
         raise UserError(
-            f"the pipeline has {num_stages} stages, and the model {decoder.num_layers} layers: lower pipeline_parallel "
-            "or stages_per_rank until their product is at most the number of layers"
+            f"the pipeline has {num_stages} stages, and the model {numbered(decoder.num_layers, 'layers')}: lower "
+            "pipeline_parallel or stages_per_rank until their product is at most the number of layers"
         )
     if given is not None:
         if len(given) != num_stages or sum(given) != decoder.num_layers or min(given) < 1:
@@ -110,16 +111,17 @@ def check_micro_batches(num_micro_batches: int, num_ranks: int, stages_per_rank:
     Raises:
         UserError: It cannot.
     """
+    given = f"the micro-batches of a window are {num_micro_batches}"
     remedy = "change data.global_batch_size or data.micro_batch_size"
     if num_micro_batches < num_ranks:
         raise UserError(
-            f"a window has {num_micro_batches} micro-batches, and pipeline_parallel is {num_ranks}: some stages would "
-            f"never work; a pipeline needs at least {num_ranks} micro-batches, so {remedy}"
+            f"{given}, and pipeline_parallel is {num_ranks}: some stages would never work; a pipeline "
+            f"needs at least {num_ranks} micro-batches, so {remedy}"
         )
     num_rounds = num_micro_batches // num_ranks
     if stages_per_rank > 1 and num_micro_batches % num_rounds:
         raise UserError(
-            f"a window has {num_micro_batches} micro-batches, which cannot be interleaved over {num_ranks} ranks with "
+            f"{given}, which cannot be interleaved over {num_ranks} ranks with "
             f"stages_per_rank {stages_per_rank}; {num_rounds * num_ranks} micro-batches can be, so {remedy}"
         )
 

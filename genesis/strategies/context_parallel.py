@@ -83,8 +83,8 @@ def check_context(run: RunOptions, degrees: Degrees) -> None:
             f"model.objective is {type(run.objective).__name__}, whose loss needs whole rows, and context_parallel "
             f"{degrees.cp} gives a rank a part of each row: set context_parallel to 1"
         )
-    if run.data is not None:
-        _check_divisible(degrees, run.data.seq_len, f"data.seq_len {run.data.seq_len}")
+    if run.seq_len is not None:
+        _check_divisible(degrees, run.seq_len, f"data.seq_len {run.seq_len}")
 
 
 def _check_divisible(degrees: Degrees, number: int, what: str) -> None:

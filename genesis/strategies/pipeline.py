@@ -28,6 +28,7 @@ from genesis.base.errors import UserError
 from genesis.data.loader import plan_micro_batches
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder
+from genesis.model.part import Statistics
 from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
@@ -69,7 +70,7 @@ class Stage(nn.Module):
             self.norm = decoder.norm
             if not is_tied:
                 self.output = decoder.output
-        self.window: Window | None = None
+        self.window: StagedWindow | None = None
         vars(self)["decoder"] = decoder  # not as a submodule, which would have the parameters of the other stages
 
     def forward(self, x: Tensor | None = None) -> Tensor:
@@ -79,7 +80,7 @@ class Stage(nn.Module):
         with window.forward_context():
             return self._compute(x, window)
 
-    def _compute(self, x: Tensor | None, window: "Window") -> Tensor:
+    def _compute(self, x: Tensor | None, window: "StagedWindow") -> Tensor:
         decoder: Decoder = vars(self)["decoder"]
         micro_batch = window.micro_batches[self.number]
         head: Head | None = None
@@ -91,7 +92,7 @@ class Stage(nn.Module):
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
         documents = micro_batch.document_ids, micro_batch.document_offsets
         inputs = decoder.prepare(x, micro_batch.input_ids, *documents, counted=counted)
-        statistics = {}
+        statistics: dict[str, Statistics] = {}
         for blocks in decoder.groups:
             if blocks.start in self.layers:
                 x, reported = decoder.run_blocks(blocks, x, inputs)
@@ -122,7 +123,7 @@ class _JoinLoss(torch.autograd.Function):
 
 
 @dataclass
-class Window:
+class StagedWindow:
     """What the stages compute, and the sums of what the stages of this rank have computed.
 
     Args:
@@ -157,14 +158,14 @@ def check_pipeline(run: RunOptions, degrees: Degrees, stages_per_rank: int) -> N
     remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
     if "pipeline" not in run.objective.trains_under:
         raise UserError(
-            f"model.objective is {type(run.objective).__name__}, which does not train in a pipeline, as one that runs "
-            f"the whole model itself: no rank has that; {remedy}"
+            f"pipeline_parallel is {degrees.pp}, and {type(run.objective).__name__} does not train under pipeline "
+            f"parallelism: {remedy}"
         )
     if "model.float8" in run.unshared:
         raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
-    if run.data is not None:
-        sizes = run.data.global_batch_size, run.data.micro_batch_size
-        check_micro_batches(plan_micro_batches(*sizes, degrees.data_world_size), degrees.pp, stages_per_rank)
+    if run.batch_sizes is not None:
+        num_micro_batches = plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
+        check_micro_batches(num_micro_batches, degrees.pp, stages_per_rank)
 
 
 def cut_stages(decoder: Decoder, divided: Sequence[range], own: Sequence[int]) -> list[Stage]:
@@ -320,15 +321,16 @@ class Pipeline:
 
     # ---- training
 
-    def train(self, window: Window) -> None:
+    def train(self, window: StagedWindow) -> None:
         """Runs all forwards and backwards of a window, reduces the gradients, and adds those of tied embeddings."""
         num_micro_batches = len(window.micro_batches)
         check_micro_batches(num_micro_batches, self._num_ranks, len(self.stages))
         shapes = {self._shape_of(micro_batch) for micro_batch in window.micro_batches}
         assert len(shapes) == 1, "rows of text have the same length"
-        key = num_micro_batches, *shapes
-        if self._schedule_key != key:
-            self._schedule, self._schedule_key = self._build_schedule(*key), key
+        (shape,) = shapes
+        if self._schedule_key != (num_micro_batches, shape):
+            self._schedule = self._build_schedule(num_micro_batches, shape)
+            self._schedule_key = num_micro_batches, shape
         ideal_share = ideal_bubble_share(self._num_ranks, len(self.stages), num_micro_batches)
         self._clock.begin_window(self._device, ideal_share)
         # Torch cuts a target into those of the micro-batches; ours need none.
@@ -347,7 +349,7 @@ class Pipeline:
         num_stages = len(self.stages) * self._num_ranks
         stream = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
-        stages = []
+        stages: list[Any] = []
         for number, stage in enumerate(self.stages):
             stages.append(
                 _NumberedStage(
@@ -368,7 +370,7 @@ class Pipeline:
         return Schedule1F1B(stages[0], num_micro_batches, **options)
 
     @contextlib.contextmanager
-    def _running(self, window: Window) -> Iterator[None]:
+    def _running(self, window: StagedWindow) -> Iterator[None]:
         for stage in self.stages:
             stage.window = window
         yield
@@ -401,7 +403,7 @@ class Pipeline:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self, window: Window) -> None:
+    def evaluate(self, window: StagedWindow) -> None:
         """Runs the forwards of a window, of any number of micro-batches of any shape, and frees gathered parameters.
 
         The ranks work in step: at each time a rank sends what it has just computed, receives its next input, and
@@ -436,7 +438,7 @@ class Pipeline:
 
     # ---- figures
 
-    def share_figures(self, window: Window) -> tuple[HeadResult, dict[str, Tensor]]:
+    def share_figures(self, window: StagedWindow) -> tuple[HeadResult, dict[str, Tensor]]:
         """Returns this rank's share of the sums of a window, under the names of all stages.
 
         The last stage has the objective's sums and each stage the statistics of its parts; the other ranks give 0.

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from genesis.data.training_data import TrainingOptions
 from genesis.model.decoder import DecoderConfig
 from genesis.objectives.objective import Objective
 
@@ -16,12 +15,15 @@ class RunOptions:
         decoder: The model.
         objective: What training minimises.
         whole_matrices: The optimizer's algorithm if it needs whole matrices, and the command trains; else None.
-        data: The rows and batches of the run; None if they are not known.
+        seq_len: The tokens of a row; None if the data is not known.
+        batch_sizes: The sequences of a step over all ranks, and those of a micro-batch; None if the command does not
+            train, or the data is not known.
         unshared: The options of the run by name that work on whole layers alone, such as float8.
     """
 
     decoder: DecoderConfig
     objective: Objective
     whole_matrices: str | None = None
-    data: TrainingOptions | None = None
+    seq_len: int | None = None
+    batch_sizes: tuple[int, int] | None = None
     unshared: Sequence[str] = ()

@@ -184,7 +184,7 @@ def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
     """Returns what `num_ranks` ranks cannot share."""
     if num_ranks == 1:
         return None
-    parts = [*(mixer for mixer, _ in run.decoder.list_mixers()), run.decoder.parts.feed_forward]
-    found = [one for part in parts if (one := part.find_uncut(num_ranks)) is not None]
-    sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.data.seq_len if run.data else num_ranks}
+    found = [mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers()]
+    found = [one for one in (*found, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
+    sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
     return found[0] if found else find_indivisible(sizes, num_ranks)

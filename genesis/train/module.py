@@ -161,11 +161,13 @@ class GenesisModule(pl.LightningModule):
             "model.adapter.dora": self.adapter_config is not None and self.adapter_config.dora,
             "model.float8": self.float8 is not None,
         }
+        options = data.training.options if isinstance(data, CorpusDataModule) else None
         run = RunOptions(
             self.decoder_config,
             self.objective,
             whole_matrices=self.algorithm.whole_name if is_training else None,
-            data=data.training.options if isinstance(data, CorpusDataModule) else None,
+            seq_len=None if options is None else options.seq_len,
+            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
             unshared=[name for name, is_given in unshared.items() if is_given],
         )
         layout_strategy(strategy).check_options(run)
@@ -230,13 +232,13 @@ class GenesisModule(pl.LightningModule):
         Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
         steps is the last, because it writes what all of them have logged.
         """
+        logs: list[pl.Callback] = [self._training_log]
         offload, clock = (vars(self.trainer.strategy).get(name) for name in ("offload", "stage_clock"))
-        has_transfers = isinstance(offload, HostOffload) and offload.is_active
-        return [
-            *([OffloadLog(offload.traffic)] if has_transfers else []),
-            *([PipelineLog(clock)] if isinstance(clock, StageClock) else []),
-            self._training_log,
-        ]
+        if isinstance(clock, StageClock):
+            logs.insert(0, PipelineLog(clock))
+        if isinstance(offload, HostOffload) and offload.is_active:
+            logs.insert(0, OffloadLog(offload.traffic))
+        return logs
 
     @property
     def _model(self) -> Decoder:

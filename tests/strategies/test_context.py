@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
 from genesis.model import shares
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -272,8 +271,7 @@ def check_model(decoder: DecoderConfig, **options: Any) -> None:
 
 
 def check_run(objective: Objective, seq_len: int, **options: Any) -> None:
-    data = TrainingOptions(seq_len=seq_len, micro_batch_size=1, global_batch_size=12)
-    strategy_of(12, **options).check_options(RunOptions(TINY, objective, data=data))
+    strategy_of(12, **options).check_options(RunOptions(TINY, objective, seq_len=seq_len))
 
 
 @pytest.mark.parametrize(

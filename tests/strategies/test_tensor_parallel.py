@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -314,7 +313,7 @@ LATENT = replace(DENSE, num_heads=None, num_kv_heads=None, mixers=(LatentAttenti
             "cannot share num_kv_heads 1 with qk_norm 'projection': set it to 1",
         ),
         (
-            RunOptions(DENSE, CrossEntropy(), data=TrainingOptions(18, 1, 1)),
+            RunOptions(DENSE, CrossEntropy(), seq_len=18),
             4,
             "cannot share data.seq_len 18: set it to 2",
         ),

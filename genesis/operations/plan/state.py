@@ -134,8 +134,8 @@ def build_shared_model(workload: Workload, num_ranks: int) -> Model:
     if num_ranks == 1:
         return model
     decoder = workload.decoder
-    for part in (*(mixer for mixer, _ in decoder.list_mixers()), decoder.parts.feed_forward):
-        found = part.find_uncut(num_ranks)
+    uncut = [mixer.find_uncut(num_ranks) for mixer, _ in decoder.list_mixers()]
+    for found in (*uncut, decoder.parts.feed_forward.find_uncut(num_ranks)):
         if found is not None:
             raise UserError(f"tensor_parallel is {num_ranks}, and so many ranks cannot share {found}: lower it")
     if decoder.vocab_size % num_ranks:
