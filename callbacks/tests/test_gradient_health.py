@@ -19,7 +19,7 @@ from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.gradient_health import (
     NonfiniteGradientWarning,
-    Origin,
+    RankFindings,
     SpikeDetector,
     _PendingNorms,
     describe_origin,
@@ -175,8 +175,8 @@ def test_shards_and_copies_count_once() -> None:
 
 
 def test_origins_are_told_apart() -> None:
-    nothing, last = Origin(None, None), Origin(None, ((1,), "b.weight"))
-    text = describe_origin([last, Origin(None, ((0,), "a.weight"))], is_sharded=True)
+    nothing, last = RankFindings(None, None), RankFindings(None, ((1,), "b.weight"))
+    text = describe_origin([last, RankFindings(None, ((0,), "a.weight"))], is_sharded=True)
     assert text.endswith("b.weight, from which a backward spreads it, on rank 0")
     assert "its rank is not known" in describe_origin([last, last], is_sharded=False)
     assert describe_origin([nothing, nothing], is_sharded=True).startswith("the norm overflows")
@@ -196,9 +196,9 @@ class Half(torch.nn.Module):
 def test_the_first_module_is_found_among_those_of_several_stages() -> None:
     halves = Half(0), Half(1)
 
-    def look(output: tuple[int, str], gradient: tuple[int, str]) -> Origin:
+    def look(output: tuple[int, str], gradient: tuple[int, str]) -> RankFindings:
         places = [(place_of(halves[rank], name), name) for rank, name in (output, gradient)]
-        return Origin(*places)
+        return RankFindings(*places)
 
     origins = [look((0, "blocks.10"), (0, "embedding.weight")), look((1, "blocks.9"), (1, "blocks.11.bias"))]
     assert describe_origin(origins, is_sharded=True) == "the forward of blocks.9 on rank 1"

@@ -28,7 +28,7 @@ from genesis.base.device import CPU, is_host, record_timer
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder, DecoderConfig
-from genesis.model.part import Part
+from genesis.model.part import Part, Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, SumHead, prepare
 from genesis.strategies.micro_batches import add_result, scale_terms
@@ -203,7 +203,7 @@ class Stage(nn.Module):
             self.norm = decoder.norm
             if not is_tied:
                 self.output = decoder.output
-        self.window: Window | None = None
+        self.window: StagedWindow | None = None
         vars(self)["decoder"] = decoder  # not as a submodule, which would have the parameters of the other stages
 
     def forward(self, x: Tensor | None = None) -> Tensor:
@@ -213,7 +213,7 @@ class Stage(nn.Module):
         with window.forward_context():
             return self._compute(x, window)
 
-    def _compute(self, x: Tensor | None, window: "Window") -> Tensor:
+    def _compute(self, x: Tensor | None, window: "StagedWindow") -> Tensor:
         decoder: Decoder = vars(self)["decoder"]
         micro_batch = window.micro_batches[self.number]
         head: Head | None = None
@@ -225,7 +225,7 @@ class Stage(nn.Module):
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
         documents = micro_batch.document_ids, micro_batch.document_offsets
         inputs = decoder.prepare(x, micro_batch.input_ids, *documents, counted=counted)
-        statistics = {}
+        statistics: dict[str, Statistics] = {}
         for blocks in decoder.groups:
             if blocks.start in self.layers:
                 x, reported = decoder.run_blocks(blocks, x, inputs)
@@ -256,7 +256,7 @@ class _JoinLoss(torch.autograd.Function):
 
 
 @dataclass
-class Window:
+class StagedWindow:
     """What the stages compute, and the sums of what the stages of this rank have computed.
 
     Args:
@@ -435,15 +435,16 @@ class Pipeline:
 
     # ---- training
 
-    def train(self, window: Window) -> None:
+    def train(self, window: StagedWindow) -> None:
         """Runs all forwards and backwards of a window, reduces the gradients, and adds those of tied embeddings."""
         num_micro_batches = len(window.micro_batches)
         check_micro_batches(num_micro_batches, self._num_ranks, len(self.stages))
         shapes = {self._shape_of(micro_batch) for micro_batch in window.micro_batches}
         assert len(shapes) == 1, "rows of text have the same length"
-        key = num_micro_batches, *shapes
-        if self._schedule_key != key:
-            self._schedule, self._schedule_key = self._build_schedule(*key), key
+        (shape,) = shapes
+        if self._schedule_key != (num_micro_batches, shape):
+            self._schedule = self._build_schedule(num_micro_batches, shape)
+            self._schedule_key = num_micro_batches, shape
         ideal_share = ideal_bubble_share(self._num_ranks, len(self.stages), num_micro_batches)
         self._clock.begin_window(self._device, ideal_share)
         # Torch cuts a target into those of the micro-batches; ours need none.
@@ -462,7 +463,7 @@ class Pipeline:
         num_stages = len(self.stages) * self._num_ranks
         stream = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
-        stages = []
+        stages: list[Any] = []
         for number, stage in enumerate(self.stages):
             stages.append(
                 _NumberedStage(
@@ -483,7 +484,7 @@ class Pipeline:
         return Schedule1F1B(stages[0], num_micro_batches, **options)
 
     @contextlib.contextmanager
-    def _running(self, window: Window) -> Iterator[None]:
+    def _running(self, window: StagedWindow) -> Iterator[None]:
         for stage in self.stages:
             stage.window = window
         yield
@@ -516,7 +517,7 @@ class Pipeline:
     # ---- evaluation
 
     @torch.no_grad()
-    def evaluate(self, window: Window) -> None:
+    def evaluate(self, window: StagedWindow) -> None:
         """Runs the forwards of a window, of any number of micro-batches of any shape, and frees gathered parameters.
 
         The ranks work in step: at each time a rank sends what it has just computed, receives its next input, and
@@ -551,7 +552,7 @@ class Pipeline:
 
     # ---- figures
 
-    def share_figures(self, window: Window) -> tuple[HeadResult, dict[str, Tensor]]:
+    def share_figures(self, window: StagedWindow) -> tuple[HeadResult, dict[str, Tensor]]:
         """Returns this rank's share of the sums of a window, under the names of all stages.
 
         The last stage has the objective's sums and each stage the statistics of its parts; the other ranks give 0.

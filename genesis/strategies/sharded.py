@@ -37,7 +37,7 @@ from genesis.strategies.pipeline import (
     Pipeline,
     Stage,
     StageClock,
-    Window,
+    StagedWindow,
     check_micro_batches,
     cut_stages,
     divide_layers,
@@ -342,7 +342,7 @@ class Sharded(ModelParallelStrategy):
         if self.pipeline is not None:
             assert self.lightning_module is not None
             timed = partial(timing, self.lightning_module.trainer)
-            window = Window(
+            staged = StagedWindow(
                 micro_batches,
                 objective,
                 self.head,
@@ -352,8 +352,8 @@ class Sharded(ModelParallelStrategy):
                 timing=timed,
             )
             with timed("communication"):  # all but the forwards and backwards of this rank
-                self.pipeline.train(window)
-            sums, part_sums = self.pipeline.share_figures(window)
+                self.pipeline.train(staged)
+            sums, part_sums = self.pipeline.share_figures(staged)
             nothing = torch.zeros((), device=self.root_device, requires_grad=True)
             return WindowLoss(nothing, self._take_share(sums), part_sums)
         if self._gathering is None:
@@ -392,7 +392,7 @@ class Sharded(ModelParallelStrategy):
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
-            window = Window(micro_batches, objective, self.head, self.precision_plugin.forward_context)
+            window = StagedWindow(micro_batches, objective, self.head, self.precision_plugin.forward_context)
             self.pipeline.evaluate(window)
             sums, _ = self.pipeline.share_figures(window)
             return self._take_share(sums)
@@ -494,4 +494,4 @@ class Sharded(ModelParallelStrategy):
     def _note_moved_stages(self) -> None:
         # FSDP2 takes note of moved parameters in its own `to`, and the module's does not reach the stages.
         for stage in self._stages:
-            stage._apply(lambda tensor: tensor, recurse=False)
+            stage._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch's

@@ -212,13 +212,13 @@ class GenesisModule(pl.LightningModule):
         Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
         steps is the last, because it writes what all of them have logged.
         """
+        logs: list[pl.Callback] = [self._training_log]
         offload, clock = (vars(self.trainer.strategy).get(name) for name in ("offload", "stage_clock"))
-        has_transfers = isinstance(offload, HostOffload) and offload.is_active
-        return [
-            *([OffloadLog(offload.traffic)] if has_transfers else []),
-            *([PipelineLog(clock)] if isinstance(clock, StageClock) else []),
-            self._training_log,
-        ]
+        if isinstance(clock, StageClock):
+            logs.insert(0, PipelineLog(clock))
+        if isinstance(offload, HostOffload) and offload.is_active:
+            logs.insert(0, OffloadLog(offload.traffic))
+        return logs
 
     @property
     def _model(self) -> Decoder:

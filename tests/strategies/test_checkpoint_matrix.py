@@ -61,7 +61,7 @@ def by_size() -> list[tuple[int, list[str]]]:
 
 
 def is_near(found: Tensor, expected: Tensor) -> bool:
-    """Returns whether two runs are the same but for rounding, of which Adam makes more where a gradient is near zero."""
+    """Returns whether two runs are the same but for rounding, which Adam magnifies near zero."""
     return bool((found - expected).abs().max() <= 2e-3 * expected.abs().max())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -201,30 +201,28 @@ TWO: dict[str, Any] = {"pipeline_parallel": 2}
 TWICE: dict[str, Any] = {"pipeline_parallel": 2, "stages_per_rank": 2}
 
 
+@pytest.mark.process
 def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
-    cases = [("untied", TWO), ("mixture", TWICE)]
-    for (model, _), *of_ranks in zip(cases, *run_ranks(fit_each, 2, cases), strict=True):
-        check_fit(model, of_ranks, 0.0 if model == "untied" else 2e-6)
-        for found in of_ranks:
-            parallel = found["parallel"]
-            assert 0.0 < parallel["parallel/bubble_share"] < 1.0
-            assert parallel["parallel/bubble_share_ideal"] == 1 / (17 if model == "mixture" else 9)
-            assert parallel["parallel/bubble_share"] == of_ranks[0]["parallel"]["parallel/bubble_share"]
-            # What is neither forward nor backward of a stage is a wait for other stages.
-            assert min(parallel[f"time/{part}_ms"] for part in ("forward", "backward", "communication")) > 0.0
-            assert (
-                parallel == of_ranks[0]["parallel"]
-                or parallel["time/step_ms"] != of_ranks[0]["parallel"]["time/step_ms"]
-            )
+    of_ranks = [found for (found,) in run_ranks(fit_each, 2, [("mixture", TWICE)])]
+    check_fit("mixture", of_ranks, 2e-6)
+    for found in of_ranks:
+        parallel = found["parallel"]
+        assert 0.0 < parallel["parallel/bubble_share"] < 1.0
+        assert parallel["parallel/bubble_share"] == of_ranks[0]["parallel"]["parallel/bubble_share"]
+        assert parallel["parallel/bubble_share_ideal"] == 1 / 17
+        # What is neither forward nor backward of a stage is a wait for other stages.
+        assert min(parallel[f"time/{part}_ms"] for part in ("forward", "backward", "communication")) > 0.0
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
         (
             2,
             [
+                ("untied", TWO),
                 ("tied", TWO, "proved"),
                 ("tied", TWICE),
                 ("five layers", TWO | {"layers_per_stage": [2, 3]}),
@@ -271,6 +269,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_in_what_stages_add_is_seen(fault: str) -> None:
     model = "mixture" if "auxiliary" in fault else "tied"
@@ -288,6 +287,7 @@ def test_a_mistake_in_what_stages_add_is_seen(fault: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_stage_that_does_not_give_the_figures_of_others_ends_the_run() -> None:
     with pytest.raises(AssertionError, match=r"StopIteration|size mismatch|sum"):
         run_ranks(fit_each, 2, [("mixture", TWO, "figures are not shared")])
@@ -320,6 +320,7 @@ def spoil(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_every_stage_skips_a_window_that_one_of_them_spoils_and_its_module_is_named() -> None:
     for options in (TWO, TWICE):
         first, second = run_ranks(spoil, 2, options)
@@ -362,6 +363,7 @@ def test_a_head_that_costs_as_much_as_layers_gets_fewer_of_them() -> None:
     assert divide_layers(DEEP, 2, [1, 3]) == [range(1), range(1, 4)]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_no_other_division_has_a_smaller_largest_stage(
     of_layers: list[int], first: int, last: int, data: st.DataObject

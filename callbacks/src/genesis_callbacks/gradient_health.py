@@ -183,7 +183,7 @@ class GradientHealth(pl.Callback):
             return
         bad = find_nonfinite(dict(pl_module.named_parameters()))
         output = self._find_bad_output(pl_module)
-        origin = Origin(
+        origin = RankFindings(
             None if output is None else (place_of(pl_module, output), output),
             max(((place_of(pl_module, name), name) for name in bad), default=None),
         )
@@ -279,7 +279,7 @@ class GradientHealth(pl.Callback):
                 repeat(self._batch)
         return next((name for name, is_finite in flags if not bool(is_finite)), None)
 
-    def _report(self, pl_module: pl.LightningModule, own: "Origin") -> None:
+    def _report(self, pl_module: pl.LightningModule, own: "RankFindings") -> None:
         assert self._trainer is not None
         rank = self._trainer.global_rank
         is_sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
@@ -383,7 +383,7 @@ def place_of(root: nn.Module, name: str) -> Place:
     return tuple(place)
 
 
-class Origin(NamedTuple):
+class RankFindings(NamedTuple):
     """The values that are not finite on one rank.
 
     Args:
@@ -395,7 +395,7 @@ class Origin(NamedTuple):
     gradient: tuple[Place, str] | None
 
 
-def describe_origin(of_ranks: Sequence[Origin], *, is_sharded: bool) -> str:
+def describe_origin(of_ranks: Sequence[RankFindings], *, is_sharded: bool) -> str:
     """Returns where a value that is not finite came from, in one line.
 
     Args:
@@ -403,7 +403,7 @@ def describe_origin(of_ranks: Sequence[Origin], *, is_sharded: bool) -> str:
         is_sharded: Whether each rank holds a part of the gradients.
 
     Example:
-        >>> describe_origin([Origin(None, None), Origin(((0,), "body"), None)], is_sharded=False)
+        >>> describe_origin([RankFindings(None, None), RankFindings(((0,), "body"), None)], is_sharded=False)
         'the forward of body on rank 1'
     """
     outputs = [(*origin.output, rank) for rank, origin in enumerate(of_ranks) if origin.output is not None]
