@@ -38,7 +38,9 @@ class KeepRestored(pl.Callback):
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self.tensors:
+            return
         (optimizer,) = trainer.optimizers
         for name, parameter in pl_module.named_parameters():
             self.tensors[f"model.{name}"] = whole(parameter)
