@@ -27,6 +27,7 @@ from genesis.model.attend.metadata import (
     row_offsets,
 )
 from genesis.model.attend.table import KERNELS, attend
+from genesis.model.cut import MatrixShares, find_indivisible
 from genesis.model.initial import InitialValues
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
@@ -174,6 +175,15 @@ class AttentionConfig(SequenceMixerConfig):
     def has_window(self, layer: int) -> bool:
         """Returns whether tokens see only the window in block number `layer`, counted from 0."""
         return self.sliding_window is not None and (self.window_layers is None or layer in self.window_layers)
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the heads that the ranks cannot share. If there are more ranks, several use the same key head."""
+        heads = self.num_kv_heads
+        if heads % num_ranks and num_ranks % heads:
+            return f"num_kv_heads {heads}"
+        if heads % num_ranks and self.qk_norm == "projection":
+            return f"num_kv_heads {heads} with qk_norm 'projection'"
+        return find_indivisible({"num_heads": self.num_heads}, num_ranks)
 
     def build(self, dim: int, layer: int) -> "Attention":
         """Builds the part of block number `layer`, counted from 0."""
@@ -325,6 +335,21 @@ class Attention(SequenceMixer):
         """Returns the group of each weight and bias."""
         weights = dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
         return weights | dict.fromkeys(self._biases, VECTORS)
+
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Gives each rank some heads."""
+        ranks.cut_linear(self.query, 0)
+        num_kv_heads = self.key.out_features // self.head_dim
+        for layer in (self.key, self.value):
+            if num_kv_heads % ranks.size == 0:
+                ranks.cut_linear(layer, 0)
+            else:  # several ranks use the same head
+                head = ranks.rank * num_kv_heads // ranks.size
+                ranks.use_rows(layer, slice(head * self.head_dim, (head + 1) * self.head_dim))
+        ranks.cut_linear(self.output, 1)
+        if self.qk_norm == "projection":
+            self.query_norm.share_matrices(ranks)
+            self.key_norm.share_matrices(ranks)
 
     @property
     def _biases(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ W  taps of the convolution        C  channels of queries, keys and values: 2 K E
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from genesis.base.errors import UserError
 from genesis.model.attend.metadata import document_offsets, document_positions
+from genesis.model.cut import MatrixShares, find_indivisible, held, take_rows
 from genesis.model.delta_kernel import run_kernel, suits_kernel
 from genesis.model.delta_proof import list_delta_proofs
 from genesis.model.delta_rule import DeltaInputs, chunked, step
@@ -74,6 +75,11 @@ class GatedDeltaConfig(SequenceMixerConfig):
     def is_in(self, layer: int) -> bool:
         """Returns whether block number `layer`, counted from 0, has this part, and not attention."""
         return (layer + 1) % self.attention_every != 0
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the heads that the ranks cannot share."""
+        heads = {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}
+        return find_indivisible(heads, num_ranks)
 
     def build(self, dim: int, layer: int) -> "GatedDelta":
         """Builds the part, the same in every block."""
@@ -139,6 +145,7 @@ class GatedDelta(SequenceMixer):
     def __init__(self, config: GatedDeltaConfig, dim: int) -> None:
         super().__init__()
         self.config = config
+        self._channels: Tensor | None = None
         self.query_key_value = nn.Linear(dim, config.num_channels, bias=False)
         self.gate = nn.Linear(dim, config.num_value_heads * config.value_dim, bias=False)
         self.beta = nn.Linear(dim, config.num_value_heads, bias=False)
@@ -174,6 +181,26 @@ class GatedDelta(SequenceMixer):
         vectors = ("conv_weight", "log_rate", "decay_bias", "norm_weight")
         return {f"{name}.weight": MATRICES for name in matrices} | dict.fromkeys(vectors, VECTORS)
 
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Gives each rank some heads: of queries and keys, and those of the values that they serve."""
+        config, size = self.config, ranks.size
+        keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
+        # One matrix has queries, keys and values, so that a rank's rows are three ranges of it.
+        self._channels = torch.cat(
+            [
+                torch.arange(first + num // size * ranks.rank, first + num // size * (ranks.rank + 1), device="cpu")
+                for first, num in ((0, keys), (keys, keys), (2 * keys, values))
+            ]
+        )
+        ranks.use_rows(self.query_key_value, self._channels)
+        for layer in (self.gate, self.beta, self.decay):
+            ranks.cut_linear(layer, 0)
+        for name in ("log_rate", "decay_bias"):
+            ranks.cut(self, name)
+        ranks.cut_linear(self.output, 1)
+        heads = (config.num_key_heads // size, config.num_value_heads // size)
+        self.config = replace(config, num_key_heads=heads[0], num_value_heads=heads[1])
+
     @property
     def flops_per_token(self) -> int:
         """The FLOPs of the weights, and of the three products of a token with the state of each head."""
@@ -193,7 +220,8 @@ class GatedDelta(SequenceMixer):
                 replaced in place by those after this forward. None without a cache.
         """
         mixed, beta, decay = self.query_key_value(x), self.beta(x), self.decay(x)
-        taps, log_rate, decay_bias, exchange = self.conv_weight, self.log_rate, self.decay_bias, self.exchange
+        taps, exchange = take_rows(self.conv_weight, self._channels), self.exchange
+        log_rate, decay_bias = held(self.log_rate), held(self.decay_bias)
         if exchange is not None:
             # Before the convolution, which reads earlier tokens.
             *channels, beta, decay = exchange.to_heads(*self._split(mixed, 2), beta.unsqueeze(3), decay.unsqueeze(3))

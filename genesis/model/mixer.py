@@ -17,6 +17,7 @@ from torch import Tensor
 
 from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
+from genesis.model.cut import MatrixShares
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.part import Part
 
@@ -104,6 +105,16 @@ class SequenceMixer(Part):
                 None without a cache.
         """
 
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Cuts the freshly built part among ranks, each of which gets whole rows and adds to the sum of all outputs.
+
+        Called only if `SequenceMixerConfig.find_uncut` has found nothing.
+
+        Args:
+            ranks: The ranks that share the part.
+        """
+        raise NotImplementedError("its configuration says that it can be cut")
+
 
 class SequenceMixerConfig(ABC):
     """The choice of a sequence mixer: each is a frozen dataclass of plain values that is derived from this class.
@@ -158,6 +169,16 @@ class SequenceMixerConfig(ABC):
         None if the part has no use for an exchange of heads: such ranks are then refused.
         """
         return None
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns what of the part `num_ranks` ranks cannot share, for a message; None if they can share it.
+
+        A part that can be shared has this method, and `SequenceMixer.share_matrices`.
+
+        Args:
+            num_ranks: `tensor_parallel`, at least 2.
+        """
+        return f"a {type(self).__name__}, which has no `find_uncut`"
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of kernels of its own, which an accelerator has to pass before the part uses them."""

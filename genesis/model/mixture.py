@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from genesis.base.errors import UserError
+from genesis.model.cut import find_indivisible
 from genesis.model.dispatch import combine, sort_by_expert, spread
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig
@@ -128,6 +129,12 @@ class MixtureConfig(FeedForwardConfig):
         """Returns whether a layer, counted from 0, is a mixture."""
         return layer >= self.num_dense_layers and (layer + 1) % self.mixture_every == 0
 
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the width of dense layers if the ranks do not divide it; mixtures see this rank's tokens, uncut."""
+        return (
+            None if self.dense_ffn_dim is None else find_indivisible({"dense_ffn_dim": self.dense_ffn_dim}, num_ranks)
+        )
+
     def build(self, dim: int, layer: int) -> FeedForward:
         """Builds the mixture or the dense part of a layer."""
         if self.is_mixture(layer):
@@ -157,8 +164,7 @@ class Router(Part):
         dim: Model width.
 
     Attributes:
-        sum_over_row: Adds up what is counted in the tokens of each row if ranks share them, so that the balance loss is
-            that of whole rows; None if this rank has whole rows. It has no gradient.
+        sum_over_row: Adds what each rank has counted of its tokens of a row, where ranks share rows; None elsewhere.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks, arXiv:1701.06538. Wang et al., Auxiliary-Loss-Free Load
@@ -168,7 +174,6 @@ class Router(Part):
 
     draws_random_numbers = False
     keeps_float32 = True
-    sum_over_row: Callable[[Tensor], Tensor] | None = None
     balance_bias: nn.Parameter | None
 
     def __init__(self, config: MixtureConfig, dim: int) -> None:
@@ -180,6 +185,7 @@ class Router(Part):
             # A parameter without a gradient, so that ranks compare it and shard it as they do with parameters.
             bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter("balance_bias", bias)
+        self.sum_over_row: Callable[[Tensor], Tensor] | None = None
 
     def init_weights(self, initial: InitialValues) -> None:
         """Initializes the weight; the balance bias is zero."""
@@ -279,10 +285,10 @@ class Router(Part):
         sums = (shares.view(*mask.shape, -1) * mask.unsqueeze(2)).sum(1)
         num_tokens = mask.sum(1, keepdim=True)
         if self.sum_over_row is not None:
+            # Both without a gradient: it flows through `sums` alone, of which each rank adds its own tokens'.
             counts = self.sum_over_row(torch.cat((choices, num_tokens), dim=1))
-            choices, num_tokens = counts[:, :-1], counts[:, -1:]
-        num_tokens = num_tokens.clamp(min=1.0)
-        return (config.num_experts * choices * sums / num_tokens).sum()
+            choices, num_tokens = counts.split([config.num_experts, 1], dim=1)
+        return (config.num_experts * choices * sums / num_tokens.clamp(min=1.0)).sum()
 
 
 class Flight(Protocol):

@@ -23,6 +23,7 @@ from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
+from genesis.objectives.vocabulary import Vocabulary
 
 TOKENS: Final = "tokens"
 """The unit of valid labels, which every objective counts."""
@@ -47,8 +48,6 @@ Number = TypeVar("Number", int, float)
 
 Head = Callable[[Tensor, Tensor], HeadResult]
 """A function of the final hidden states and the output weight."""
-SumHead = Callable[[Tensor, Tensor], Tensor]
-"""A function of the same arguments that returns one sum."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Prepared(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch], Tensor]], Tensor]
+ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch, Vocabulary], Tensor]], Tensor]
 """Returns the scores that a checkpoint gives to the two answers of each pair, from a directory if they are there."""
 
 
@@ -161,10 +160,8 @@ class Objective(ABC):
             `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
-        needs_own_forwards: Whether it runs the trained model itself, in `prepare`, in `start` or to write texts, which
-            no rank of a pipeline can do.
-        takes_parts_of_rows: Whether its head works for a rank that has some tokens of each row: it uses labels by
-            `cross_entropy` alone, which cuts them, and its terms are sums over tokens.
+        trains_under: The kinds of parallelism beside those of data and experts under which it trains: `tensor`,
+            `context`, and `pipeline`, where no rank can run the model for `prepare` or `start`.
     """
 
     learns_from: ClassVar[DataKind] = "text"
@@ -176,8 +173,7 @@ class Objective(ABC):
     head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
-    needs_own_forwards: ClassVar[bool] = False
-    takes_parts_of_rows: ClassVar[bool] = False
+    trains_under: ClassVar[frozenset[str]] = frozenset()
 
     # ---- before a fit
 
@@ -221,7 +217,7 @@ class Objective(ABC):
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""
         return {TOKENS: window.num_valid_tokens, BYTES: window.num_bytes}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with what the head needs beside the labels, in `MicroBatch.extra`.
 
         Called before each forward, under `torch.no_grad`, on all ranks alike: it may run further forwards.
@@ -229,12 +225,12 @@ class Objective(ABC):
         return micro_batch
 
     @abstractmethod
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head of one forward.
 
         Args:
             micro_batch: The result of `prepare`.
-            cross_entropy: The strategy's head for labels: the sum of -log p over the valid ones, in nats.
+            vocabulary: The strategy's, which computes whatever needs the output weight.
         """
 
     @abstractmethod
@@ -243,6 +239,6 @@ class Objective(ABC):
 
 
 @torch.no_grad()
-def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
     """Returns the micro-batch as the objective's head needs it. Nothing that `Objective.prepare` does has a graph."""
-    return objective.prepare(decoder, micro_batch)
+    return objective.prepare(decoder, micro_batch, vocabulary)

@@ -11,19 +11,22 @@ References:
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd, wait_tensor
+from torch.nn.functional import pad
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder
 from genesis.model.mixture import find_routers
-from genesis.objectives.objective import Objective
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.run_options import RunOptions
 
 
 class ContextExchange:
@@ -70,10 +73,24 @@ class ContextExchange:
         arrived = self._swap(by_rank.permute(1, 0, 2, 3))
         return arrived.permute(1, 2, 0, 3).flatten(2).unflatten(2, (-1, x.shape[3]))
 
-    def sum_over_row(self, counts: Tensor) -> Tensor:
+    def place(self, of_tokens: Float[Tensor, " N"], num_rows: int) -> Float[Tensor, " M"]:
+        """Returns values of whole rows that are 0 for the tokens of other ranks, with all dimensions in one."""
+        own = of_tokens.view(num_rows, -1)
+        before = self._rank * own.shape[1]
+        return pad(own, (before, (self._size - 1) * own.shape[1] - before)).flatten()
+
+    def sum_counts(self, counts: Tensor) -> Tensor:
         """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
         summed: Tensor = wait_tensor(all_reduce(counts, "sum", self._group))  # type: ignore[no-untyped-call]  # torch's
         return summed
+
+    def sum_terms(self, sums: Tensor) -> Tensor:
+        """Returns sums over whole rows, the same on every rank. Communicates.
+
+        The gradient of this rank's addend is that of the sum: all ranks compute the same of it, and FSDP2's reduction
+        adds what their own tokens give to the parameters.
+        """
+        return sums + (self.sum_counts(sums.detach()) - sums.detach())
 
     def _spread(self, x: Tensor, dim: int) -> Tensor:
         """Returns heads that ranks can divide: where several ranks need a head, as many copies of it."""
@@ -89,51 +106,71 @@ class ContextExchange:
         return arrived.view(packed.shape)
 
 
-def share_context(decoder: Decoder, group: dist.ProcessGroup) -> None:
-    """Makes a freshly built decoder compute this rank's tokens of each row, in place."""
+class ContextVocabulary(Vocabulary):
+    """The losses of whole rows, the same on every rank that shares their tokens; each computes those of its tokens.
+
+    Args:
+        exchange: The ranks.
+        inner: Computes the losses of this rank's tokens.
+    """
+
+    def __init__(self, exchange: ContextExchange, inner: Vocabulary) -> None:
+        self._exchange, self._inner = exchange, inner
+
+    def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of -log p(label) over the labels that are not ignored, in nats. Communicates."""
+        return self.sum_over_rows(self._inner.sum_cross_entropy(hidden, weight, self._exchange.cut(labels)))
+
+    def token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns -log p(label) of this rank's tokens, and 0 for the others, with all leading dimensions in one."""
+        losses = self._inner.token_losses(hidden, weight, self._exchange.cut(labels))
+        return self._exchange.place(losses, labels.shape[0])
+
+    def sum_over_rows(self, sums: Tensor) -> Tensor:
+        """Returns the sums of the tokens of all ranks, the same on each. Communicates."""
+        return self._exchange.sum_terms(sums)
+
+
+def share_context(decoder: Decoder, group: dist.ProcessGroup) -> ContextExchange:
+    """Makes a freshly built decoder compute this rank's tokens of each row, in place, and returns the ranks."""
     exchange = ContextExchange(group)
     decoder.context = exchange
     for block in decoder.numbered_blocks.values():
         block.sequence_mixer.exchange = exchange
     for router in find_routers(decoder).values():
-        router.sum_over_row = exchange.sum_over_row
+        router.sum_over_row = partial(_sum_counts, exchange, router.sum_over_row)
+    return exchange
 
 
-def check_context(decoder: DecoderConfig, degrees: Degrees) -> None:
-    """Checks that the ranks can divide the heads of every mixer.
+def _sum_counts(exchange: ContextExchange, within: Callable[[Tensor], Tensor] | None, counts: Tensor) -> Tensor:
+    return exchange.sum_counts(counts if within is None else within(counts))
+
+
+def check_context(run: RunOptions, degrees: Degrees) -> None:
+    """Checks that ranks can share the rows of a run, and the heads of every mixer.
 
     Raises:
         UserError: They cannot; the message has the nearest number of ranks that can.
     """
-    for mixer, _ in decoder.list_mixers():
+    if "context" not in run.objective.trains_under:
+        raise UserError(
+            f"context_parallel is {degrees.cp}, and {type(run.objective).__name__} does not train under context "
+            "parallelism, where a rank has a part of each row: set context_parallel to 1"
+        )
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
+    for mixer, _ in run.decoder.list_mixers():
         num_heads = mixer.count_shared_heads()
         if num_heads is None:
             raise UserError(
                 f"context_parallel is {degrees.cp}, and {type(mixer).__name__} does not know how ranks could share its "
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
-        _check_divisible(degrees, num_heads, f"the {num_heads} heads of {type(mixer).__name__}")
-
-
-def check_context_run(objective: Objective, data: TrainingOptions | None, degrees: Degrees) -> None:
-    """Checks that the objective and the rows of a run can be shared.
-
-    Raises:
-        UserError: They cannot.
-    """
-    if not objective.takes_parts_of_rows:
-        raise UserError(
-            f"model.objective is {type(objective).__name__}, whose loss needs whole rows, and context_parallel "
-            f"{degrees.cp} gives a rank a part of each row: set context_parallel to 1"
-        )
-    if data is not None:
-        _check_divisible(degrees, data.seq_len, f"data.seq_len {data.seq_len}")
-
-
-def _check_divisible(degrees: Degrees, number: int, what: str) -> None:
-    if number % (degrees.cp * degrees.tp):
-        nearest = max(cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0 or cp == 1)
-        of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
-        raise UserError(
-            f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to {nearest}"
-        )
+        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
+    for what, number in sizes.items():
+        if number % (degrees.cp * degrees.tp):
+            fitting = (cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0)
+            of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
+            raise UserError(
+                f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to "
+                f"{max(fitting, default=1)}"
+            )

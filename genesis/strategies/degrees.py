@@ -24,7 +24,6 @@ from genesis.base.errors import UserError
 _REST: Final = -1
 AXIS_NAMES: Final = {"ep": "expert", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 """The kinds of parallelism that a strategy is asked for by `NAME_parallel`."""
-_NOT_THERE_YET: Final = ("tp",)
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,6 @@ class Degrees:
                 f"one of {list_divisors(num_lenders)} does"
             )
         return resolved
-
-    def check_available(self) -> None:
-        """Refuses degrees that training does not support yet.
-
-        Raises:
-            UserError: A degree other than those of data parallelism is not 1.
-        """
-        for axis in _NOT_THERE_YET:
-            kind, value = AXIS_NAMES[axis], getattr(self, axis)
-            if value != 1:
-                raise UserError(
-                    f"{kind}_parallel is {value}, and {kind} parallelism is not supported yet; leave it at 1"
-                )
 
     @property
     def world_size(self) -> int:

@@ -6,10 +6,13 @@ backward. The option moves the same bits at other times, so that it never change
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import Decoder
 from genesis_callbacks.host_group import HostGroup
@@ -97,7 +100,7 @@ class GatheringChoice:
         if self._is_decided:
             return
         self._is_decided = True
-        gathered_bytes = sum(p.numel() * (dtype or p.dtype).itemsize for p in decoder.parameters())
+        gathered_bytes = sum(_count_gathered(p) * (dtype or p.dtype).itemsize for p in decoder.parameters())
         after = read_device_memory(self._device)
         is_possible = self._before is not None and after is not None and has_room(self._before, after, gathered_bytes)
         # All ranks must agree: a rank that keeps its parameters skips the gather, and other ranks would wait for it.
@@ -108,3 +111,11 @@ class GatheringChoice:
                 "Parameters stay gathered between the micro-batches of a window: "
                 f"{gathered_bytes / 2**30:.2f} GiB on each rank"
             )
+
+
+def _count_gathered(parameter: nn.Parameter) -> int:
+    """Returns the elements of a parameter that a rank has when FSDP2 has gathered it: not what tp or ep ranks share."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    sizes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)
+    return parameter.numel() // prod(size for name, size in sizes if name in ("tp", "ep"))

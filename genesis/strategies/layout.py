@@ -6,21 +6,19 @@ The step, the data module and the metrics know no mesh and no axis. They ask a `
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
-from torch import Tensor
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.model.decoder import Decoder
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.run_options import RunOptions
 from genesis_callbacks.host_group import HostGroup
 
 
@@ -89,29 +87,13 @@ class LayoutStrategy(Protocol):
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
-        """Refuses options that fit neither each other nor the model. It needs no process group.
+    def check_options(self, run: RunOptions) -> None:
+        """Refuses options that fit neither each other nor the run. It needs no process group.
 
         The command line calls it before it starts ranks, and the module before it builds the model.
 
-        Args:
-            decoder: The model.
-            whole_matrices: The optimizer's algorithm if it needs whole matrices, and the command trains; else None.
-
         Raises:
-            UserError: Ranks cannot share the experts.
-        """
-
-    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
-        """Refuses what it cannot train. Called where `check_options` is.
-
-        Args:
-            objective: What training minimises.
-            data: The options of batches; None if the run does not train, or they are not known.
-            has_float8: Whether products are in float8.
-
-        Raises:
-            UserError: A pipeline cannot train it.
+            UserError: Ranks cannot share the model, or something else of the run.
         """
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -120,8 +102,9 @@ class LayoutStrategy(Protocol):
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder where they are between steps, without values."""
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What computes losses with the output weight, for objectives."""
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
@@ -161,7 +144,7 @@ class LightningStrategy:
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Checks the kind of the strategy.
 
         Raises:
@@ -174,9 +157,6 @@ class LightningStrategy:
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
 
-    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
-        """Does nothing: it trains everything; see `LayoutStrategy`."""
-
     def apply_to(self, decoder: Decoder) -> None:
         """Returns without changing the decoder."""
 
@@ -184,18 +164,19 @@ class LightningStrategy:
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self._strategy.root_device)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What computes losses: each rank has the whole output weight."""
+        return WHOLE
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
         """Runs the micro-batches one after the other."""
         return train_in_turn(
-            decoder, micro_batches, objective, scales, cross_entropy=self.head, backward=self._strategy.backward
+            decoder, micro_batches, objective, scales, vocabulary=WHOLE, backward=self._strategy.backward
         )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
+        return sum_in_turn(decoder, micro_batches, objective, vocabulary=WHOLE)

@@ -15,7 +15,8 @@ from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.model.part import Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, HeadResult, Objective, SumHead, prepare
+from genesis.objectives.objective import TOKENS, HeadResult, Objective, prepare
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.wrap import set_gradient_sync
 
 
@@ -41,7 +42,7 @@ def train_in_turn(
     objective: Objective,
     scales: Mapping[str, float],
     *,
-    cross_entropy: Callable[[Tensor], SumHead],
+    vocabulary: Vocabulary,
     backward: Callable[[Tensor, None], object],
     gradient_reduction: Literal["window", "micro_batch"] = "window",
     set_gathering: Callable[[bool], None] | None = None,
@@ -53,7 +54,7 @@ def train_in_turn(
         micro_batches: This rank's micro-batches between two optimizer steps, at least one.
         objective: What the window minimises.
         scales: The factor of each term before its backward, by unit.
-        cross_entropy: A function that returns the loss-computing head for given labels.
+        vocabulary: The strategy's.
         backward: The strategy's backward, which includes Lightning's hooks.
         gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
         set_gathering: Called before each micro-batch with whether it is the last; decides when parameters are freed.
@@ -68,12 +69,12 @@ def train_in_turn(
         set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
         if set_gathering is not None:
             set_gathering(is_last)
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         result, statistics = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=objective.head(micro_batch, cross_entropy),
+            head=objective.head(micro_batch, vocabulary),
             has_statistics=True,
             # Padding, and prompts whose labels are ignored, are in no sum that is divided by the valid tokens.
             counted=micro_batch.labels != IGNORE_INDEX,
@@ -113,18 +114,18 @@ def sum_in_turn(
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     *,
-    cross_entropy: Callable[[Tensor], SumHead],
+    vocabulary: Vocabulary,
 ) -> HeadResult:
     """Returns the objective's sums over all micro-batches without a backward, for validation."""
     results = []
     for given in micro_batches:
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         results.append(
             decoder(
                 micro_batch.input_ids,
                 document_ids=micro_batch.document_ids,
                 document_offsets=micro_batch.document_offsets,
-                head=objective.head(micro_batch, cross_entropy),
+                head=objective.head(micro_batch, vocabulary),
             )
         )
     first: HeadResult = results[0]

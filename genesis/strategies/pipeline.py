@@ -26,11 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from genesis.base.device import CPU, is_host, record_timer
 from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder, DecoderConfig
 from genesis.model.part import Part, Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, SumHead, prepare
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.micro_batches import add_result, scale_terms
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
@@ -70,8 +72,8 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
     """
     if decoder.num_layers < num_stages:
         raise UserError(
-            f"the pipeline has {num_stages} stages, and the model {decoder.num_layers} layers: lower pipeline_parallel "
-            "or stages_per_rank until their product is at most the number of layers"
+            f"the pipeline has {num_stages} stages, and the model {numbered(decoder.num_layers, 'layers')}: lower "
+            "pipeline_parallel or stages_per_rank until their product is at most the number of layers"
         )
     if given is not None:
         if len(given) != num_stages or sum(given) != decoder.num_layers or min(given) < 1:
@@ -140,16 +142,17 @@ def check_micro_batches(num_micro_batches: int, num_ranks: int, stages_per_rank:
     Raises:
         UserError: It cannot.
     """
+    given = f"the micro-batches of a window are {num_micro_batches}"
     remedy = "change data.global_batch_size or data.micro_batch_size"
     if num_micro_batches < num_ranks:
         raise UserError(
-            f"a window has {num_micro_batches} micro-batches, and pipeline_parallel is {num_ranks}: some stages would "
-            f"never work; a pipeline needs at least {num_ranks} micro-batches, so {remedy}"
+            f"{given}, and pipeline_parallel is {num_ranks}: some stages would never work; a pipeline "
+            f"needs at least {num_ranks} micro-batches, so {remedy}"
         )
     num_rounds = num_micro_batches // num_ranks
     if stages_per_rank > 1 and num_micro_batches % num_rounds:
         raise UserError(
-            f"a window has {num_micro_batches} micro-batches, which cannot be interleaved over {num_ranks} ranks with "
+            f"{given}, which cannot be interleaved over {num_ranks} ranks with "
             f"stages_per_rank {stages_per_rank}; {num_rounds * num_ranks} micro-batches can be, so {remedy}"
         )
 
@@ -218,8 +221,8 @@ class Stage(nn.Module):
         micro_batch = window.micro_batches[self.number]
         head: Head | None = None
         if self.is_last:
-            micro_batch = prepare(window.objective, decoder, micro_batch)
-            head = window.objective.head(micro_batch, window.cross_entropy)
+            micro_batch = prepare(window.objective, decoder, micro_batch, window.vocabulary)
+            head = window.objective.head(micro_batch, window.vocabulary)
         if x is None:
             x = decoder.embed(micro_batch.input_ids)
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
@@ -262,7 +265,7 @@ class StagedWindow:
     Args:
         micro_batches: The same on all ranks of a pipeline.
         objective: What training minimises.
-        cross_entropy: The strategy's head for labels.
+        vocabulary: The strategy's.
         forward_context: The context of a forward: torch's schedules run forwards and backwards in one call.
         scales: The factor of each term before its backward, by unit.
         is_training: Whether backwards follow.
@@ -273,7 +276,7 @@ class StagedWindow:
 
     micro_batches: Sequence[MicroBatch]
     objective: Objective
-    cross_entropy: Callable[[Tensor], SumHead]
+    vocabulary: Vocabulary
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]]
     scales: Mapping[str, float] = field(default_factory=dict)
     is_training: bool = False

@@ -8,23 +8,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
 from genesis.base.errors import UserError
 from genesis.data.loader import plan_micro_batches
-from genesis.data.training_data import TrainingOptions
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder
 from genesis.model.expert_share import check_expert_share
-from genesis.model.loss import sum_cross_entropy
-from genesis.model.mixer import HeadExchange
 from genesis.model.recomputation import ActivationCheckpointing
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
-from genesis.strategies.context_parallel import check_context, check_context_run, share_context
+from genesis.strategies.context_parallel import ContextVocabulary, check_context, share_context
+from genesis.strategies.cut_vocabulary import CutVocabulary
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
@@ -42,7 +40,9 @@ from genesis.strategies.pipeline import (
     cut_stages,
     divide_layers,
 )
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.start import Launcher, Start
+from genesis.strategies.tensor_parallel import check_tensor_share, share_matrices, share_rows
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
 from genesis_callbacks.step_parts import timing
@@ -176,10 +176,10 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
-        self._context: HeadExchange | None = None
         self._stages: list[Stage] = []
         self.pipeline: Pipeline | None = None
         self.stage_clock = StageClock() if pipeline_parallel > 1 else None
+        self._vocabulary = WHOLE
 
     # ---- the layout, for the training step
 
@@ -212,20 +212,21 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
-        degrees.check_available()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
-        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
+        check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
+        if degrees.tp > 1:
+            check_tensor_share(run, degrees.tp, degrees.world_size)
         if degrees.cp > 1:
-            check_context(decoder, degrees)
+            check_context(run, degrees)
         if degrees.pp > 1:
-            self._check_pipeline(decoder)
+            self._check_pipeline(run, degrees)
 
-    def _check_pipeline(self, decoder: DecoderConfig) -> None:
-        divide_layers(decoder, self._num_stages, self.layers_per_stage)
+    def _check_pipeline(self, run: RunOptions, degrees: Degrees) -> None:
+        divide_layers(run.decoder, self._num_stages, self.layers_per_stage)
         if self.gradient_reduction == "micro_batch":
             raise UserError(
                 "gradient_reduction is micro_batch, and a pipeline reduces gradients after its last backward alone: "
@@ -241,25 +242,16 @@ class Sharded(ModelParallelStrategy):
                 "save_distributed_checkpoint is false, which saves the layers of one stage alone: save by "
                 "AsyncProcessCheckpoint, or set pipeline_parallel to 1"
             )
-
-    def check_run(self, objective: Objective, data: TrainingOptions | None, *, has_float8: bool) -> None:
-        """Refuses what ranks that share rows, or a pipeline, cannot train; see `LayoutStrategy`."""
-        degrees = self._plan_degrees()
-        if degrees.cp > 1:
-            check_context_run(objective, data, degrees)
-        if degrees.pp == 1:
-            return
         remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
-        if objective.needs_own_forwards:
+        if "pipeline" not in run.objective.trains_under:
             raise UserError(
-                f"model.objective is {type(objective).__name__}, which runs the whole model beside training, and a "
-                f"pipeline has it on no rank: {remedy}"
+                f"pipeline_parallel is {degrees.pp}, and {type(run.objective).__name__} does not train under pipeline "
+                f"parallelism: {remedy}"
             )
-        if has_float8:
+        if "model.float8" in run.unshared:
             raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
-        if data is not None:
-            sizes = data.global_batch_size, data.micro_batch_size
-            num_micro_batches = plan_micro_batches(*sizes, degrees.data_world_size)
+        if run.batch_sizes is not None:
+            num_micro_batches = plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
             check_micro_batches(num_micro_batches, degrees.pp, self.stages_per_rank)
 
     @property
@@ -284,9 +276,13 @@ class Sharded(ModelParallelStrategy):
         if self._axes["pp"] > 1:
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
+        if self._axes["tp"] > 1:
+            self._vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
+            share_rows(decoder, self._mesh.tensor.get_group())
         if self._axes["cp"] > 1:
-            share_context(decoder, self._mesh.data.get_group("cp"))
-            self._context = decoder.context
+            self._vocabulary = ContextVocabulary(
+                share_context(decoder, self._mesh.data.get_group("cp")), self._vocabulary
+            )
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -294,6 +290,7 @@ class Sharded(ModelParallelStrategy):
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
             cpu_offload=self.cpu_offload,
+            uncut=self._mesh.uncut if self._axes["tp"] > 1 else None,
             experts=(self._mesh.experts, self._mesh.expert_shard) if self._axes["ep"] > 1 else None,
             stages=self._stages,
         )
@@ -327,9 +324,10 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels if self._context is None else self._context.cut(labels))
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What computes losses with the output weight, which ranks may share."""
+        return self._vocabulary
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
@@ -345,7 +343,7 @@ class Sharded(ModelParallelStrategy):
             staged = StagedWindow(
                 micro_batches,
                 objective,
-                self.head,
+                self._vocabulary,
                 self.precision_plugin.forward_context,
                 scales,
                 is_training=True,
@@ -366,7 +364,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            cross_entropy=self.head,
+            vocabulary=self._vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -377,8 +375,9 @@ class Sharded(ModelParallelStrategy):
         return window._replace(sums=self._take_share(window.sums))
 
     def _take_share(self, sums: HeadResult) -> HeadResult:
-        """Returns this rank's share in a sum over all ranks: ranks that share matrices have the same sums."""
-        if place_on(self.layout.degrees.data_axes(), self.global_rank)["tp"] == 0:
+        """Returns this rank's share in a sum over all ranks: ranks that share matrices or rows have the same sums."""
+        place = place_on(self.layout.degrees.data_axes(), self.global_rank)
+        if place["tp"] == place["cp"] == 0:
             return sums
         return HeadResult(*({name: torch.zeros_like(value) for name, value in part.items()} for part in sums))
 
@@ -392,11 +391,11 @@ class Sharded(ModelParallelStrategy):
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
-            window = StagedWindow(micro_batches, objective, self.head, self.precision_plugin.forward_context)
+            window = StagedWindow(micro_batches, objective, self._vocabulary, self.precision_plugin.forward_context)
             self.pipeline.evaluate(window)
             sums, _ = self.pipeline.share_figures(window)
             return self._take_share(sums)
-        return self._take_share(sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head))
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self._vocabulary))
 
     # ---- Lightning's hooks
 
@@ -411,7 +410,6 @@ class Sharded(ModelParallelStrategy):
         The base's method does not fit, because its mesh has only an axis for data and one for tensor parallelism.
         """
         degrees = self._plan_degrees()
-        degrees.check_available()
         self._setup_distributed()
         timeout_seconds = choose_timeout(self.timeout_seconds, self.hang_seconds)
         self._mesh = WorldMesh(degrees, self.root_device.type, timeout_seconds)

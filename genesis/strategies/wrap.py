@@ -37,6 +37,7 @@ from genesis.optim.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
 from genesis.strategies.recompute import apply_recomputation, split_blocks
+from genesis.strategies.tensor_parallel import place_by_cut
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class ShardOptions:
         precision: The dtypes of gathered parameters and of reduced gradients.
         cpu_offload: Share of the units of blocks whose parameters, gradients and optimizer states are in the host's
             memory between uses; 1 for the whole model.
+        uncut: Where parameters live that tensor parallelism does not cut, if `mesh` is that of those which it cuts;
+            None if it cuts none.
         experts: The ranks that share the experts, and the mesh over which the experts of a rank are sharded; None if
             experts are sharded like other weights.
         stages: The stages of a pipeline on this rank, each of which is a root that holds the units of its blocks.
@@ -63,6 +66,7 @@ class ShardOptions:
     max_gathers_in_flight: int
     precision: MixedPrecisionPolicy
     cpu_offload: float
+    uncut: DeviceMesh | None = None
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
     stages: Sequence[nn.Module] = ()
 
@@ -128,6 +132,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
     units_of_stages = list_units(decoder, options.blocks_per_unit)
     units = [unit for of_stage in units_of_stages for unit in of_stage]
     policies = _choose_policies(decoder, units, options.cpu_offload)
+    place = None if options.uncut is None else place_by_cut(options.uncut)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in _list_float32(decoder.blocks):
@@ -135,6 +140,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             part,
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=float32,
             offload_policy=policies[part],
         )
@@ -151,6 +157,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             unit if len(unit) > 1 else unit[0],
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=options.precision,
             offload_policy=policies[unit[0]],
         )
@@ -160,6 +167,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             root,
             mesh=options.mesh,
             reshard_after_forward=False,
+            shard_placement_fn=place,
             mp_policy=options.precision,
             offload_policy=policies[decoder],
         )

@@ -45,6 +45,7 @@ from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.pipeline import StageClock
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
@@ -134,14 +135,12 @@ class GenesisModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the decoder supports corpus, precision and options, before it is built."""
-        self._strategy.check_options(self.decoder_config, self.algorithm.whole_name if stage == "fit" else None)
+        self.check_strategy(vars(self.trainer).get("datamodule"), self.trainer.strategy, is_training=stage == "fit")
         prepare_precision(self.trainer.strategy)
         agree_on_kernel(self.attention, self.attention_failure)  # Lightning calls this after the proofs of callbacks
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
         data = vars(self.trainer).get("datamodule")
         training = data.training if isinstance(data, CorpusDataModule) else None
-        options = None if training is None or stage != "fit" else training.options
-        self._strategy.check_run(self.objective, options, has_float8=self.float8 is not None)
         if self.float8 is not None:
             prepare_float8(
                 self.trainer.strategy,
@@ -151,6 +150,27 @@ class GenesisModule(pl.LightningModule):
             )
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
+
+    def check_strategy(self, data: object, strategy: pl.strategies.Strategy, *, is_training: bool) -> None:
+        """Refuses options of a strategy that do not fit this module and its data. It needs no process group.
+
+        Raises:
+            UserError: Ranks cannot share the run.
+        """
+        unshared = {
+            "model.adapter.dora": self.adapter_config is not None and self.adapter_config.dora,
+            "model.float8": self.float8 is not None,
+        }
+        options = data.training.options if isinstance(data, CorpusDataModule) else None
+        run = RunOptions(
+            self.decoder_config,
+            self.objective,
+            whole_matrices=self.algorithm.whole_name if is_training else None,
+            seq_len=None if options is None else options.seq_len,
+            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
+            unshared=[name for name, is_given in unshared.items() if is_given],
+        )
+        layout_strategy(strategy).check_options(run)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.

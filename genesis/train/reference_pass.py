@@ -22,6 +22,7 @@ from genesis.model.adapter import adapters_off, is_adapter_tensor
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.reference import ReferenceIdentity, read_log_probs, write_log_probs
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
@@ -41,7 +42,7 @@ from genesis_callbacks.phases import in_phase, note_progress
 def score_pairs(
     checkpoint: Path,
     directory: Path | None,
-    score: Callable[[Decoder, MicroBatch], Tensor],
+    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
     *,
     decoder: nn.Module,
     trainer: pl.Trainer,
@@ -82,7 +83,7 @@ def score_pairs(
 
 def _compute(
     checkpoint: Path,
-    score: Callable[[Decoder, MicroBatch], Tensor],
+    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
     decoder: nn.Module,
     trainer: pl.Trainer,
     data: CorpusDataModule,
@@ -107,7 +108,7 @@ def _compute(
         for index in range(len(windows)):
             (micro_batch,) = windows.window(index).to(device).micro_batches
             with trainer.precision_plugin.forward_context():
-                found = score(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
+                found = score(decoder, micro_batch, layout_strategy(trainer.strategy).vocabulary)  # type: ignore[arg-type]  # FSDP changes the class
             table[micro_batch.extra["pairs"]] = found.view(-1, 2)
             note_progress(trainer)
         free_gathered_parameters(decoder)

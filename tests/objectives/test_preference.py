@@ -16,10 +16,10 @@ from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
+from genesis.objectives.vocabulary import WHOLE
 from tests.objectives.support import make_adapted, make_decoder, make_pairs, slow_log_prob, window_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -62,12 +62,12 @@ def run(objective: DPO, decoder: Decoder, window: AccumulationWindow) -> tuple[T
     counts = objective.count(window)
     sums, losses = ObjectiveSums(counts=counts), []
     for given in window.micro_batches:
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, WHOLE)
         result = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels)),
+            head=objective.head(micro_batch, WHOLE),
         )
         losses += [value / counts[unit] for unit, value in result.terms.items()]
         values = ({name: float(value.detach()) for name, value in of_one.items()} for of_one in result)
@@ -120,13 +120,15 @@ def test_switching_off_gives_the_base_exactly_and_switching_on_gives_the_adapter
     (micro_batch,) = window_of(make_pairs(3), 3).micro_batches
     base = make_decoder(0)
     policy = make_adapted(base, dropout=0.5)
-    before = sum_answers(policy, micro_batch)
+    before = sum_answers(policy, micro_batch, WHOLE)
     with adapters_off(policy):
-        torch.testing.assert_close(sum_answers(policy, micro_batch), sum_answers(base, micro_batch), rtol=0, atol=0)
-    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+        torch.testing.assert_close(
+            sum_answers(policy, micro_batch, WHOLE), sum_answers(base, micro_batch, WHOLE), rtol=0, atol=0
+        )
+    torch.testing.assert_close(sum_answers(policy, micro_batch, WHOLE), before, rtol=0, atol=0)
     with pytest.raises(ZeroDivisionError), adapters_off(policy):
         _ = 1 / 0
-    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+    torch.testing.assert_close(sum_answers(policy, micro_batch, WHOLE), before, rtol=0, atol=0)
 
 
 def test_the_reference_draws_no_dropout_and_leaves_the_policy_in_training() -> None:
@@ -195,8 +197,8 @@ def test_a_window_without_pairs_keeps_the_graph_connected(is_padded: bool) -> No
     objective = DPO()
     objective.log_probs = table_of(policy, make_pairs(1))
     (micro_batch,) = window_of([], 2, is_padded=is_padded, num_missing=2).micro_batches
-    micro_batch = prepare(objective, policy, micro_batch)
-    head = objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels))
+    micro_batch = prepare(objective, policy, micro_batch, WHOLE)
+    head = objective.head(micro_batch, WHOLE)
     result = policy(micro_batch.input_ids, document_ids=micro_batch.document_ids, head=head)
     assert not any(gradient.any() for gradient in gradients_of(policy, result.terms[PAIRS]).values())
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from genesis.base.errors import UserError
-from genesis.data.training_data import TrainingOptions
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
-from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.strategies import Sharded, pipeline
 from genesis.strategies.pipeline import (
@@ -31,6 +29,7 @@ from genesis.strategies.pipeline import (
     divide_layers,
     ideal_bubble_share,
 )
+from genesis.strategies.run_options import RunOptions
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis_callbacks import GradientHealth, SkipAwareLR, StepTimer, TokenCounters
@@ -57,6 +56,8 @@ MODELS: dict[str, DecoderConfig] = {
     "biased mixture": mix(DEEP, "shared"),
     "linear": mix(DEEP, "linear"),
     "adapters": DEEP,
+    "even": replace(DEEP, vocab_size=64),
+    "even mixture": mix(replace(DEEP, vocab_size=64), "softmax"),
 }
 LORA = AdapterConfig(rank=2)
 STEPS, EMPTY = 3, (1,)
@@ -120,8 +121,9 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     plant(fault)
     watch, timer = Watch(), StepTimer()
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    of_stage = world_size // (1 if options is None else options["pipeline_parallel"])
-    share = (rank % of_stage, of_stage)
+    num_stages, num_sharing = ((options or {}).get(f"{axis}_parallel", 1) for axis in ("pipeline", "tensor"))
+    of_stage = world_size // num_stages
+    share = (rank % of_stage // num_sharing, of_stage // num_sharing)
     strategy: Any = "auto" if options is None else Sharded(**options)
     callbacks = [TokenCounters(), SkipAwareLR(total_updates=STEPS), GradientHealth(), timer, watch]
     trainer = build_trainer(
@@ -249,6 +251,8 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("tied", TWO | {"shard": "hybrid", "ranks_per_shard_group": 1}),
                 ("tied", {"pipeline_parallel": 4}),
                 ("untied", {"pipeline_parallel": 4}),
+                ("even", TWICE | {"tensor_parallel": 2}),
+                ("even mixture", TWO | {"tensor_parallel": 2, "activation_checkpointing": "block"}),
             ],
         ),
     ],
@@ -400,14 +404,14 @@ def test_options_that_a_pipeline_cannot_have_are_refused_before_ranks_start(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_strategy(**options).check_options(DEEP, None)
+        build_strategy(**options).check_options(RunOptions(DEEP, CrossEntropy()))
 
 
 def test_lightnings_whole_saves_are_refused() -> None:
     strategy = build_strategy()
     strategy._save_distributed_checkpoint = False
     with pytest.raises(UserError, match="saves the layers of one stage alone: save by AsyncProcessCheckpoint"):
-        strategy.check_options(DEEP, None)
+        strategy.check_options(RunOptions(DEEP, CrossEntropy()))
 
 
 @pytest.mark.parametrize(
@@ -427,31 +431,26 @@ def test_options_of_stages_without_a_pipeline_are_refused(options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("objective", "options", "message"),
+    ("run", "message"),
     [
-        (CrossEntropy(), TrainingOptions(16, 4, 4), "has 1 micro-batches, and pipeline_parallel is 2: .* at least 2"),
-        (DPO(), None, "model.objective is DPO, which runs the whole model beside training"),
-        (GSPO(), None, "model.objective is GSPO, which runs the whole model beside training"),
+        (
+            RunOptions(DEEP, CrossEntropy(), batch_sizes=(4, 4)),
+            "the micro-batches of a window are 1, and pipeline_parallel is 2",
+        ),
+        (RunOptions(DEEP, DPO()), "pipeline_parallel is 2, and DPO does not train under pipeline parallelism"),
+        (RunOptions(DEEP, GSPO()), "pipeline_parallel is 2, and GSPO does not train under pipeline parallelism"),
+        (RunOptions(DEEP, CrossEntropy(), unshared=["model.float8"]), "model.float8 is given, whose scales a pipeline"),
     ],
 )
-def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(
-    objective: Objective, options: TrainingOptions | None, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_strategy().check_run(objective, options, has_float8=False)
-
-
-def test_float8_is_refused_and_other_runs_are_not() -> None:
+def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(run: RunOptions, message: str) -> None:
     strategy = build_strategy()
-    with pytest.raises(UserError, match=r"model\.float8 is given, whose scales a pipeline does not compute: remove it"):
-        strategy.check_run(CrossEntropy(), None, has_float8=True)
-    strategy.check_run(CrossEntropy(), TrainingOptions(16, 1, 2), has_float8=False)
+    strategy.check_options(RunOptions(DEEP, CrossEntropy(), batch_sizes=(8, 4), unshared=["model.adapter.dora"]))
+    with pytest.raises(UserError, match=message):
+        strategy.check_options(run)
 
 
 def test_a_number_of_micro_batches_that_cannot_be_interleaved_is_refused_with_one_that_can() -> None:
     check_micro_batches(10, 4, 2)
     check_micro_batches(11, 4, 1)
-    with pytest.raises(
-        UserError, match=r"11 micro-batches, which cannot be interleaved over 4 ranks .* 8 micro-batches"
-    ):
+    with pytest.raises(UserError, match=r"are 11, which cannot be interleaved over 4 ranks .* 8 micro-batches"):
         check_micro_batches(11, 4, 2)

@@ -31,6 +31,7 @@ from genesis.model.precision import FULL
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
 from genesis.objectives.gspo import score_tokens
+from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record
 from genesis.operations.plan.stand_ins import EvenExchange, stand_in
@@ -191,7 +192,7 @@ def _choose_head(workload: Workload, setting: Setting) -> Head:
     if workload.objective.head_memory == "fused":
         return sum_cross_entropy
     if workload.objective.learns_from == "prompts":
-        return lambda hidden, weight, labels: score_tokens(hidden, weight, labels, hidden.new_empty(1)).sum()
+        return lambda hidden, weight, labels: score_tokens(hidden, weight, labels, hidden.new_empty(1), WHOLE).sum()
     return lambda hidden, weight, labels: token_losses(hidden, weight, labels).sum()
 
 
