@@ -250,7 +250,12 @@ class GatedDelta(SequenceMixer):
         keys = (channels.shape[dim] - values) // 2
         query, key, value = torch.split(channels, [keys, keys, values], dim=dim)
         shape = (-1, config.key_dim)
-        return query.unflatten(dim, shape), key.unflatten(dim, shape), value.unflatten(dim, (-1, config.value_dim))
+        values_shape = (-1, config.value_dim)
+        return (
+            torch.unflatten(query, dim, shape),
+            torch.unflatten(key, dim, shape),
+            torch.unflatten(value, dim, values_shape),
+        )
 
     def _gated_norm(self, read: Float[Tensor, "B S H F"], gate: Float[Tensor, "B S H F"]) -> Float[Tensor, "B S H F"]:
         normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + self.config.norm_eps)

@@ -164,8 +164,7 @@ class Router(Part):
         dim: Model width.
 
     Attributes:
-        sum_over_row: Adds up what is counted in the tokens of each row if ranks share them, so that the balance loss is
-            that of whole rows; None if this rank has whole rows. It has no gradient.
+        sum_over_row: Adds what each rank has counted of its tokens of a row, where ranks share rows; None elsewhere.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks, arXiv:1701.06538. Wang et al., Auxiliary-Loss-Free Load
@@ -175,7 +174,6 @@ class Router(Part):
 
     draws_random_numbers = False
     keeps_float32 = True
-    sum_over_row: Callable[[Tensor], Tensor] | None = None
     balance_bias: nn.Parameter | None
 
     def __init__(self, config: MixtureConfig, dim: int) -> None:

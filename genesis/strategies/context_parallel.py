@@ -14,6 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd, wait_tensor
+from torch.nn.functional import pad
 
 from genesis.base.errors import UserError
 from genesis.model.exchange import HeadExchange
@@ -33,10 +34,24 @@ class ContextExchange(HeadExchange):
         super().__init__(group.size(), group.rank())
         self._group = group
 
+    def place(self, of_tokens: Float[Tensor, " N"], num_rows: int) -> Float[Tensor, " M"]:
+        """Returns values of whole rows that are 0 for the tokens of other ranks, with all dimensions in one."""
+        own = of_tokens.view(num_rows, -1)
+        before = self.rank * own.shape[1]
+        return pad(own, (before, (self.size - 1) * own.shape[1] - before)).flatten()
+
     def sum_over_row(self, counts: Tensor) -> Tensor:
         """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
         summed: Tensor = wait_tensor(all_reduce(counts, "sum", self._group))  # type: ignore[no-untyped-call]  # torch's
         return summed
+
+    def sum_terms(self, sums: Tensor) -> Tensor:
+        """Returns sums over whole rows, the same on every rank. Communicates.
+
+        The gradient of this rank's addend is that of the sum: all ranks compute the same of it, and FSDP2's reduction
+        adds what their own tokens give to the parameters.
+        """
+        return sums + (self.sum_over_row(sums.detach()) - sums.detach())
 
     def swap(self, packed: Float[Tensor, "ranks B s width"]) -> Float[Tensor, "ranks B s width"]:
         """Returns what the ranks have packed for this one."""
@@ -49,27 +64,42 @@ class ContextExchange(HeadExchange):
 
 
 class ContextVocabulary(Vocabulary):
-    """The losses of this rank's tokens of each row.
+    """The losses of whole rows, the same on every rank that shares their tokens; each computes those of its tokens.
 
     Args:
-        of_rows: The losses of the tokens that the rank, or those with which it shares matrices, has.
-        exchange: The ranks that share rows.
+        exchange: The ranks.
+        inner: Computes the losses of this rank's tokens.
     """
 
-    def __init__(self, of_rows: Vocabulary, exchange: HeadExchange) -> None:
-        self._of_rows, self._exchange = of_rows, exchange
+    def __init__(self, exchange: ContextExchange, inner: Vocabulary) -> None:
+        self._exchange, self._inner = exchange, inner
 
     def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Returns the sum of -log p(label) over this rank's labels that are not ignored, in nats."""
-        return self._of_rows.sum_cross_entropy(hidden, weight, self._exchange.cut(labels))
+        """Returns the sum of -log p(label) over the labels that are not ignored, in nats. Communicates."""
+        return self.sum_over_rows(self._inner.sum_cross_entropy(hidden, weight, self._exchange.cut(labels)))
+
+    def token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns -log p(label) of this rank's tokens, and 0 for the others, with all leading dimensions in one."""
+        losses = self._inner.token_losses(hidden, weight, self._exchange.cut(labels))
+        return self._exchange.place(losses, labels.shape[0])
+
+    def sum_over_rows(self, sums: Tensor) -> Tensor:
+        """Returns the sums of the tokens of all ranks, the same on each. Communicates."""
+        return self._exchange.sum_terms(sums)
 
 
 def check_context(run: RunOptions, degrees: Degrees) -> None:
-    """Checks that the ranks can divide the heads of every mixer and the rows of a run, and that its objective can.
+    """Checks that ranks can share the rows of a run, and the heads of every mixer.
 
     Raises:
         UserError: They cannot; the message has the nearest number of ranks that can.
     """
+    if "context" not in run.objective.trains_under:
+        raise UserError(
+            f"context_parallel is {degrees.cp}, and {type(run.objective).__name__} does not train under context "
+            "parallelism, where a rank has a part of each row: set context_parallel to 1"
+        )
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
     for mixer, _ in run.decoder.list_mixers():
         num_heads = mixer.count_shared_heads()
         if num_heads is None:
@@ -77,20 +107,12 @@ def check_context(run: RunOptions, degrees: Degrees) -> None:
                 f"context_parallel is {degrees.cp}, and {type(mixer).__name__} does not know how ranks could share its "
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
-        _check_divisible(degrees, num_heads, f"the {num_heads} heads of {type(mixer).__name__}")
-    if "context" not in run.objective.trains_under:
-        raise UserError(
-            f"model.objective is {type(run.objective).__name__}, whose loss needs whole rows, and context_parallel "
-            f"{degrees.cp} gives a rank a part of each row: set context_parallel to 1"
-        )
-    if run.seq_len is not None:
-        _check_divisible(degrees, run.seq_len, f"data.seq_len {run.seq_len}")
-
-
-def _check_divisible(degrees: Degrees, number: int, what: str) -> None:
-    if number % (degrees.cp * degrees.tp):
-        nearest = max(cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0 or cp == 1)
-        of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
-        raise UserError(
-            f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to {nearest}"
-        )
+        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
+    for what, number in sizes.items():
+        if number % (degrees.cp * degrees.tp):
+            fitting = (cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0)
+            of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
+            raise UserError(
+                f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to "
+                f"{max(fitting, default=1)}"
+            )

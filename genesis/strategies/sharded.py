@@ -266,7 +266,7 @@ class Sharded(ModelParallelStrategy):
         if self._axes["cp"] > 1:
             exchange = ContextExchange(self._mesh.data.get_group("cp"))
             share_context(decoder, exchange)
-            self._vocabulary = ContextVocabulary(self._vocabulary, exchange)
+            self._vocabulary = ContextVocabulary(exchange, self._vocabulary)
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -359,8 +359,9 @@ class Sharded(ModelParallelStrategy):
         return window._replace(sums=self._take_share(window.sums))
 
     def _take_share(self, sums: HeadResult) -> HeadResult:
-        """Returns this rank's share in a sum over all ranks: ranks that share matrices have the same sums."""
-        if place_on(self.layout.degrees.data_axes(), self.global_rank)["tp"] == 0:
+        """Returns this rank's share in a sum over all ranks: ranks that share matrices or rows have the same sums."""
+        place = place_on(self.layout.degrees.data_axes(), self.global_rank)
+        if place["tp"] == place["cp"] == 0:
             return sums
         return HeadResult(*({name: torch.zeros_like(value) for name, value in part.items()} for part in sums))
 

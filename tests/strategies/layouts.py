@@ -27,18 +27,11 @@ class ReversedShards(Sharded):
         return turn_round(super()._lay_out(degrees, mesh))
 
 
-class UncheckedDegrees(Degrees):
-    """Allows what the product cannot do yet."""
-
-    def check_available(self) -> None:
-        pass
-
-
 class PairedShards(Sharded):
     """Two neighbours read the same rows and compute the same; FSDP2's mesh is that of one member of each pair."""
 
     def _plan_degrees(self) -> Degrees:
-        return UncheckedDegrees(tp=2).resolve(self.num_nodes * self.num_processes)
+        return Degrees(tp=2).resolve(self.num_nodes * self.num_processes)
 
 
 LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards, "paired_shards": PairedShards}

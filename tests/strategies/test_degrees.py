@@ -92,13 +92,6 @@ def test_a_degree_that_is_no_number_of_ranks_is_refused(name: str) -> None:
         Degrees(**{name: 0})
 
 
-@pytest.mark.parametrize(("name", "kind"), [("cp", "context")])
-def test_a_kind_of_parallelism_that_is_not_there_yet_is_refused_by_name(name: str, kind: str) -> None:
-    with pytest.raises(UserError, match=f"{kind}_parallel is 2, and {kind} parallelism is not supported yet; leave it"):
-        Degrees(**{name: 2}).resolve(4).check_available()
-    Degrees(dp_replicate=2).resolve(4).check_available()
-
-
 def test_only_what_is_not_one_is_named() -> None:
     assert Degrees().resolve(1).named() == {}
     assert Degrees(dp_replicate=2).resolve(4).named() == {"dp_replicate": 2, "dp_shard": 2}
