@@ -21,7 +21,7 @@ RECOMPUTED: dict[str, Any] = {"activation_checkpointing": "block"}
             4,
             [
                 ("even tied", TP2 | PP2),
-                ("even untied", TP2 | PP2 | {"stages_per_rank": 2} | RECOMPUTED),
+                ("even deep", TP2 | PP2 | {"stages_per_rank": 2} | RECOMPUTED),
                 ("even mixture", TP2 | PP2),
                 ("even linear", TP2 | PP2),
                 ("even tied", TP2 | CP2),

@@ -56,6 +56,7 @@ def attend(**options: Any) -> DecoderConfig:
 MODELS: dict[str, DecoderConfig] = {
     "tied": TINY,
     "untied": replace(TINY, has_tied_embeddings=False),
+    "deep": replace(TINY, has_tied_embeddings=False, num_layers=4),
     "one kv head": attend(num_kv_heads=1),
     "gate": attend(has_output_gate=True, qk_norm="head", rotary_dim=4, no_rope_every=2),
     "window": attend(sliding_window=5, window_layers=(1,), qk_norm="projection", has_qkv_bias=True),
