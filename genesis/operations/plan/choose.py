@@ -208,7 +208,10 @@ def _explain(best: Choice, tried: list[Choice], budget: Budget) -> Iterator[str]
         if fitting:
             other = min(fitting, key=lambda one: one.step.seconds)
             factor = other.step.seconds / best.step.seconds
-            yield f"{name}: a step takes {factor:.2f} times as long without, by {other.layout.name}"
+            if factor > _EQUAL:
+                yield f"{name}: a step takes {factor:.2f} times as long without, by {other.layout.name}"
+            else:
+                yield f"{name}: simpler than {other.layout.name}, which takes {factor:.2f} times as long"
         elif without:
             least = min(one.needed_bytes for one in without)
             yield f"{name}: without, a device needs at least {least / 1e9:,.1f} GB"
