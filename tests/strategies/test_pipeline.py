@@ -37,6 +37,7 @@ from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
 from tests.mixtures import mix
 from tests.train.support import (
+    COMPILE_SECONDS,
     TINY,
     build_module,
     build_trainer,
@@ -242,6 +243,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("tied", TWO | {"optimizer_offload": 0.6, "blocks_per_unit": 2, "max_gathers_in_flight": 1}),
             ],
         ),
+        (2, [("tied", TWO | {"compile_blocks": True, "timeout_seconds": COMPILE_SECONDS})]),
         (
             4,
             [
