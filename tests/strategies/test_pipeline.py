@@ -174,7 +174,8 @@ def check_fit(model: str, of_ranks: list[dict[str, Any]], tolerance: float) -> N
     assert names == reference["gradients"].keys()
     for found in of_ranks:
         assert distance(found["gradients"], reference["gradients"]) <= tolerance
-        assert distance(found["weights"], reference["weights"]) <= 1e-4
+        # AdamW's first updates are nearly as large for the smallest gradients, whose rounding therefore shows.
+        assert distance(found["weights"], reference["weights"]) <= 1e-3
         assert found["skips"] == reference["skips"] == [None, "no_valid_tokens", None]
         assert found["counters"] == reference["counters"]
         assert found["validation"] == pytest.approx(reference["validation"], rel=1e-5)
