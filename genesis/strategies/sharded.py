@@ -85,6 +85,7 @@ class Sharded(ModelParallelStrategy):
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
+        vocabulary: What computes losses with the output weight, which ranks may share.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
-        self._vocabulary = WHOLE
+        self.vocabulary: Vocabulary = WHOLE
 
     # ---- the layout, for the training step
 
@@ -202,7 +203,7 @@ class Sharded(ModelParallelStrategy):
             cast_forward_inputs=False,
         )
         if self._axes["tp"] > 1:
-            self._vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
+            self.vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
             share_rows(decoder, self._mesh.tensor.get_group())
         options = ShardOptions(
             mesh=self._mesh.shard,
@@ -236,11 +237,6 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses with the output weight, which ranks may share."""
-        return self._vocabulary
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
@@ -255,7 +251,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -280,7 +276,7 @@ class Sharded(ModelParallelStrategy):
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
-        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self._vocabulary))
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary))
 
     # ---- Lightning's hooks
 
