@@ -96,6 +96,7 @@ class Sharded(ModelParallelStrategy):
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
         stage_clock: Measures when the stages of this rank compute; None without a pipeline.
+        vocabulary: What computes losses with the output weight, which ranks may share.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
-        self._vocabulary = WHOLE
+        self.vocabulary: Vocabulary = WHOLE
         self._stages: list[Stage] = []
         self.pipeline: Pipeline | None = None
         self.stage_clock = StageClock() if pipeline_parallel > 1 else None
@@ -262,11 +263,11 @@ class Sharded(ModelParallelStrategy):
         if self._axes["tp"] > 1:
             share = RowShare(self._mesh.tensor.get_group())
             share_matrices(decoder, share, MatrixCutter(self._mesh.tensor))
-            self._vocabulary = CutVocabulary(share)
+            self.vocabulary = CutVocabulary(share)
         if self._axes["cp"] > 1:
             exchange = ContextExchange(self._mesh.data.get_group("cp"))
             share_context(decoder, exchange)
-            self._vocabulary = ContextVocabulary(exchange, self._vocabulary)
+            self.vocabulary = ContextVocabulary(exchange, self.vocabulary)
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -308,11 +309,6 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses with the output weight, which ranks may share."""
-        return self._vocabulary
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
@@ -327,7 +323,7 @@ class Sharded(ModelParallelStrategy):
             staged = StagedWindow(
                 micro_batches,
                 objective,
-                self._vocabulary,
+                self.vocabulary,
                 self.precision_plugin.forward_context,
                 scales,
                 is_training=True,
@@ -348,7 +344,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -375,11 +371,11 @@ class Sharded(ModelParallelStrategy):
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
-            window = StagedWindow(micro_batches, objective, self._vocabulary, self.precision_plugin.forward_context)
+            window = StagedWindow(micro_batches, objective, self.vocabulary, self.precision_plugin.forward_context)
             self.pipeline.evaluate(window)
             sums, _ = self.pipeline.share_figures(window)
             return self._take_share(sums)
-        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self._vocabulary))
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary))
 
     # ---- Lightning's hooks
 

@@ -76,7 +76,7 @@ def expected() -> tuple[dict[str, Tensor], dict[str, float]]:
     ("layout", "world_size"),
     [
         slow("replicated", 4), slow("full", 4), slow("hybrid", 4),
-        slow("reversed", 2), ("reversed_shards", 2), ("paired_shards", 4),
+        slow("reversed", 2), ("reversed_shards", 2),
     ],
 )  # fmt: skip
 def test_every_gradient_is_that_of_one_process_on_the_whole_batch(
@@ -209,7 +209,7 @@ def test_a_run_whose_data_ranks_are_not_the_global_ranks_goes_on_bit_for_bit(
 
 class Unsupported(Sharded):
     def _plan_degrees(self) -> Degrees:
-        return Degrees(tp=self.num_processes).resolve(self.num_processes)
+        return Degrees(cp=self.num_processes).resolve(self.num_processes)
 
 
 def refuse(strategy: str) -> str:
@@ -222,7 +222,7 @@ def refuse(strategy: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("degrees", "tensor_parallel is 2, and tensor parallelism is not supported yet; leave it at 1"),
+        ("degrees", "context_parallel is 2, and context parallelism is not supported yet; leave it at 1"),
         ("lightning", "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"),
     ],
 )
