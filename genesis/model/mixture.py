@@ -287,7 +287,7 @@ class Router(Part):
         if self.sum_over_row is not None:
             # Both without a gradient: it flows through `sums` alone, of which each rank adds its own tokens'.
             counts = self.sum_over_row(torch.cat((choices, num_tokens), dim=1))
-            choices, num_tokens = counts.split([config.num_experts, 1], dim=1)
+            choices, num_tokens = counts[:, :-1], counts[:, -1:]
         return (config.num_experts * choices * sums / num_tokens.clamp(min=1.0)).sum()
 
 

@@ -81,7 +81,13 @@ def lay_out(
 
 
 class LayoutStrategy(Protocol):
-    """The interface of a Lightning strategy for the training step."""
+    """The interface of a Lightning strategy for the training step.
+
+    Attributes:
+        vocabulary: What computes losses with the output weight, for objectives.
+    """
+
+    vocabulary: Vocabulary
 
     @property
     def layout(self) -> ParallelLayout:
@@ -101,10 +107,6 @@ class LayoutStrategy(Protocol):
 
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder where they are between steps, without values."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses with the output weight, for objectives."""
 
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
@@ -130,7 +132,12 @@ class LightningStrategy:
 
     Args:
         strategy: The Trainer's strategy.
+
+    Attributes:
+        vocabulary: Each rank has the whole output weight.
     """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -164,19 +171,14 @@ class LightningStrategy:
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self._strategy.root_device)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses: each rank has the whole output weight."""
-        return WHOLE
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
         """Runs the micro-batches one after the other."""
         return train_in_turn(
-            decoder, micro_batches, objective, scales, vocabulary=WHOLE, backward=self._strategy.backward
+            decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self._strategy.backward
         )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, vocabulary=WHOLE)
+        return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)

@@ -55,7 +55,10 @@ class Replicated(DDPStrategy):
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
+        vocabulary: What computes losses with the output weight.
     """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(
         self,
@@ -135,20 +138,17 @@ class Replicated(DDPStrategy):
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self.root_device)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses: each rank has the whole output weight."""
-        return WHOLE
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
         """Runs the micro-batches one after the other; DDP's reduction waits for the returned loss's backward."""
-        return train_in_turn(decoder, micro_batches, objective, scales, vocabulary=WHOLE, backward=self.backward)
+        return train_in_turn(
+            decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self.backward
+        )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, vocabulary=WHOLE)
+        return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)
 
     # ---- Lightning's hooks
 

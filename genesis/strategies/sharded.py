@@ -103,6 +103,7 @@ class Sharded(ModelParallelStrategy):
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
         stage_clock: Measures when the stages of this rank compute; None without a pipeline.
+        vocabulary: What computes losses with the output weight, which ranks may share.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Sharded(ModelParallelStrategy):
         self._stages: list[Stage] = []
         self.pipeline: Pipeline | None = None
         self.stage_clock = StageClock() if pipeline_parallel > 1 else None
-        self._vocabulary = WHOLE
+        self.vocabulary: Vocabulary = WHOLE
 
     # ---- the layout, for the training step
 
@@ -282,11 +283,11 @@ class Sharded(ModelParallelStrategy):
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         if self._axes["tp"] > 1:
-            self._vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
+            self.vocabulary = CutVocabulary(share_matrices(decoder, self._mesh.tensor))
             share_rows(decoder, self._mesh.tensor.get_group())
         if self._axes["cp"] > 1:
-            self._vocabulary = ContextVocabulary(
-                share_context(decoder, self._mesh.data.get_group("cp")), self._vocabulary
+            self.vocabulary = ContextVocabulary(
+                share_context(decoder, self._mesh.data.get_group("cp")), self.vocabulary
             )
         options = ShardOptions(
             mesh=self._mesh.shard,
@@ -329,11 +330,6 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """What computes losses with the output weight, which ranks may share."""
-        return self._vocabulary
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
@@ -348,7 +344,7 @@ class Sharded(ModelParallelStrategy):
             staged = StagedWindow(
                 micro_batches,
                 objective,
-                self._vocabulary,
+                self.vocabulary,
                 self.precision_plugin.forward_context,
                 scales,
                 is_training=True,
@@ -369,7 +365,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -396,11 +392,11 @@ class Sharded(ModelParallelStrategy):
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
-            window = StagedWindow(micro_batches, objective, self._vocabulary, self.precision_plugin.forward_context)
+            window = StagedWindow(micro_batches, objective, self.vocabulary, self.precision_plugin.forward_context)
             self.pipeline.evaluate(window)
             sums, _ = self.pipeline.share_figures(window)
             return self._take_share(sums)
-        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self._vocabulary))
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary))
 
     # ---- Lightning's hooks
 

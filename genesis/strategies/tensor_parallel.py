@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_single_autograd,
-    all_reduce,
-    reduce_scatter_single_autograd,
-    wait_tensor,
-)
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -67,11 +62,11 @@ class RowShare:
 
     def gather(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B S D"]:
         """Returns whole rows of the tokens of all ranks. Communicates, like its backward, which adds gradients."""
-        return _wait(all_gather_single_autograd(x.contiguous(), 1, self.group))
+        return _wait(functional.all_gather_single_autograd(x.contiguous(), 1, self.group))
 
     def scatter(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B T D"]:
         """Returns this rank's tokens of the sum of all ranks' rows. Communicates, like its backward."""
-        return _wait(reduce_scatter_single_autograd(x.contiguous(), "sum", 1, self.group))
+        return _wait(functional.reduce_scatter_single_autograd(x.contiguous(), "sum", 1, self.group))
 
 
 class MatrixCutter:
@@ -117,7 +112,7 @@ class MatrixCutter:
 
 
 def _wait(pending: Tensor) -> Tensor:
-    waited: Tensor = wait_tensor(pending)  # type: ignore[no-untyped-call]  # torch's
+    waited: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]  # torch's
     return waited
 
 
@@ -131,11 +126,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _wait(all_reduce(x, "sum", group))
+        return _wait(functional.all_reduce(x, "sum", group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _wait(all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+        return _wait(functional.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
 
 
 def share_matrices(decoder: Decoder, mesh: DeviceMesh) -> RowShare:
@@ -176,7 +171,7 @@ def share_rows(decoder: Decoder, group: dist.ProcessGroup) -> None:
 
 
 def _sum_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _wait(all_reduce(counts.detach(), "sum", group))
+    return _wait(functional.all_reduce(counts.detach(), "sum", group))
 
 
 def place_by_cut(uncut: DeviceMesh) -> Callable[[nn.Parameter], Any]:
@@ -208,7 +203,7 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> N
         UserError: They cannot; the message has the nearest number that can.
     """
     given = f"tensor_parallel is {num_ranks}"
-    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):  # nor has torch the autograd of these collectives
         raise UserError(f"{given}, which needs torch 2.13; this is {torch.__version__}: set it to 1")
     if run.unshared:
         raise UserError(f"{given}, and {run.unshared[0]} needs whole layers: leave out one of the two")
@@ -232,7 +227,7 @@ def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
     """Returns what `num_ranks` ranks cannot share."""
     if num_ranks == 1:
         return None
-    parts = [*(mixer for mixer, _ in run.decoder.list_mixers()), run.decoder.parts.feed_forward]
-    found = [one for part in parts if (one := part.find_uncut(num_ranks)) is not None]
+    mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
+    found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
     sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
     return found[0] if found else find_indivisible(sizes, num_ranks)

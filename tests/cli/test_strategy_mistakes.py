@@ -52,6 +52,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "expert_parallel is 0; it is a number of ranks, at least 1",
     ),
+    "indivisible heads": (
+        {"tensor_parallel": 3},
+        {"trainer.devices": 3, "model.decoder.ffn_dim": 48},
+        "tensor_parallel is 3, and so many ranks cannot share num_kv_heads 2: set it to 1",
+    ),
     "no experts": (
         {"expert_parallel": 2},
         {"model.decoder.ffn_dim": 48},

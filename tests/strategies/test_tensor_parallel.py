@@ -1,10 +1,12 @@
 """Tensor parallelism: every gradient is that of one process, no collective is hidden, and what fails is refused."""
 
+import csv
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.base.errors import UserError
@@ -37,6 +40,8 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
+from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import run_genesis
 from tests.model.latent_attention import LatentAttentionConfig
 from tests.train.support import COMPILE_SECONDS, TINY, KeepGradients, build_trainer, loader, run_in_turn
 
@@ -219,6 +224,38 @@ def test_the_faults_that_would_be_silent_change_gradients(wanted: dict[str, Foun
         assert where.endswith("router.weight")
 
 
+# ---- whole runs
+
+
+def train(corpus: Path, run: Path, max_steps: int, ranks: int) -> dict[tuple[str, int], float]:
+    """Trains by the command line on one process, or on pairs of ranks that share matrices; returns the log."""
+    changes: dict[str, Any] = {"trainer.max_steps": max_steps, "model.decoder.num_layers": 2}
+    if ranks > 1:
+        options = {"tensor_parallel": 2, "activation_checkpointing": "block"}
+        changes |= {
+            "trainer.devices": ranks,
+            "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": options},
+        }
+    recipe = write_recipe(run.with_suffix(".yaml"), build_recipe(corpus, run), changes)
+    done = run_genesis("fit", "--config", recipe, "--ckpt_path", "latest", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    keys = ("train/loss", "train/grad_norm", "train/valid_tokens", "counters/tokens_seen", "validation/loss")
+    with (run / "metrics.csv").open() as file:
+        return {(key, int(row["step"])): float(row[key]) for row in csv.DictReader(file) for key in keys if row[key]}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_on_pairs_of_ranks_logs_what_one_process_does_and_goes_on_there(
+    tmp_path: Path, tiny_corpus: Path
+) -> None:
+    alone = train(tiny_corpus, tmp_path / "alone", 6, 1)
+    shared = train(tiny_corpus, tmp_path / "shared", 4, 4)
+    assert shared == pytest.approx({key: value for key, value in alone.items() if key[1] <= 4}, rel=2e-4)
+    # The checkpoint of the pairs, read by one process.
+    assert train(tiny_corpus, tmp_path / "shared", 6, 1) == pytest.approx(alone, rel=2e-4)
+
+
 # ---- collectives and memory of a forward and a backward
 
 
@@ -232,7 +269,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
+        if isinstance(out, Tensor) and not isinstance(out, DTensor):  # whose parts are counted alone
             self.largest = max(self.largest, out.numel())
             name = func.name()
             if name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_autograd")):

@@ -435,6 +435,11 @@ def test_a_share_of_blocks_beyond_its_range_is_refused_by_plan_and_strategy(valu
         read_cpu_offload(value)
 
 
+def test_a_kind_of_parallelism_that_a_plan_does_not_know_is_refused() -> None:
+    with pytest.raises(UserError, match="tensor_parallel is 2, and a plan knows data and expert parallelism alone"):
+        read("genesis-1b", ("trainer.strategy.init_args.tensor_parallel", "2"))
+
+
 def test_an_option_of_a_class_may_leave_out_init_args_as_in_fit() -> None:
     place = "trainer.strategy"
     long = read("genesis-1b", (f"{place}.init_args.optimizer_offload", "0.5"), (f"{place}.init_args.shard", "grad_op"))
