@@ -96,6 +96,7 @@ class DPO(Objective):
 
     learns_from = "pairs"
     compares_forwards = True
+    trains_under = frozenset({"context"})
     initial_loss = math.log(2)
     memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 

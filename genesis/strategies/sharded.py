@@ -197,6 +197,11 @@ class Sharded(ModelParallelStrategy):
         return Degrees(dp_replicate=of_stage // group, **self._axes).resolve(num_ranks)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether ranks share the tokens of rows, whose length they must divide."""
+        return self._axes["cp"] * self._axes["tp"] > 1
+
+    @property
     def parallel_degrees(self) -> dict[str, int]:
         """The number of ranks for each kind of parallelism, for the manifests of checkpoints."""
         return self.layout.degrees.named()

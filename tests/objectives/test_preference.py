@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -19,7 +20,9 @@ from genesis.model.decoder import Decoder
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
-from genesis.objectives.vocabulary import WHOLE
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
+from genesis.strategies.context_parallel import ContextVocabulary, share_context
+from genesis_callbacks.testing import run_ranks
 from tests.objectives.support import make_adapted, make_decoder, make_pairs, slow_log_prob, window_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,17 +60,19 @@ def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: di
     return mean + options.get("sft_weight", 0.0) * torch.stack(sft).sum() / num_chosen
 
 
-def run(objective: DPO, decoder: Decoder, window: AccumulationWindow) -> tuple[Tensor, ObjectiveSums]:
+def run(
+    objective: DPO, decoder: Decoder, window: AccumulationWindow, vocabulary: Vocabulary = WHOLE
+) -> tuple[Tensor, ObjectiveSums]:
     """A step without a strategy: terms divided by the window's units, and the sums for the log."""
     counts = objective.count(window)
     sums, losses = ObjectiveSums(counts=counts), []
     for given in window.micro_batches:
-        micro_batch = prepare(objective, decoder, given, WHOLE)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         result = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=objective.head(micro_batch, WHOLE),
+            head=objective.head(micro_batch, vocabulary),
         )
         losses += [value / counts[unit] for unit, value in result.terms.items()]
         values = ({name: float(value.detach()) for name, value in of_one.items()} for of_one in result)
@@ -100,6 +105,30 @@ def test_loss_and_gradients_equal_the_slow_reference(options: str, micro_batch_s
     for name, gradient in gradients.items():
         error = (gradient - wanted_gradients[name]).norm() / wanted_gradients[name].norm()
         assert error < 1e-5, name
+
+
+def share_answers(options: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Computes the loss on ranks that share the tokens of each answer, with the sum of their gradients."""
+    decoder, objective = make_adapted(make_decoder(0)), DPO(**options)
+    vocabulary = ContextVocabulary(share_context(decoder, dist.group.WORLD), WHOLE)  # type: ignore[arg-type]
+    loss, sums = run(objective, decoder, window_of(make_pairs(4), 2, is_padded=True), vocabulary)
+    gradients = gradients_of(decoder, loss)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return float(loss), gradients, objective.measure(sums)
+
+
+@pytest.mark.parametrize("options", ["with_sft", pytest.param("normalised", marks=pytest.mark.slow)])
+def test_ranks_that_share_the_tokens_of_answers_compute_the_loss_and_figures_of_whole_ones(options: str) -> None:
+    objective, policy = DPO(**OPTIONS[options]), make_adapted(make_decoder(0))
+    wanted, sums = run(objective, policy, window_of(make_pairs(4), 4))
+    wanted_gradients = gradients_of(policy, wanted)
+    for loss, gradients, figures in run_ranks(share_answers, 2, OPTIONS[options]):
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        assert figures == pytest.approx(objective.measure(sums), rel=1e-5, abs=1e-6)
+        assert gradients.keys() == wanted_gradients.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - wanted_gradients[name]).norm() < 1e-5 * wanted_gradients[name].norm(), name
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None, dict[str, int]]] = {
     "one": (1, None, {}),
     "dp2": (2, {}, {"dp_shard": 2}),
     "cp2": (2, CP, {"cp": 2}),
+    "tp2": (2, {"tensor_parallel": 2}, {"tp": 2}),
     "pp2x2": (2, PP, {"pp": 2}),
     "hybrid": (4, {"shard": "hybrid", "ranks_per_shard_group": 2}, {"dp_replicate": 2, "dp_shard": 2}),
     "dp2cp2": (4, CP, {"dp_shard": 2, "cp": 2}),

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,15 +17,15 @@ from genesis.base.errors import UserError
 from genesis.model import shares
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy, token_losses
+from genesis.model.loss import token_losses
 from genesis.model.shares import share_context
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
-from genesis.objectives.preference import DPO
+from genesis.objectives.vocabulary import WHOLE
 from genesis.strategies import Sharded, context_parallel, wrap
-from genesis.strategies.context_parallel import ContextExchange
+from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, groups_along
 from genesis.strategies.run_options import RunOptions
 from genesis.train.module import GenesisModule
@@ -47,25 +46,26 @@ from tests.train.support import (
     window_of_rank,
 )
 
+BASE = replace(TINY, vocab_size=64)
+
 
 def attend(**options: Any) -> DecoderConfig:
     attention = AttentionConfig(**{"num_heads": 4, "num_kv_heads": 2} | options)
-    return replace(TINY, attention=attention, num_heads=None, num_kv_heads=None)
+    return replace(BASE, attention=attention, num_heads=None, num_kv_heads=None)
 
 
 MODELS: dict[str, DecoderConfig] = {
-    "tied": TINY,
-    "untied": replace(TINY, has_tied_embeddings=False),
-    "deep": replace(TINY, has_tied_embeddings=False, num_layers=4),
+    "tied": BASE,
+    "untied": replace(BASE, has_tied_embeddings=False),
+    "deep": replace(BASE, has_tied_embeddings=False, num_layers=4),
     "one kv head": attend(num_kv_heads=1),
     "gate": attend(has_output_gate=True, qk_norm="head", rotary_dim=4, no_rope_every=2),
     "window": attend(sliding_window=5, window_layers=(1,), qk_norm="projection", has_qkv_bias=True),
-    "mixture": mix(TINY, "softmax"),
-    "biased mixture": mix(TINY, "shared"),
-    "linear": mix(TINY, "linear without experts"),
-    "linear mixture": mix(TINY, "linear"),
+    "mixture": mix(BASE, "softmax"),
+    "biased mixture": mix(BASE, "shared"),
+    "linear": mix(BASE, "linear without experts"),
+    "linear mixture": mix(BASE, "linear"),
 }
-MODELS |= {f"even {name}": replace(config, vocab_size=64) for name, config in MODELS.items()}
 STEPS, EMPTY = 3, (1,)
 CP2: dict[str, Any] = {"context_parallel": 2}
 CP4: dict[str, Any] = {"context_parallel": 4}
@@ -76,7 +76,7 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     plant(fault)
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     given = options or {}
-    axes = {axis: given.get(f"{name}_parallel", 1) for axis, name in AXIS_NAMES.items()}
+    axes = {name: given.get(f"{kind}_parallel", 1) for name, kind in AXIS_NAMES.items()}
     degrees = Degrees(**axes).resolve(world_size)
     share = (degrees.data_rank(rank), degrees.data_world_size)
     watch = Watch()
@@ -187,6 +187,9 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("mixture", CP2 | {"expert_parallel": 4}),
                 ("tied", CP2 | {"shard": "hybrid", "ranks_per_shard_group": 2}),
                 ("mixture", CP2 | {"pipeline_parallel": 2}),
+                ("gate", CP2 | {"tensor_parallel": 2}),
+                ("mixture", CP2 | {"tensor_parallel": 2}),
+                ("linear", CP2 | {"tensor_parallel": 2}),
             ],
         ),
     ],
@@ -238,10 +241,11 @@ def count_collectives(names: list[str]) -> list[dict[str, int]]:
         decoder = Decoder(MODELS[name])
         decoder.init_weights(0)
         assert dist.group.WORLD is not None
-        share_context(decoder, ContextExchange(dist.group.WORLD))
+        exchange = ContextExchange(dist.group.WORLD)
+        share_context(decoder, exchange)
+        vocabulary = ContextVocabulary(exchange, WHOLE)
         rows = rows_of_step(0)
-        assert decoder.context is not None
-        head = partial(sum_cross_entropy, labels=decoder.context.cut(rows.labels))
+        head = partial(vocabulary.sum_cross_entropy, labels=rows.labels)
         with Collectives() as forward:
             loss, statistics = decoder(rows.input_ids, document_ids=rows.document_ids, head=head, has_statistics=True)
             loss = sum(list_auxiliary_losses(statistics), loss)
@@ -252,67 +256,58 @@ def count_collectives(names: list[str]) -> list[dict[str, int]]:
 
 
 def test_a_layer_and_pass_has_two_exchanges_and_a_mixture_one_small_sum() -> None:
-    swaps = {"all_to_all_single": 2 * TINY.num_layers}
-    sums = {"all_reduce": TINY.num_layers}
+    swaps = {"all_to_all_single": 2 * BASE.num_layers}
+    loss, loads = {"all_reduce": 1}, {"all_reduce": 1 + BASE.num_layers}
     for counted in run_ranks(count_collectives, 2, ["tied", "mixture", "linear"]):
-        assert counted == [swaps, swaps, swaps | sums, swaps, swaps, swaps]
+        assert counted == [swaps | loss, swaps, swaps | loads, swaps, swaps | loss, swaps]
 
 
 # ---- what is refused
 
 
-def strategy_of(world_size: int, **options: Any) -> Sharded:
+def check(decoder: DecoderConfig = BASE, objective: Objective | None = None, seq_len: int = 60, **options: Any) -> None:
     strategy = Sharded(**options)
-    strategy._plan_degrees = lambda: Degrees(**strategy._axes).resolve(world_size)  # type: ignore[method-assign]
-    return strategy
+    strategy._plan_degrees = lambda: Degrees(**strategy._axes).resolve(12)  # type: ignore[method-assign]
+    strategy.check_options(RunOptions(decoder, objective or CrossEntropy(), seq_len=seq_len))
 
 
-def check_model(decoder: DecoderConfig, **options: Any) -> None:
-    strategy_of(12, **options).check_options(RunOptions(decoder, CrossEntropy()))
-
-
-def check_run(objective: Objective, seq_len: int, **options: Any) -> None:
-    strategy_of(12, **options).check_options(RunOptions(TINY, objective, seq_len=seq_len))
+LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads=None, num_kv_heads=None)
 
 
 @pytest.mark.parametrize(
-    ("check", "message"),
+    ("run", "message"),
     [
         (
-            lambda: check_model(TINY, context_parallel=6),
+            {"context_parallel": 6},
             "context_parallel 6 does not divide the 4 heads of AttentionConfig; set context_parallel to 2",
         ),
         (
-            lambda: check_model(MODELS["linear"], context_parallel=3),
+            {"decoder": MODELS["linear"], "context_parallel": 3},
             "context_parallel 3 does not divide the 4 heads of GatedDeltaConfig; set context_parallel to 1",
         ),
         (
-            lambda: check_model(
-                replace(TINY, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads=None, num_kv_heads=None),
-                context_parallel=2,
-            ),
-            "context_parallel is 2, and LatentAttentionConfig does not know how ranks could share its heads",
-        ),
-        (
-            lambda: check_run(CrossEntropy(), 90, context_parallel=4),
+            {"context_parallel": 4, "seq_len": 90},
             "context_parallel 4 does not divide data.seq_len 90; set context_parallel to 2",
         ),
         (
-            lambda: check_run(DPO(), 64, context_parallel=2),
-            "context_parallel is 2, and DPO does not train under context parallelism, where a rank has a part of each",
+            {"decoder": LATENT, "context_parallel": 2},
+            "context_parallel is 2, and LatentAttentionConfig does not know how ranks could share its heads",
         ),
-        (lambda: check_run(GSPO(), 64, context_parallel=2), "GSPO does not train under context parallelism"),
+        (
+            {"objective": GSPO(), "context_parallel": 2},
+            "context_parallel is 2, and GSPO does not train under context parallelism, where a rank has a part of each",
+        ),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_by_name_with_what_they_can(check: Callable[[], None], message: str) -> None:
+def test_what_ranks_cannot_share_is_refused_by_name_with_what_they_can(run: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check()
+        check(**run)
 
 
 def test_ranks_that_fit_are_not_refused() -> None:
-    check_model(MODELS["linear"], context_parallel=4)
-    check_model(MODELS["one kv head"], context_parallel=4)
-    check_run(CrossEntropy(), 64, context_parallel=4)
+    check(MODELS["linear"], context_parallel=4)
+    check(MODELS["one kv head"], context_parallel=4)
+    check(context_parallel=2, tensor_parallel=2)
 
 
 def test_losses_of_tokens_refuse_labels_of_other_tokens() -> None:
