@@ -1,6 +1,7 @@
 """Which layers each stage of a pipeline has, and how long its ranks wait: arithmetic without process groups."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -52,6 +53,12 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
             )
         ends = list(accumulate(given, initial=0))
         return [range(*pair) for pair in pairwise(ends)]
+    return list(_divide(*_count_costs(decoder), num_stages))
+
+
+@lru_cache(maxsize=32)
+def _count_costs(decoder: DecoderConfig) -> tuple["_Costs", "_Costs"]:
+    """Returns the operations and the parameters."""
     with torch.device("meta"):
         model = Decoder(decoder)
     operations = [
@@ -64,32 +71,36 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
     ]
     parameters = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     table = model.output_weight.numel()
-    return _divide(_Costs(operations, 0, 6 * table), _Costs(parameters, table, table), num_stages)
+    return (
+        _Costs(tuple(accumulate(operations, initial=0)), 0, 6 * table),
+        _Costs(tuple(accumulate(parameters, initial=0)), table, table),
+    )
 
 
 class _Costs(NamedTuple):
-    """What each layer costs, and what the first and the last stage cost beside their layers."""
+    """What the layers before each one cost together, and what the first and the last stage cost beside their layers."""
 
-    of_layers: Sequence[int]
+    before: tuple[int, ...]
     first: int
     last: int
 
     def of(self, layers: range) -> int:
         """Returns the cost of a stage."""
-        edges = self.first * (layers.start == 0) + self.last * (layers.stop == len(self.of_layers))
-        return sum(self.of_layers[layer] for layer in layers) + edges
+        edges = self.first * (layers.start == 0) + self.last * (layers.stop == len(self.before) - 1)
+        return self.before[layers.stop] - self.before[layers.start] + edges
 
 
-def _divide(main: _Costs, other: _Costs, num_stages: int) -> list[range]:
+@lru_cache(maxsize=1024)
+def _divide(main: _Costs, other: _Costs, num_stages: int) -> tuple[range, ...]:
     """Returns the division whose largest stage is the smallest by `main`, and among these the smallest by `other`."""
     _, most = _find_division(main, num_stages, lambda layers: True)
     division, _ = _find_division(other, num_stages, lambda layers: main.of(layers) <= most)
-    return division
+    return tuple(division)
 
 
 def _find_division(costs: _Costs, num_stages: int, is_allowed: Callable[[range], bool]) -> tuple[list[range], int]:
     """Returns the division into allowed stages whose largest one costs the least, and the cost of that one."""
-    num_layers = len(costs.of_layers)
+    num_layers = len(costs.before) - 1
     best: dict[int, tuple[list[range], int]] = {0: ([], 0)}  # of the layers before an end, for a number of stages
     for stage in range(num_stages):
         ends = [num_layers] if stage == num_stages - 1 else range(stage + 1, num_layers - num_stages + stage + 2)

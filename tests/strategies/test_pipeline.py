@@ -4,7 +4,7 @@ import os
 import warnings
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.model import stages
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.stages import check_micro_batches, divide_layers, ideal_bubble_share
@@ -374,14 +375,16 @@ def test_no_other_division_has_a_smaller_largest_stage(
     of_layers: list[int], first: int, last: int, data: st.DataObject
 ) -> None:
     num_stages = data.draw(st.integers(1, len(of_layers)))
-    main, other = pipeline._Costs(of_layers, 0, last), pipeline._Costs([1] * len(of_layers), first, last)
+    numbers = tuple(range(len(of_layers) + 1))
+    main = stages._Costs(tuple(accumulate(of_layers, initial=0)), 0, last)
+    other = stages._Costs(numbers, first, last)
 
     def rate(division: list[range]) -> tuple[int, int]:
         return max(map(main.of, division)), max(map(other.of, division))
 
     inner = combinations(range(1, len(of_layers)), num_stages - 1)
     every = [[range(*pair) for pair in pairwise((0, *ends, len(of_layers)))] for ends in inner]
-    assert rate(pipeline._divide(main, other, num_stages)) == min(map(rate, every))
+    assert rate(list(stages._divide(main, other, num_stages))) == min(map(rate, every))
 
 
 def cut_two_stages() -> Decoder:
