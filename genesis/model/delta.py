@@ -248,7 +248,7 @@ class GatedDelta(SequenceMixer):
         config = self.config
         values = (config.num_value_heads if num_value_heads is None else num_value_heads) * config.value_dim
         keys = (channels.shape[dim] - values) // 2
-        query, key, value = channels.split([keys, keys, values], dim=dim)
+        query, key, value = torch.split(channels, [keys, keys, values], dim=dim)
         shape = (-1, config.key_dim)
         return query.unflatten(dim, shape), key.unflatten(dim, shape), value.unflatten(dim, (-1, config.value_dim))
 

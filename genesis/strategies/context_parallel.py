@@ -64,14 +64,14 @@ class ContextExchange:
         widths = [part.shape[3] for part in flat]
         arrived = self._swap(torch.cat(flat, dim=3).permute(2, 0, 1, 3))
         rows = arrived.permute(1, 0, 2, 3).reshape(batch_size, self._size * num_tokens, sum(widths))
-        pieces = zip(rows.split(widths, dim=2), parts, strict=True)
-        return [piece.unflatten(2, (-1, part.shape[3])) for piece, part in pieces]
+        pieces = zip(torch.split(rows, widths, dim=2), parts, strict=True)
+        return [piece.view(*piece.shape[:2], -1, part.shape[3]) for piece, part in pieces]
 
     def to_tokens(self, x: Float[Tensor, "B S h E"]) -> Float[Tensor, "B s H E"]:
         """Returns this rank's tokens of all heads. Communicates."""
-        by_rank = x.flatten(2).unflatten(1, (self._size, -1))
+        by_rank = x.reshape(len(x), self._size, x.shape[1] // self._size, -1)
         arrived = self._swap(by_rank.permute(1, 0, 2, 3))
-        return arrived.permute(1, 2, 0, 3).flatten(2).unflatten(2, (-1, x.shape[3]))
+        return arrived.permute(1, 2, 0, 3).reshape(len(x), by_rank.shape[2], -1, x.shape[3])
 
     def place(self, of_tokens: Float[Tensor, " N"], num_rows: int) -> Float[Tensor, " M"]:
         """Returns values of whole rows that are 0 for the tokens of other ranks, with all dimensions in one."""

@@ -6,6 +6,7 @@ from genesis.strategies import Replicated, Sharded
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout
 from genesis.strategies.mesh import WorldMesh
+from genesis.strategies.run_options import RunOptions
 
 
 def turn_round(layout: ParallelLayout) -> ParallelLayout:
@@ -32,6 +33,9 @@ class PairedShards(Sharded):
 
     def _plan_degrees(self) -> Degrees:
         return Degrees(tp=2).resolve(self.num_nodes * self.num_processes)
+
+    def check_options(self, run: RunOptions) -> None:
+        """Refuses nothing: both compute with whole matrices."""
 
 
 LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards, "paired_shards": PairedShards}
