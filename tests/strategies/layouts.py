@@ -6,7 +6,6 @@ from genesis.strategies import Replicated, Sharded
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.run_options import RunOptions
 
 
 def turn_round(layout: ParallelLayout) -> ParallelLayout:
@@ -28,21 +27,9 @@ class ReversedShards(Sharded):
         return turn_round(super()._lay_out(degrees, mesh))
 
 
-class PairedShards(Sharded):
-    """Two neighbours read the same rows and compute the same; FSDP2's mesh is that of one member of each pair."""
-
-    def _plan_degrees(self) -> Degrees:
-        return Degrees(tp=2).resolve(self.num_nodes * self.num_processes)
-
-    def check_options(self, run: RunOptions) -> None:
-        """Refuses nothing: both compute with whole matrices."""
-
-
-LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards, "paired_shards": PairedShards}
+LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards}
 
 
 def share_of(layout: str, rank: int, world_size: int) -> tuple[int, int]:
     """Returns which of how many shares of the data a rank reads."""
-    if layout.startswith("reversed"):
-        return world_size - 1 - rank, world_size
-    return (rank // 2, world_size // 2) if layout.startswith("pair") else (rank, world_size)
+    return (world_size - 1 - rank if layout.startswith("reversed") else rank), world_size

@@ -76,7 +76,7 @@ def expected() -> tuple[dict[str, Tensor], dict[str, float]]:
     ("layout", "world_size"),
     [
         slow("replicated", 4), slow("full", 4), slow("hybrid", 4),
-        slow("reversed", 2), ("reversed_shards", 2), ("paired_shards", 4),
+        slow("reversed", 2), ("reversed_shards", 2),
     ],
 )  # fmt: skip
 def test_every_gradient_is_that_of_one_process_on_the_whole_batch(

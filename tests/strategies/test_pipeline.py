@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import AdapterConfig
-from genesis.model.decoder import DecoderConfig
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
@@ -29,7 +29,9 @@ from genesis.strategies.pipeline import (
     divide_layers,
     ideal_bubble_share,
 )
+from genesis.strategies.recompute import apply_recomputation
 from genesis.strategies.run_options import RunOptions
+from genesis.strategies.wrap import list_units
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
 from genesis_callbacks import GradientHealth, SkipAwareLR, StepTimer, TokenCounters
@@ -384,6 +386,33 @@ def test_no_other_division_has_a_smaller_largest_stage(
     inner = combinations(range(1, len(of_layers)), num_stages - 1)
     every = [[range(*pair) for pair in pairwise((0, *ends, len(of_layers)))] for ends in inner]
     assert rate(pipeline._divide(main, other, num_stages)) == min(map(rate, every))
+
+
+def cut_two_stages() -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(replace(DEEP, num_layers=10))
+    pipeline.cut_stages(decoder, divide_layers(decoder.config, 4, [3, 2, 3, 2]), [0, 2])
+    return decoder
+
+
+def test_units_and_groups_of_blocks_end_with_their_stage_and_keep_their_numbers() -> None:
+    decoder = cut_two_stages()
+    numbers = {id(block): number for number, block in decoder.numbered_blocks.items()}
+    units = [[[numbers[id(block)] for block in unit] for unit in of_stage] for of_stage in list_units(decoder, 2)]
+    assert units == [[[0, 1], [2]], [[5, 6], [7]]]
+    apply_recomputation(decoder, "block", blocks_per_group=2)
+    assert decoder.groups == [range(2), range(2, 3), range(5, 7), range(7, 8)]
+    decoder = cut_two_stages()
+    apply_recomputation(decoder, 2)
+    recomputed = [number for number, block in decoder.numbered_blocks.items() if "forward" in vars(block)]
+    assert recomputed == [0, 2, 6]
+
+
+def test_a_rank_of_a_pipeline_cannot_run_the_model_alone() -> None:
+    decoder = cut_two_stages()
+    assert {name.partition(".")[0] for name, _ in decoder.named_parameters()} == {"embedding", "blocks"}
+    with pytest.raises(UserError, match="none of them can run it alone"):
+        decoder(torch.zeros(1, 4, dtype=torch.int64))
 
 
 # ---- refusals
