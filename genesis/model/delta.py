@@ -249,13 +249,9 @@ class GatedDelta(SequenceMixer):
         values = (config.num_value_heads if num_value_heads is None else num_value_heads) * config.value_dim
         keys = (channels.shape[dim] - values) // 2
         query, key, value = torch.split(channels, [keys, keys, values], dim=dim)
-        shape = (-1, config.key_dim)
-        values_shape = (-1, config.value_dim)
-        return (
-            torch.unflatten(query, dim, shape),
-            torch.unflatten(key, dim, shape),
-            torch.unflatten(value, dim, values_shape),
-        )
+        before, after = channels.shape[:dim], channels.shape[dim + 1 :]
+        queries, keyed = (part.view(*before, -1, config.key_dim, *after) for part in (query, key))
+        return queries, keyed, value.view(*before, -1, config.value_dim, *after)
 
     def _gated_norm(self, read: Float[Tensor, "B S H F"], gate: Float[Tensor, "B S H F"]) -> Float[Tensor, "B S H F"]:
         normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + self.config.norm_eps)

@@ -207,25 +207,13 @@ def test_a_run_whose_data_ranks_are_not_the_global_ranks_goes_on_bit_for_bit(
 # ---- refusals
 
 
-class Unsupported(Sharded):
-    def _plan_degrees(self) -> Degrees:
-        return Degrees(cp=self.num_processes).resolve(self.num_processes)
-
-
-def refuse(strategy: str) -> str:
-    built: Any = Unsupported() if strategy == "degrees" else ModelParallelStrategy()
+def refuse() -> str:
     with pytest.raises(UserError) as error:
-        build_trainer(built, 2, 1, []).fit(build_module(), loader(1, 0, 1))
+        build_trainer(ModelParallelStrategy(), 2, 1, []).fit(build_module(), loader(1, 0, 1))
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("degrees", "context_parallel is 2, and context parallelism is not supported yet; leave it at 1"),
-        ("lightning", "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"),
-    ],
-)
-def test_what_the_step_cannot_train_is_refused_by_name(strategy: str, message: str) -> None:
-    for words in run_ranks(refuse, 2, strategy):
+def test_a_strategy_that_the_step_cannot_train_is_refused_by_name() -> None:
+    message = "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"
+    for words in run_ranks(refuse, 2):
         assert words.startswith(message)
