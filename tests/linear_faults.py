@@ -23,10 +23,10 @@ def _forget_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forget_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     convolve = GatedDelta._convolve
 
-    def forget(layer: GatedDelta, x: torch.Tensor, metadata: Any, cache: Any) -> torch.Tensor:
+    def forget(layer: GatedDelta, x: torch.Tensor, taps: torch.Tensor, metadata: Any, cache: Any) -> torch.Tensor:
         if cache is not None:
             cache[1].zero_()
-        return convolve(layer, x, metadata, cache)
+        return convolve(layer, x, taps, metadata, cache)
 
     monkeypatch.setattr(GatedDelta, "_convolve", forget)
 
@@ -77,7 +77,7 @@ def _convolve_across_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         GatedDelta,
         "_convolve",
-        lambda layer, x, metadata, cache: convolve(layer, x, metadata._replace(positions=None), cache),
+        lambda layer, x, taps, metadata, cache: convolve(layer, x, taps, metadata._replace(positions=None), cache),
     )
 
 

@@ -74,7 +74,7 @@ USED: dict[str, str] = {
     "_distributed_c10d": "torch._C",
     "_dump_fr_trace_json": "torch._C._distributed_c10d",
     "_dump_nccl_trace_json": "torch._C._distributed_c10d",
-    "_flatten": "torch.distributed.device_mesh:DeviceMesh",
+    "_fsdp_common": FSDP,
     "_fsdp_param_group": f"{FSDP}._fsdp_state:FSDPState",
     "_fsdp_param_groups": f"{FSDP}._fsdp_state:FSDPState",
     "_functional_collectives": "torch.distributed",

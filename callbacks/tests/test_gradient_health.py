@@ -17,7 +17,14 @@ from genesis_callbacks import GradientHealth, TokenCounters
 from genesis_callbacks._compat import compute_norms
 from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.base.event_reader import read_events
-from genesis_callbacks.gradient_health import NonfiniteGradientWarning, SpikeDetector, _PendingNorms, describe_origin
+from genesis_callbacks.gradient_health import (
+    NonfiniteGradientWarning,
+    RankFindings,
+    SpikeDetector,
+    _PendingNorms,
+    describe_origin,
+    place_of,
+)
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
 
@@ -180,11 +187,36 @@ def test_shards_and_copies_count_once() -> None:
 
 
 def test_origins_are_told_apart() -> None:
-    names = ["a.weight", "b.weight"]
-    assert describe_origin([0, 0], [0, 0], [2, 0], ["", "a"], names, is_sharded=True).endswith("b.weight, from which a "
-        "backward spreads it, on rank 0")  # fmt: skip
-    assert "its rank is not known" in describe_origin([0, 0], [0, 0], [1, 1], [""], names, is_sharded=False)
-    assert describe_origin([0, 0], [0, 0], [0, 0], [""], names, is_sharded=True).startswith("the norm overflows")
+    nothing, last = RankFindings(None, None), RankFindings(None, ((1,), "b.weight"))
+    text = describe_origin([last, RankFindings(None, ((0,), "a.weight"))], is_sharded=True)
+    assert text.endswith("b.weight, from which a backward spreads it, on rank 0")
+    assert "its rank is not known" in describe_origin([last, last], is_sharded=False)
+    assert describe_origin([nothing, nothing], is_sharded=True).startswith("the norm overflows")
+
+
+class Half(torch.nn.Module):
+    """Every second block of a model, without what lies before or behind the blocks."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2, 2)
+        self.blocks = torch.nn.ModuleDict({str(number): torch.nn.Linear(2, 2) for number in range(first, 12, 2)})
+        self.norm = torch.nn.LayerNorm(2)
+        self.register_module("norm" if first == 0 else "embedding", None)
+
+
+def test_the_first_module_is_found_among_those_of_several_stages() -> None:
+    halves = Half(0), Half(1)
+
+    def look(output: tuple[int, str], gradient: tuple[int, str]) -> RankFindings:
+        places = [(place_of(halves[rank], name), name) for rank, name in (output, gradient)]
+        return RankFindings(*places)
+
+    origins = [look((0, "blocks.10"), (0, "embedding.weight")), look((1, "blocks.9"), (1, "blocks.11.bias"))]
+    assert describe_origin(origins, is_sharded=True) == "the forward of blocks.9 on rank 1"
+    without_outputs = [origin._replace(output=None) for origin in origins]
+    assert "blocks.11.bias" in describe_origin(without_outputs, is_sharded=True)
+    assert place_of(halves[0], "embedding") < place_of(halves[1], "blocks.1") < place_of(halves[1], "norm")
 
 
 def test_norms_of_many_types_are_those_of_each() -> None:

@@ -63,7 +63,6 @@ from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, 
 from genesis.recipe.resolved import complete_arguments, replace_in_recipes
 from genesis.recipe.yaml import dump_yaml
 from genesis.strategies import Replicated, Sharded
-from genesis.strategies.layout import layout_strategy
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
@@ -433,9 +432,8 @@ class GenesisCLI(LightningCLI):
 
     def _check_strategy(self) -> None:
         """Refuses options that do not fit the model, before ranks start, each of which would refuse them."""
-        strategy = layout_strategy(self.trainer.strategy)
         try:
-            strategy.check_options(self.model.decoder_config, self.model.algorithm.whole_name)
+            self.model.check_strategy(self.datamodule, self.trainer.strategy, is_training=True)
             check_float8(self.model.decoder_config, self.model.float8)
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them

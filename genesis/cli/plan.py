@@ -16,7 +16,15 @@ from genesis.cli.option_names import check_names
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
-from genesis.operations.plan.bandwidths import LINKS, Bandwidth, Bandwidths, find_bandwidths, read_report
+from genesis.operations.plan.bandwidths import (
+    DEVICES_PER_NODE,
+    LINKS,
+    NETWORKS,
+    Bandwidth,
+    Bandwidths,
+    find_bandwidths,
+    read_report,
+)
 from genesis.operations.plan.recipe import MOST_RANKS, Recipe, read_recipe
 from genesis.operations.plan.remedies import Budget
 from genesis.operations.plan.report import Question, make_plan, own_layout, to_json
@@ -147,6 +155,12 @@ def _read_number(*, allows_zero: bool = False) -> Callable[[str], float]:
     return read
 
 
+def _read_count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {MOST_RANKS}")
+    return int(text)
+
+
 def _read_share(text: str) -> float:
     number = _read_number()(text)
     if number > 1.0:
@@ -188,6 +202,18 @@ def _build_parser() -> Parser:
     speed.add_argument("--mfu", type=_read_share, help=f"assumed MFU (default {ASSUMED_MFU})")
     speed.add_argument(
         "--link", help=f"{', '.join(LINKS)}, or GB/s in each direction (default: measured in --rates, or pcie)"
+    )
+    speed.add_argument(
+        "--network",
+        help=f"link between nodes: {', '.join(NETWORKS)}, or GB/s of a device in each direction (default: infiniband)",
+    )
+    speed.add_argument(
+        "--gpus_per_node", type=_read_count, default=DEVICES_PER_NODE, help="devices of a node (default %(default)s)"
+    )
+    speed.add_argument(
+        "--choose",
+        action="store_true",
+        help="compare all layouts that fit, with tensor, context and pipeline parallelism, and recommend one",
     )
     cost = parser.add_argument_group("cost")
     cost.add_argument("--steps", type=_read_number(), help="steps of the run (default: the recipe's)")
@@ -243,6 +269,7 @@ def _build_question(
         save_seconds=arguments.save_seconds,
         num_steps=None if arguments.steps is None else max(1, int(arguments.steps)),
         old_batch=None if old_batch is None else max(1, int(old_batch)),
+        chooses=arguments.choose,
     )
 
 
@@ -253,21 +280,26 @@ def _find_batch(written: ResolvedRecipe) -> int | None:
 
 
 def _find_bandwidths(arguments: argparse.Namespace, content: Mapping[str, Any] | None) -> Bandwidths:
-    """Returns the measured bandwidths, and assumed ones for others; `--link` replaces that between devices."""
+    """Returns the measured bandwidths, and assumed ones for others; `--link` and `--network` replace some."""
     found = Bandwidths() if content is None else find_bandwidths(content, str(arguments.rates))
-    return found if arguments.link is None else replace(found, between_devices=_read_link(arguments.link))
+    found = replace(found, devices_per_node=arguments.gpus_per_node)
+    if arguments.link is not None:
+        found = replace(found, between_devices=_read_link("--link", arguments.link, LINKS))
+    if arguments.network is not None:
+        found = replace(found, between_nodes=_read_link("--network", arguments.network, NETWORKS))
+    return found
 
 
-def _read_link(text: str) -> Bandwidth:
-    if text in LINKS:
-        return Bandwidth(LINKS[text], f"assumed: {text}")
+def _read_link(option: str, text: str, known: Mapping[str, float]) -> Bandwidth:
+    if text in known:
+        return Bandwidth(known[text], f"assumed: {text}")
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not _LEAST_NUMBER <= number <= _MOST_NUMBER:
         raise UserError(
-            f"--link is {text!r}: it must be {', '.join(LINKS)}, or GB/s from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
+            f"{option} is {text!r}: it must be {', '.join(known)}, or GB/s from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
         )
     return Bandwidth(number * 1e9, "given")
 

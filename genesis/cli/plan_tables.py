@@ -1,5 +1,8 @@
 """The tables of `genesis plan`."""
 
+import math
+from collections.abc import Iterator
+
 from rich import box
 from rich.markup import escape
 from rich.table import Table
@@ -7,6 +10,7 @@ from rich.table import Table
 from genesis.base.console import Console
 from genesis.base.progress import numbered
 from genesis.operations.plan.bill import PHASES
+from genesis.operations.plan.choose import Recommendation
 from genesis.operations.plan.report import Plan, Row
 
 
@@ -30,12 +34,18 @@ def print_plan(plan: Plan, console: Console, where: str) -> None:
         console.print(f"assumed: {escape(line)}", highlight=False)
     console.print(_build_bill(plan))
     console.print(_build_strategies(plan))
+    for num_ranks, recommendation in plan.recommendations:
+        for part in _list_recommended(num_ranks, recommendation):
+            console.print(part, highlight=False)
     console.print(_build_run(plan))
 
 
 def _list_bandwidths(plan: Plan) -> list[str]:
     """Returns a line of the bandwidths; empty if no time is printed and none was measured."""
-    named = plan.question.bandwidths.named()
+    bandwidths = plan.question.bandwidths
+    named = bandwidths.named()
+    if max(plan.question.gpus) <= bandwidths.devices_per_node:
+        del named["between nodes"]
     if plan.question.rate is None and not any(one.is_measured for one in named.values()):
         return []
     shown = (
@@ -103,6 +113,43 @@ def _describe_row(row: Row, *, has_limit: bool) -> tuple[str, ...]:
     return str(row.layout.num_ranks), name, needed, row.timeline.peak_phase, verdict, step, escape("\n".join(lines))
 
 
+def _list_recommended(num_ranks: int, recommendation: Recommendation) -> Iterator[Table | str]:
+    """Yields the layouts that fit on a number of devices, and why the first one is recommended."""
+    if not recommendation.choices:
+        yield (
+            f"none of {numbered(recommendation.num_tried, 'layouts')} on {numbered(num_ranks, 'devices')} fits: a "
+            f"device needs at least {_gb(recommendation.least_needed)}; adapters, offload, a shorter seq_len or more "
+            "devices need less"
+        )
+        return
+    title = f"layouts of {numbered(num_ranks, 'devices')}: the best of {recommendation.num_tried:,}"
+    table = Table(box=box.SIMPLE, title=title, title_justify="left")
+    for name in ("strategy", "recomputed", "micro-batch"):
+        table.add_column(name)
+    for name in ("GB", "s a step", "tokens/s", "exposed", "bubble", "imbalance"):
+        table.add_column(name, justify="right")
+    for choice in recommendation.choices:
+        step, layout = choice.step, choice.layout
+        axes = step.axes
+        shares = (step.exposed_seconds - axes.bubble - axes.imbalance, axes.bubble, axes.imbalance)
+        table.add_row(
+            f"{layout.name} *" if choice is recommendation.choices[0] else layout.name,
+            str(layout.activation_checkpointing),
+            str(choice.workload.micro_batch_size),
+            f"{choice.needed_bytes / 1e9:,.1f}",
+            f"{step.seconds:,.3g}",
+            f"{step.tokens_per_second:,.0f}",
+            *(f"{share / step.seconds:.0%}" if share else "" for share in shares),
+        )
+    yield table
+    for line in recommendation.reasons:
+        yield escape(f"  because of {line}")
+    for line in recommendation.warnings:
+        yield escape(f"  note: {line}")
+    options = " ".join(f"--{name} {value}" for name, value in recommendation.choices[0].options.items())
+    yield escape(f"  take it by: {options}")
+
+
 def _build_run(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE, title="the run", title_justify="left", show_header=False)
     table.add_column("")
@@ -113,9 +160,15 @@ def _build_run(plan: Plan) -> Table:
 
 
 def _list_facts(plan: Plan) -> list[tuple[str, str]]:
-    workload = plan.recipe.workload
-    count = workload.num_micro_batches(plan.own.layout.num_ranks)
+    workload, layout = plan.recipe.workload, plan.own.layout
+    count = workload.num_micro_batches(layout)
     facts = [("tokens per update", f"{workload.tokens_per_step:,} ({count:,} micro-batches a rank)")]
+    if layout.pipeline_parallel > 1:
+        assert plan.own.timeline is not None
+        rounds = layout.stages_per_rank * count
+        efficiency = rounds / (rounds + layout.pipeline_parallel - 1)
+        peaks = ", ".join(f"{one / 1e9:,.1f}" for one in plan.own.timeline.stage_peaks)
+        facts.append(("pipeline", f"busy for {efficiency:.0%} of the time at most; GB of its ranks: {peaks}"))
     if plan.num_steps is not None:
         tokens = plan.num_steps * workload.tokens_per_step
         amount = f"{tokens / 1e9:,.2f} billion" if tokens >= 10**9 else f"{tokens / 1e6:,.2f} million"
@@ -144,21 +197,30 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
                 f"the others are padding, or only read{other}",
             )
         )
-    proposal = plan.proposal
-    if proposal is not None:
-        text = f"{proposal.lr:.3g} for a global batch {proposal.factor:g} times as large (square-root rule for Adam"
-        betas = (
-            "no valid betas" if proposal.betas is None else f"betas {proposal.betas[0]:.4g}, {proposal.betas[1]:.4g}"
-        )
-        text = f"{text}, arXiv:2205.10287; {betas}, eps {proposal.eps:.3g})"
-        facts.append((f"{type(workload.optimizer.parts[-1]).__name__}'s learning rate", text))
-    if plan.question.old_batch not in (None, workload.global_batch_size):
-        for name in (type(one).__name__ for one in workload.optimizer.parts if one.propose_rate(1.0) is None):
-            facts.append((f"{name}'s learning rate", f"no such rule is known for {name}: measure it"))
+    facts += _list_rates(plan)
     if plan.num_trained == plan.num_parameters:
         least, most = _gb(plan.textbook.without_master_weights), _gb(plan.textbook.with_master_weights)
         text = f"{least} with 16-bit weights and gradients, {most} with master weights, over all ranks"
         facts.append(("textbook state", text))
+    return facts
+
+
+def _list_rates(plan: Plan) -> list[tuple[str, str]]:
+    """Returns learning rates for another global batch than the one for which the recipe's was found."""
+    facts, workload = [], plan.recipe.workload
+    proposal = plan.proposal
+    if proposal is not None:
+        text = f"{proposal.lr:.3g} for a global batch {proposal.factor:g} times as large (square-root rule for Adam"
+        linear = proposal.lr * math.sqrt(proposal.factor)
+        betas = (
+            "no valid betas" if proposal.betas is None else f"betas {proposal.betas[0]:.4g}, {proposal.betas[1]:.4g}"
+        )
+        text = f"{text}, arXiv:2205.10287; {betas}, eps {proposal.eps:.3g})"
+        text = f"{text}; {linear:.3g} by the linear rule, which was found for SGD. Both are rules, no theorems"
+        facts.append((f"{type(workload.optimizer.parts[-1]).__name__}'s learning rate", text))
+    if plan.question.old_batch not in (None, workload.global_batch_size):
+        for name in (type(one).__name__ for one in workload.optimizer.parts if one.propose_rate(1.0) is None):
+            facts.append((f"{name}'s learning rate", f"no such rule is known for {name}: measure it"))
     return facts
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Final, Literal, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from genesis.base.errors import UserError, check_is_named
+from genesis.model.cut import held, take_rows
 from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts
@@ -122,6 +124,7 @@ class AdaptedLinear(nn.Linear, Part):
 
     Attributes:
         is_on: Whether the adapter takes part; without it this is the base's layer (`adapters_off`).
+        rows: The rows that this rank multiplies of a layer that is not cut, where ranks share its part; None for all.
     """
 
     lora_magnitude: nn.Parameter | None
@@ -131,6 +134,7 @@ class AdaptedLinear(nn.Linear, Part):
         self.weight, self.bias = base.weight, base.bias
         self.scaling, self.dropout = config.scaling, config.dropout
         self.is_on = True
+        self.rows: slice | Tensor | None = None
         self.draws_random_numbers = config.dropout > 0.0
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
@@ -174,14 +178,16 @@ class AdaptedLinear(nn.Linear, Part):
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""
+        weight = take_rows(self.weight, self.rows)
+        bias = None if self.bias is None else take_rows(self.bias, self.rows)
         if not self.is_on:
-            return linear(x, self.weight, self.bias)
-        base = linear(x, self.weight, self.bias if self.lora_magnitude is None else None)
+            return linear(x, weight, bias)
+        base = linear(x, weight, bias if self.lora_magnitude is None else None)
         if not torch.is_autocast_enabled(x.device.type):  # the base casts to its own dtype
             x = x.to(self.lora_A.dtype)
         dropped = dropout(x, self.dropout, self.training)
-        low = linear(dropped, self.lora_A)
-        update = linear(low * self.scaling, self.lora_B)
+        low = linear(dropped, held(self.lora_A))
+        update = linear(low * self.scaling, take_rows(self.lora_B, self.rows))
         if self.lora_magnitude is None:
             return base + update.to(base.dtype)
         scale = self.lora_magnitude / self._row_lengths()
@@ -199,6 +205,18 @@ class AdaptedLinear(nn.Linear, Part):
     def _row_lengths(self) -> Float[Tensor, " O"]:
         lengths: Tensor = (self.weight + self.scaling * (self.lora_B @ self.lora_A)).norm(dim=1)
         return lengths
+
+
+def use_rows(layer: nn.Linear, rows: slice | Tensor | None) -> None:
+    """Makes a linear layer multiply some of its rows, or with None all that this rank holds, and its adapter those."""
+    if isinstance(layer, AdaptedLinear):
+        layer.rows = rows
+    else:
+        layer.forward = partial(_multiply, layer, rows)  # type: ignore[method-assign]
+
+
+def _multiply(layer: nn.Linear, rows: slice | Tensor | None, x: Tensor) -> Tensor:
+    return linear(x, take_rows(layer.weight, rows), None if layer.bias is None else take_rows(layer.bias, rows))
 
 
 def attach_adapters(

@@ -27,6 +27,7 @@ from genesis.model.attend.metadata import (
     row_offsets,
 )
 from genesis.model.attend.table import KERNELS, attend
+from genesis.model.cut import MatrixShares, find_indivisible
 from genesis.model.initial import InitialValues
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
@@ -175,6 +176,15 @@ class AttentionConfig(SequenceMixerConfig):
         """Returns whether tokens see only the window in block number `layer`, counted from 0."""
         return self.sliding_window is not None and (self.window_layers is None or layer in self.window_layers)
 
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the heads that the ranks cannot share. If there are more ranks, several use the same key head."""
+        heads = self.num_kv_heads
+        if heads % num_ranks and num_ranks % heads:
+            return f"num_kv_heads {heads}"
+        if heads % num_ranks and self.qk_norm == "projection":
+            return f"num_kv_heads {heads} with qk_norm 'projection'"
+        return find_indivisible({"num_heads": self.num_heads}, num_ranks)
+
     def build(self, dim: int, layer: int) -> "Attention":
         """Builds the part of block number `layer`, counted from 0."""
         return Attention(self, dim, layer)
@@ -198,6 +208,10 @@ class AttentionConfig(SequenceMixerConfig):
     def attention_heads(self, dim: int) -> AttentionHeads:
         """Returns the heads."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim))
+
+    def count_shared_heads(self) -> int:
+        """Returns the number of query heads; ranks that need the same keys and values copy them."""
+        return self.num_heads
 
 
 def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> AttentionMetadata:
@@ -322,6 +336,21 @@ class Attention(SequenceMixer):
         weights = dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
         return weights | dict.fromkeys(self._biases, VECTORS)
 
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Gives each rank some heads."""
+        ranks.cut_linear(self.query, 0)
+        num_kv_heads = self.key.out_features // self.head_dim
+        for layer in (self.key, self.value):
+            if num_kv_heads % ranks.size == 0:
+                ranks.cut_linear(layer, 0)
+            else:  # several ranks use the same head
+                head = ranks.rank * num_kv_heads // ranks.size
+                ranks.use_rows(layer, slice(head * self.head_dim, (head + 1) * self.head_dim))
+        ranks.cut_linear(self.output, 1)
+        if self.qk_norm == "projection":
+            self.query_norm.share_matrices(ranks)
+            self.key_norm.share_matrices(ranks)
+
     @property
     def _biases(self) -> tuple[str, ...]:
         return () if self.query.bias is None else ("query.bias", "key.bias", "value.bias")
@@ -349,11 +378,17 @@ class Attention(SequenceMixer):
         query, key = query.view(heads), key.view(heads)
         if self.qk_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
+        exchange = self.exchange
         if self.has_rope:
-            query, key = (rotate(part, metadata.cos, metadata.sin) for part in (query, key))
+            tables = metadata.cos, metadata.sin
+            cos, sin = tables if exchange is None else map(exchange.cut, tables)
+            query, key = (rotate(part, cos, sin) for part in (query, key))
         if cache is not None:
             key, value = remember((key, value), metadata, cache)
-        attended = attend(query, key, value, metadata).flatten(2)
+        if exchange is not None:
+            query, key, value = exchange.to_heads(query, key, value)
+        attended = attend(query, key, value, metadata)
+        attended = (attended if exchange is None else exchange.to_tokens(attended)).flatten(2)
         out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
         return out
 

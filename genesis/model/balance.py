@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from genesis.model.decoder import Decoder
 from genesis.model.mixture import ENTROPY, LOAD, Router, find_routers
 from genesis_callbacks.base.local_shards import local_shards
 
@@ -137,16 +138,19 @@ class LayerBalance:
         )
 
 
-def measure_balance(model: nn.Module, figures: Mapping[str, float]) -> dict[str, LayerBalance]:
+def measure_balance(decoder: Decoder, figures: Mapping[str, float]) -> dict[str, LayerBalance]:
     """Returns the balance of each mixture by its canonical name.
 
     Args:
-        model: The decoder.
+        decoder: The decoder; of the blocks that other ranks hold, too.
         figures: The statistics of the parts in one window over all ranks, by the names of part and figure.
     """
     loads = split_loads(list(figures), torch.tensor(list(figures.values()), dtype=torch.float64))
     measured = {}
-    for name, router in find_routers(model).items():
+    routers = find_routers(decoder)
+    for number, block in decoder.blocks_elsewhere.items():
+        routers |= {f"blocks.{number}.{name}": router for name, router in find_routers(block).items()}
+    for name, router in routers.items():
         if name in loads:
             load: list[float] = loads[name].tolist()
             num_tokens = sum(load) / router.config.top_k

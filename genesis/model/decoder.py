@@ -13,7 +13,7 @@ self-contained modules, so that sharding, activation checkpointing and compilati
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
@@ -24,10 +24,17 @@ from genesis.base.errors import UserError
 from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.exchange import HeadExchange
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.kv_cache import CacheTensor, KVCache
-from genesis.model.mixer import AttentionHeads, ForwardTokens, KernelProof, SequenceMixer, SequenceMixerConfig
+from genesis.model.mixer import (
+    AttentionHeads,
+    ForwardTokens,
+    KernelProof,
+    SequenceMixer,
+    SequenceMixerConfig,
+)
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
 
@@ -228,10 +235,28 @@ def _find_short_form(
     return last, replace(first, attention_every=period)
 
 
+class SequenceShare(Protocol):
+    """The share of a rank in the tokens of each row, of which other ranks have the rest (`genesis.strategies`)."""
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Returns this rank's tokens of whole rows (B S ...). Does not communicate, and has no gradient."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns whole rows of the tokens of all ranks."""
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Returns this rank's tokens of the sum of all ranks' rows."""
+
+
 class Block(nn.Module):
     """One layer: a sequence mixer, then feed-forward, each added to the residual stream.
 
     The norms are applied to the inputs of the parts, or to their outputs.
+
+    Attributes:
+        mixer_share: How the mixer gets whole rows if ranks share its matrices and this rank's stream has some tokens
+            of each row; its output is then summed over these ranks. None if it takes the stream as it is.
+        feed_forward_share: The same for the feed-forward part.
     """
 
     def __init__(self, config: DecoderConfig, mixer: SequenceMixerConfig, layer: int) -> None:
@@ -245,6 +270,8 @@ class Block(nn.Module):
         self.feed_forward_norm = parts.norm.build(config.dim)
         self.feed_forward = parts.feed_forward.build(config.dim, layer)
         self.dropout = nn.Dropout(config.dropout)
+        self.mixer_share: SequenceShare | None = None
+        self.feed_forward_share: SequenceShare | None = None
 
     @property
     def sequence_mixer(self) -> SequenceMixer:
@@ -266,13 +293,19 @@ class Block(nn.Module):
         of the `counted` tokens.
         """
         is_before = self.has_norms_before
-        update = self.sequence_mixer(self.attention_norm(x) if is_before else x, metadata, cache)
+        given = self.attention_norm(x) if is_before else x
+        share = self.mixer_share
+        update = self.sequence_mixer(given if share is None else share.gather(given), metadata, cache)
+        update = update if share is None else share.scatter(update)
         x = x + self.dropout(update if is_before else self.attention_norm(update))
         # After the mixer, whose keys, values or states need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
             counted = None if counted is None else counted.flatten()[logits_to_keep]
-        update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x, counted)
+        given = self.feed_forward_norm(x) if is_before else x
+        share = self.feed_forward_share
+        update, statistics = self.feed_forward(given if share is None else share.gather(given), counted)
+        update = update if share is None else share.scatter(update)
         return x + self.dropout(update if is_before else self.feed_forward_norm(update)), statistics
 
 
@@ -304,18 +337,28 @@ class Decoder(nn.Module):
 
     Attributes:
         groups: The blocks that one call of `run_blocks` runs, in order: by default all.
+        share: This rank's share of the tokens of each row if ranks share matrices; None for whole rows.
+        context: The ranks that share rows alone (context parallelism), whose shares `share` divides further; None for
+            whole rows.
         attention_kernel: The kernel of attention without a cache, by its name in `genesis.model.attend.table`.
+        blocks_elsewhere: The blocks that other ranks hold, by their numbers, without values. This decoder may then also
+            lack its embedding, its last norm and its output weight, and `genesis.strategies.pipeline` runs it.
+        copies: The names of parameters of which another rank holds the same, so that it is not counted twice.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.blocks_elsewhere: dict[int, Block] = {}
+        self.copies: frozenset[str] = frozenset()
         self._mixers = config.list_mixers()
         mixers = {layer: mixer for mixer, layers in self._mixers for layer in layers}
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, mixers[layer], layer) for layer in range(config.num_layers))
         self.groups: Sequence[range] = [range(config.num_layers)]
         self.attention_kernel = TORCH_KERNEL
+        self.share: SequenceShare | None = None
+        self.context: HeadExchange | None = None
         self.norm = config.parts.norm.build(config.dim)
         if not config.has_tied_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -324,6 +367,11 @@ class Decoder(nn.Module):
     def output_weight(self) -> Float[Tensor, "V D"]:
         """The weight that turns hidden states into logits."""
         return self.embedding.weight if self.config.has_tied_embeddings else self.output.weight
+
+    @property
+    def numbered_blocks(self) -> dict[int, Block]:
+        """The blocks that are there, by their numbers, which are also their names."""
+        return {int(name): block for name, block in self.blocks.named_children()}  # type: ignore[misc]
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -353,18 +401,21 @@ class Decoder(nn.Module):
         start at one. A rank computes only the values that it holds (`genesis.model.initial`).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
+        held = dict(self.named_children())
+        if "embedding" in held:
+            fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
         for name, part in self.parts.items():
             part.init_weights(InitialValues(f"{seed} {name}", residual_std))
-        if not self.config.has_tied_embeddings:
+        if "output" in held:
             fill_normal(self.output.weight, INIT_STD, f"{seed} output.weight")
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
         """Returns the optimizer's group of each parameter by its canonical name, as its part defines it."""
-        groups = {"embedding.weight": EMBEDDINGS}
+        held = dict(self.named_children())
+        groups = {"embedding.weight": EMBEDDINGS} if "embedding" in held else {}
         for name, part in self.parts.items():
             groups |= {f"{name}.{own}": group for own, group in part.parameter_groups().items()}
-        return groups if self.config.has_tied_embeddings else {**groups, "output.weight": HEAD}
+        return {**groups, "output.weight": HEAD} if "output" in held else groups
 
     def forward(
         self,
@@ -393,22 +444,61 @@ class Decoder(nn.Module):
         """
         if has_statistics and counted is None:
             counted = torch.ones_like(input_ids, dtype=torch.bool)
-        x = self.embedding(input_ids)
-        cached = None if cache is None else cache.cached
-        tokens = ForwardTokens(x, document_ids, document_offsets, cached, self.attention_kernel)
-        metadata: list[Any] = [None] * len(self.blocks)
-        for mixer, layers in self._mixers:
-            for layer, of_layer in zip(layers, mixer.build_metadata(tokens, layers), strict=True):
-                metadata[layer] = of_layer
-        held = [None] * len(self.blocks) if cache is None else cache.of_layers()
-        inputs = BlockInputs(metadata, held, logits_to_keep, counted)
+        x = self.embed(input_ids)
+        inputs = self.prepare(x, input_ids, document_ids, document_offsets, cache, logits_to_keep, counted)
         statistics: dict[str, Statistics] = {}
         for blocks in self.groups:
             x, reported = self.run_blocks(blocks, x, inputs)
             statistics |= reported
-        # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.
-        out = head(self.norm(x), self.output_weight)
+        out = self.finish(x, head)
         return (out, statistics) if has_statistics else out
+
+    # ---- the pieces of a forward, of which a stage of a pipeline runs some
+
+    def embed(self, input_ids: Int64[Tensor, "B S"]) -> Float[Tensor, "B S D"]:
+        """Returns the residual stream before the first block, of this rank's tokens."""
+        embedded: Tensor = self.embedding(input_ids if self.context is None else self.context.cut(input_ids))
+        return embedded
+
+    def prepare(
+        self,
+        x: Float[Tensor, "B S D"],
+        input_ids: Int64[Tensor, "B S"],
+        document_ids: Int32[Tensor, "B S"] | None = None,
+        document_offsets: Int32[Tensor, " num_documents+1"] | None = None,
+        cache: KVCache | None = None,
+        logits_to_keep: Int64[Tensor, " P"] | None = None,
+        counted: Bool[Tensor, "B S"] | None = None,
+    ) -> BlockInputs:
+        """Returns what blocks get beside the residual stream.
+
+        Args:
+            x: The residual stream of this rank's tokens before any block.
+            input_ids: Whole rows, like `document_ids`, `document_offsets` and `counted`.
+            document_ids: See `forward`, as for the other arguments.
+            document_offsets: See `forward`.
+            cache: See `forward`.
+            logits_to_keep: See `forward`.
+            counted: See `forward`.
+        """
+        for share in (self.context, self.share):
+            if share is not None:
+                # The metadata is that of whole rows: `x` has some tokens of each.
+                x = x.new_empty(()).expand(*input_ids.shape, x.shape[2])
+                counted = None if counted is None else share.cut(counted)
+        cached = None if cache is None else cache.cached
+        tokens = ForwardTokens(x, document_ids, document_offsets, cached, self.attention_kernel)
+        metadata: list[Any] = [None] * self.config.num_layers
+        for mixer, layers in self._mixers:
+            for layer, of_layer in zip(layers, mixer.build_metadata(tokens, layers), strict=True):
+                metadata[layer] = of_layer
+        held = [None] * self.config.num_layers if cache is None else cache.of_layers()
+        return BlockInputs(metadata, held, logits_to_keep, counted)
+
+    def finish(self, x: Float[Tensor, "B S D"], head: Callable[[Tensor, Tensor], T]) -> T:
+        """Returns the result of `head` for the residual stream after the last block; see `forward`."""
+        # Inside a forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.
+        return head(self.norm(x), self.output_weight)
 
     def run_blocks(
         self, blocks: range, x: Float[Tensor, "B S D"], inputs: BlockInputs
@@ -419,7 +509,7 @@ class Decoder(nn.Module):
         """
         statistics: dict[str, Statistics] = {}
         for index in blocks:
-            kept = inputs.logits_to_keep if index == len(self.blocks) - 1 else None
+            kept = inputs.logits_to_keep if index == self.config.num_layers - 1 else None
             x, reported = self.blocks[index](x, inputs.metadata[index], inputs.held[index], kept, inputs.counted)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported

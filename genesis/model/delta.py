@@ -7,7 +7,7 @@ W  taps of the convolution        C  channels of queries, keys and values: 2 K E
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from genesis.base.errors import UserError
 from genesis.model.attend.metadata import document_offsets, document_positions
+from genesis.model.cut import MatrixShares, find_indivisible, held, take_rows
 from genesis.model.delta_kernel import run_kernel, suits_kernel
 from genesis.model.delta_proof import list_delta_proofs
 from genesis.model.delta_rule import DeltaInputs, chunked, step
@@ -75,6 +76,11 @@ class GatedDeltaConfig(SequenceMixerConfig):
         """Returns whether block number `layer`, counted from 0, has this part, and not attention."""
         return (layer + 1) % self.attention_every != 0
 
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the heads that the ranks cannot share."""
+        heads = {"num_key_heads": self.num_key_heads, "num_value_heads": self.num_value_heads}
+        return find_indivisible(heads, num_ranks)
+
     def build(self, dim: int, layer: int) -> "GatedDelta":
         """Builds the part, the same in every block."""
         return GatedDelta(self, dim)
@@ -88,6 +94,10 @@ class GatedDeltaConfig(SequenceMixerConfig):
         state = (self.num_value_heads, self.key_dim, self.value_dim)
         tail = (self.conv_width - 1, self.num_channels)
         return CacheTensor(state, is_state=True, dtype=torch.float32), CacheTensor(tail, is_state=True)
+
+    def count_shared_heads(self) -> int:
+        """Returns the number of value heads; ranks that need the same queries and keys copy them."""
+        return self.num_value_heads
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proof of the rule's kernels, if their package is installed."""
@@ -135,6 +145,7 @@ class GatedDelta(SequenceMixer):
     def __init__(self, config: GatedDeltaConfig, dim: int) -> None:
         super().__init__()
         self.config = config
+        self._channels: Tensor | None = None
         self.query_key_value = nn.Linear(dim, config.num_channels, bias=False)
         self.gate = nn.Linear(dim, config.num_value_heads * config.value_dim, bias=False)
         self.beta = nn.Linear(dim, config.num_value_heads, bias=False)
@@ -170,6 +181,26 @@ class GatedDelta(SequenceMixer):
         vectors = ("conv_weight", "log_rate", "decay_bias", "norm_weight")
         return {f"{name}.weight": MATRICES for name in matrices} | dict.fromkeys(vectors, VECTORS)
 
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Gives each rank some heads: of queries and keys, and those of the values that they serve."""
+        config, size = self.config, ranks.size
+        keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
+        # One matrix has queries, keys and values, so that a rank's rows are three ranges of it.
+        self._channels = torch.cat(
+            [
+                torch.arange(first + num // size * ranks.rank, first + num // size * (ranks.rank + 1), device="cpu")
+                for first, num in ((0, keys), (keys, keys), (2 * keys, values))
+            ]
+        )
+        ranks.use_rows(self.query_key_value, self._channels)
+        for layer in (self.gate, self.beta, self.decay):
+            ranks.cut_linear(layer, 0)
+        for name in ("log_rate", "decay_bias"):
+            ranks.cut(self, name)
+        ranks.cut_linear(self.output, 1)
+        heads = (config.num_key_heads // size, config.num_value_heads // size)
+        self.config = replace(config, num_key_heads=heads[0], num_value_heads=heads[1])
+
     @property
     def flops_per_token(self) -> int:
         """The FLOPs of the weights, and of the three products of a token with the state of each head."""
@@ -188,32 +219,50 @@ class GatedDelta(SequenceMixer):
             cache: The state (B H E F, float32) and the last inputs of the convolution (B W-1 C) of each row; both are
                 replaced in place by those after this forward. None without a cache.
         """
-        mixed = self._convolve(self.query_key_value(x), metadata, cache)
-        beta, decay = self.beta(x).sigmoid(), self.decay(x)
-        decay = -self.log_rate.float().exp() * softplus(decay.float() + self.decay_bias.float())
+        mixed, beta, decay = self.query_key_value(x), self.beta(x), self.decay(x)
+        taps, exchange = take_rows(self.conv_weight, self._channels), self.exchange
+        log_rate, decay_bias = held(self.log_rate), held(self.decay_bias)
+        if exchange is not None:
+            # Before the convolution, which reads earlier tokens.
+            *channels, beta, decay = exchange.to_heads(*self._split(mixed, 2), beta.unsqueeze(3), decay.unsqueeze(3))
+            mixed, beta, decay = torch.cat([part.flatten(2) for part in channels], 2), beta.squeeze(3), decay.squeeze(3)
+            taps = torch.cat([exchange.cut_heads(part).flatten(0, 1) for part in self._split(taps, 0)])
+            log_rate, decay_bias = exchange.cut_heads(log_rate), exchange.cut_heads(decay_bias)
+        mixed, beta = self._convolve(mixed, taps, metadata, cache), beta.sigmoid()
+        decay = -log_rate.float().exp() * softplus(decay.float() + decay_bias.float())
         if metadata.is_padding is not None:
             beta, decay = (part.masked_fill(metadata.is_padding.unsqueeze(-1), 0.0) for part in (beta, decay))
-        keys = self.config.num_key_heads * self.config.key_dim
-        query, key, value = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
-        heads = (self.config.num_key_heads, self.config.key_dim)
-        inputs = DeltaInputs(
-            query.reshape(*x.shape[:2], *heads),
-            key.reshape(*x.shape[:2], *heads),
-            value.reshape(*x.shape[:2], self.config.num_value_heads, self.config.value_dim),
-            decay,
-            beta,
+        read = _apply_rule(
+            DeltaInputs(*self._split(mixed, 2, beta.shape[2]), decay, beta),
+            metadata,
+            None if cache is None else cache[0],
         )
-        read = _apply_rule(inputs, metadata, None if cache is None else cache[0])
+        if exchange is not None:
+            read = exchange.to_tokens(read)
         gate = self.gate(x).view(read.shape)
         out: Tensor = self.output(self._gated_norm(read, gate).flatten(2).to(x.dtype))
         return out
+
+    def _split(self, channels: Tensor, dim: int, num_value_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the queries, keys and values of some heads, by default of all, each with a dimension of heads."""
+        config = self.config
+        values = (config.num_value_heads if num_value_heads is None else num_value_heads) * config.value_dim
+        keys = (channels.shape[dim] - values) // 2
+        query, key, value = torch.split(channels, [keys, keys, values], dim=dim)
+        before, after = channels.shape[:dim], channels.shape[dim + 1 :]
+        queries, keyed = (part.view(*before, -1, config.key_dim, *after) for part in (query, key))
+        return queries, keyed, value.view(*before, -1, config.value_dim, *after)
 
     def _gated_norm(self, read: Float[Tensor, "B S H F"], gate: Float[Tensor, "B S H F"]) -> Float[Tensor, "B S H F"]:
         normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + self.config.norm_eps)
         return normed * self.norm_weight.float() * silu(gate.float())
 
     def _convolve(
-        self, x: Float[Tensor, "B S C"], metadata: DeltaMetadata, cache: tuple[Tensor, ...] | None
+        self,
+        x: Float[Tensor, "B S C"],
+        taps: Float[Tensor, "C 1 W"],
+        metadata: DeltaMetadata,
+        cache: tuple[Tensor, ...] | None,
     ) -> Float[Tensor, "B S C"]:
         """Returns the causal convolution of each channel within documents, after SiLU."""
         width, seq_len = self.config.conv_width, x.shape[1]
@@ -222,7 +271,7 @@ class GatedDelta(SequenceMixer):
         else:
             padded = torch.cat((cache[1].to(x.dtype), x), dim=1)
             _keep_last(padded, metadata, cache[1])
-        weight = self.conv_weight.squeeze(1).to(x.dtype)
+        weight = taps.squeeze(1).to(x.dtype)
         mixed = x * weight[:, -1]
         for back in range(1, width):
             earlier = padded[:, width - 1 - back : width - 1 - back + seq_len]

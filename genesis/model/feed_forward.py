@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from genesis.base.device import kind_of
+from genesis.model.cut import MatrixShares, find_indivisible
 from genesis.model.initial import InitialValues
 from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts
 
@@ -32,6 +33,16 @@ class FeedForward(Part):
             counted: The tokens that the statistics contain; None if nobody reads the statistics.
         """
 
+    def share_matrices(self, ranks: MatrixShares) -> bool:
+        """Cuts the freshly built part among ranks, and returns whether it is cut.
+
+        A part that is cut gets whole rows and adds to the sum of all outputs. One that is not gets this rank's tokens.
+
+        Args:
+            ranks: The ranks that share the part.
+        """
+        return False
+
 
 class FeedForwardConfig(ABC):
     """The choice of a feed-forward part: each is a frozen dataclass of plain values that is derived from this class.
@@ -45,6 +56,10 @@ class FeedForwardConfig(ABC):
         Raises:
             UserError: It cannot.
         """
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns what of the part `num_ranks` ranks cannot share; None if they can, or if it is not cut."""
+        return None
 
     @abstractmethod
     def build(self, dim: int, layer: int) -> FeedForward:
@@ -68,6 +83,10 @@ class DenseConfig(FeedForwardConfig):
 
     def __post_init__(self) -> None:
         check_counts(self)
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the width if the ranks do not divide it."""
+        return find_indivisible({"ffn_dim": self.ffn_dim}, num_ranks)
 
     def build(self, dim: int, layer: int) -> "Dense":
         """Builds the part, the same in every block."""
@@ -98,6 +117,13 @@ class Dense(FeedForward):
     def parameter_groups(self) -> dict[str, ParameterGroup]:
         """Returns the group of each weight."""
         return dict.fromkeys(("gate.weight", "up.weight", "down.weight"), MATRICES)
+
+    def share_matrices(self, ranks: MatrixShares) -> bool:
+        """Gives each rank some of the hidden dimensions."""
+        ranks.cut_linear(self.gate, 0)
+        ranks.cut_linear(self.up, 0)
+        ranks.cut_linear(self.down, 1)
+        return True
 
     @property
     def flops_per_token(self) -> int:

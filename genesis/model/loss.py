@@ -57,7 +57,7 @@ def sum_cross_entropy(
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
-    dtype = _product_dtype(hidden)
+    dtype = find_product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(hidden.device.type, enabled=False):
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -80,8 +80,10 @@ def token_losses(
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
-    dtype = _product_dtype(hidden)
+    dtype = find_product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    # An index of a label would find a hidden state among others, and finite losses of other tokens.
+    assert len(hidden) == len(labels), f"{len(hidden)} hidden states and {len(labels)} labels"
     with torch.autocast(hidden.device.type, enabled=False):
         if kind_of(hidden.device) != "cpu":  # to count the valid labels there, the host would have to wait
             return _apply_token_losses(hidden, weight, labels, dtype)
@@ -91,7 +93,7 @@ def token_losses(
         return losses.new_zeros(len(labels)).index_copy(0, valid, losses)
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
+def find_product_dtype(hidden: Tensor) -> torch.dtype:
     """Returns the dtype of the products with the output weight.
 
     A custom Function is not cast by autocast, so the dtype is read before it. Autocast is off inside, because it would

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import TORCH_KERNEL
+from genesis.model.cut import MatrixShares
+from genesis.model.exchange import HeadExchange
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.part import Part
 
@@ -59,7 +61,14 @@ class KernelProof(NamedTuple):
 
 
 class SequenceMixer(Part):
-    """The part of a block in which each token reads tokens before it in its document."""
+    """The part of a block in which each token reads tokens before it in its document.
+
+    Attributes:
+        exchange: How it gets whole rows if the input has some tokens of each row, while the metadata is that of whole
+            rows; None if the input has whole rows. Never set unless `SequenceMixerConfig.count_shared_heads` allows it.
+    """
+
+    exchange: HeadExchange | None = None
 
     @abstractmethod
     def forward(
@@ -73,6 +82,16 @@ class SequenceMixer(Part):
             cache: The tensors that `SequenceMixerConfig.cache_tensors` lists, which the part reads and writes in place;
                 None without a cache.
         """
+
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Cuts the freshly built part among ranks, each of which gets whole rows and adds to the sum of all outputs.
+
+        Called only if `SequenceMixerConfig.find_uncut` has found nothing.
+
+        Args:
+            ranks: The ranks that share the part.
+        """
+        raise NotImplementedError("its configuration says that it can be cut")
 
 
 class SequenceMixerConfig(ABC):
@@ -121,6 +140,23 @@ class SequenceMixerConfig(ABC):
     def attention_heads(self, dim: int) -> AttentionHeads | None:
         """Returns the heads for which a kernel of attention is chosen; None if the part uses none of these kernels."""
         return None
+
+    def count_shared_heads(self) -> int | None:
+        """Returns the number of heads that ranks of context parallelism can divide by `SequenceMixer.exchange`.
+
+        None if the part has no use for an exchange of heads: such ranks are then refused.
+        """
+        return None
+
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns what of the part `num_ranks` ranks cannot share, for a message; None if they can share it.
+
+        A part that can be shared has this method, and `SequenceMixer.share_matrices`.
+
+        Args:
+            num_ranks: `tensor_parallel`, at least 2.
+        """
+        return f"a {type(self).__name__}, which has no `find_uncut`"
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of kernels of its own, which an accelerator has to pass before the part uses them."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from genesis.base.errors import UserError
+from genesis.model.cut import find_indivisible
 from genesis.model.dispatch import combine, sort_by_expert, spread
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig
@@ -128,6 +129,12 @@ class MixtureConfig(FeedForwardConfig):
         """Returns whether a layer, counted from 0, is a mixture."""
         return layer >= self.num_dense_layers and (layer + 1) % self.mixture_every == 0
 
+    def find_uncut(self, num_ranks: int) -> str | None:
+        """Returns the width of dense layers if the ranks do not divide it; mixtures see this rank's tokens, uncut."""
+        return (
+            None if self.dense_ffn_dim is None else find_indivisible({"dense_ffn_dim": self.dense_ffn_dim}, num_ranks)
+        )
+
     def build(self, dim: int, layer: int) -> FeedForward:
         """Builds the mixture or the dense part of a layer."""
         if self.is_mixture(layer):
@@ -156,6 +163,9 @@ class Router(Part):
         config: The options of the mixture.
         dim: Model width.
 
+    Attributes:
+        sum_over_row: Adds what each rank has counted of its tokens of a row, where ranks share rows; None elsewhere.
+
     References:
         Shazeer et al., Outrageously Large Neural Networks, arXiv:1701.06538. Wang et al., Auxiliary-Loss-Free Load
         Balancing, arXiv:2408.15664. DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Zoph et al., ST-MoE,
@@ -175,6 +185,7 @@ class Router(Part):
             # A parameter without a gradient, so that ranks compare it and shard it as they do with parameters.
             bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter("balance_bias", bias)
+        self.sum_over_row: Callable[[Tensor], Tensor] | None = None
 
     def init_weights(self, initial: InitialValues) -> None:
         """Initializes the weight; the balance bias is zero."""
@@ -272,8 +283,12 @@ class Router(Part):
         choices = mask.new_zeros(num_rows, config.num_experts)
         choices = choices.scatter_add_(1, experts.view(num_rows, -1), used.reshape(num_rows, -1))
         sums = (shares.view(*mask.shape, -1) * mask.unsqueeze(2)).sum(1)
-        num_tokens = mask.sum(1, keepdim=True).clamp(min=1.0)
-        return (config.num_experts * choices * sums / num_tokens).sum()
+        num_tokens = mask.sum(1, keepdim=True)
+        if self.sum_over_row is not None:
+            # Both without a gradient: it flows through `sums` alone, of which each rank adds its own tokens'.
+            counts = self.sum_over_row(torch.cat((choices, num_tokens), dim=1))
+            choices, num_tokens = counts[:, :-1], counts[:, -1:]
+        return (config.num_experts * choices * sums / num_tokens.clamp(min=1.0)).sum()
 
 
 class Flight(Protocol):

@@ -15,6 +15,7 @@ from torch.nn.functional import rms_norm
 
 from genesis.base.device import kind_of
 from genesis.base.errors import UserError
+from genesis.model.cut import MatrixShares, held
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part
 
@@ -60,6 +61,7 @@ class RMSNorm(Part):
         super().__init__()
         self.eps, self.has_offset = eps, has_offset
         self.weight = nn.Parameter(torch.ones(dim))
+        self._ranks: MatrixShares | None = None
 
     def init_weights(self, initial: InitialValues) -> None:
         """Initializes the weight, so that the norm scales by one."""
@@ -69,6 +71,11 @@ class RMSNorm(Part):
         """Returns the group of the weight."""
         return {"weight": VECTORS}
 
+    def share_matrices(self, ranks: MatrixShares) -> None:
+        """Gives each rank some of the dimensions of the vectors that are normalised."""
+        self._ranks = ranks
+        ranks.cut(self, "weight")
+
     @property
     def flops_per_token(self) -> int:
         """Returns 0, because a norm multiplies no matrix."""
@@ -77,6 +84,8 @@ class RMSNorm(Part):
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
+        if self._ranks is not None:
+            return self._normalise_part(x, self._ranks)
         # In float32: bfloat16 would round the sum.
         weight = 1.0 + self.weight.float() if self.has_offset else self.weight
         # torch.compile itself fuses torch's own form into few passes.
@@ -93,6 +102,13 @@ class RMSNorm(Part):
         else:
             out = rms_norm(x, weight.shape, weight, self.eps)
         return out
+
+    def _normalise_part(self, x: Float[Tensor, "B S D"], ranks: MatrixShares) -> Float[Tensor, "B S D"]:
+        """Returns this rank's dimensions of vectors that ranks share."""
+        weight = 1.0 + held(self.weight).float() if self.has_offset else held(self.weight)
+        squares = ranks.sum(x.float().square().sum(-1, keepdim=True))
+        scale = torch.rsqrt(squares / (x.shape[-1] * ranks.size) + self.eps)
+        return (x.float() * scale * weight).to(x.dtype)
 
 
 class _RMSNormCPU(torch.autograd.Function):

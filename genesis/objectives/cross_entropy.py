@@ -1,15 +1,14 @@
 """The default objective: the mean of -log p over the valid tokens."""
 
 import math
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from genesis.data.window import MicroBatch
-from genesis.objectives.objective import BYTES, TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.objective import BYTES, TOKENS, Head, HeadResult, Objective, ObjectiveSums
+from genesis.objectives.vocabulary import Vocabulary
 
 
 class CrossEntropy(Objective):
@@ -17,11 +16,12 @@ class CrossEntropy(Objective):
 
     label_options = MappingProxyType[str, Any]({})
     head_memory = "fused"
+    trains_under = frozenset({"tensor", "context", "pipeline"})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
-        """Returns the strategy's head, whose sum is the only term."""
-        sum_loss = cross_entropy(micro_batch.labels)
-        return lambda hidden, weight: HeadResult({TOKENS: sum_loss(hidden, weight)}, {})
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
+        """Returns the head whose only term is the sum over labels."""
+        labels = micro_batch.labels
+        return lambda hidden, weight: HeadResult({TOKENS: vocabulary.sum_cross_entropy(hidden, weight, labels)}, {})
 
     def measure(self, sums: ObjectiveSums) -> dict[str, float]:
         """Returns the loss in nats per token, the perplexity, and the bits per byte of text (NaN without bytes)."""

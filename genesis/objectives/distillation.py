@@ -7,7 +7,7 @@ train/teacher_divergence   nats per valid token: KL of the student from the teac
 train/teacher_rest         the teacher's mean probability of all ids that are not among its top_k
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
-from genesis.objectives.distillation_loss import sum_distillation
 from genesis.objectives.objective import (
     TOKENS,
     FitContext,
@@ -30,7 +29,6 @@ from genesis.objectives.objective import (
     Objective,
     ObjectiveSums,
     Prepared,
-    SumHead,
 )
 from genesis.objectives.teacher import (
     FoundTeacher,
@@ -41,6 +39,7 @@ from genesis.objectives.teacher import (
     name_classes,
 )
 from genesis.objectives.teacher_cache import CacheIdentity, TeacherCache, open_cache
+from genesis.objectives.vocabulary import Vocabulary
 
 _LOWEST_TEMPERATURE: Final = 0.01
 _TOP_K: Final = 64
@@ -158,21 +157,21 @@ class Distillation(Objective):
         self.cache, data.columns = str(path), cache
         return cache
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the teacher's classes; in validation, or where a cache gave them, unchanged."""
         if not decoder.training or find_classes(micro_batch) is not None:
             return micro_batch
         assert self.loaded_teacher is not None, "set before a fit without a cache"
         return replace(micro_batch, extra={**micro_batch.extra, **name_classes(self.loaded_teacher.read(micro_batch))})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head of both losses; in validation, that of the cross-entropy."""
         classes = find_classes(micro_batch)
         if classes is None:
-            return CrossEntropy().head(micro_batch, cross_entropy)
+            return CrossEntropy().head(micro_batch, vocabulary)
 
         def sum_both(hidden: Tensor, weight: Tensor) -> HeadResult:
-            sums = sum_distillation(
+            sums = vocabulary.sum_distillation(
                 *(hidden, weight, micro_batch.labels, classes),
                 temperature=self.temperature,
                 share=self.teacher_share,

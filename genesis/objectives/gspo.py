@@ -26,7 +26,6 @@ References:
     arXiv:2402.03300, equation 4 (the estimate of the KL).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -41,7 +40,6 @@ from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
-from genesis.model.loss import token_losses
 from genesis.objectives.objective import (
     FitContext,
     Head,
@@ -50,8 +48,8 @@ from genesis.objectives.objective import (
     ObjectiveSums,
     Prepared,
     ScorePairs,
-    SumHead,
 )
+from genesis.objectives.vocabulary import Vocabulary
 
 ANSWERS: Final = "answers"
 """The unit of the loss."""
@@ -112,7 +110,7 @@ class GSPO(Objective):
         num_answers = sum(len(m.input_ids) for m in window.micro_batches)
         return {ANSWERS: num_answers, **super().count(window), **window.num_units}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities of the tokens, if there is a KL."""
         if not self.kl:
             return micro_batch
@@ -124,19 +122,24 @@ class GSPO(Objective):
                     micro_batch.input_ids,
                     document_ids=micro_batch.document_ids,
                     document_offsets=micro_batch.document_offsets,
-                    head=partial(score_tokens, labels=micro_batch.labels, temperature=micro_batch.extra[TEMPERATURE]),
+                    head=partial(
+                        score_tokens,
+                        labels=micro_batch.labels,
+                        temperature=micro_batch.extra[TEMPERATURE],
+                        vocabulary=vocabulary,
+                    ),
                 )
         finally:
             decoder.train(was_training)
         return replace(micro_batch, extra={**micro_batch.extra, REFERENCE: found})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head that sums the clipped loss of the answers."""
         labels, extra = micro_batch.labels, micro_batch.extra
 
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
-            of_tokens = score_tokens(hidden, weight, labels, extra[TEMPERATURE])
-            log_probs = of_tokens.sum(1)
+            of_tokens = score_tokens(hidden, weight, labels, extra[TEMPERATURE], vocabulary)
+            log_probs = vocabulary.sum_over_rows(of_tokens.sum(1))
             losses, ratios, is_clipped = gspo_losses(
                 log_probs, extra[OLD_LOG_PROB], count_labels(labels), extra[ADVANTAGE], self.clip_low, self.clip_high
             )
@@ -151,7 +154,7 @@ class GSPO(Objective):
                 "num_tokens": count_labels(labels),
             }
             if self.kl:
-                kl = estimate_kl(of_tokens, extra[REFERENCE], count_labels(labels))
+                kl = vocabulary.sum_over_rows(estimate_kl(of_tokens, extra[REFERENCE], count_labels(labels)))
                 losses, figures["kl"] = losses + self.kl * kl, kl
             sums = {name: values.detach().float().sum() for name, values in figures.items()}
             return HeadResult({ANSWERS: losses.sum()}, sums)
@@ -182,6 +185,7 @@ def score_tokens(
     weight: Float[Tensor, "V D"],
     labels: Int64[Tensor, "B S"],
     temperature: Float32[Tensor, "1"],
+    vocabulary: Vocabulary,
 ) -> Float32[Tensor, "B S"]:
     """Returns log p of the labels under the distribution that the temperature gives, and 0 where there is no label.
 
@@ -190,8 +194,9 @@ def score_tokens(
         weight: The output weight.
         labels: The tokens to score; others are `IGNORE_INDEX`.
         temperature: The divisor of the logits.
+        vocabulary: The strategy's.
     """
-    return -token_losses(hidden / temperature.to(hidden.dtype), weight, labels).view(labels.shape)
+    return -vocabulary.token_losses(hidden / temperature.to(hidden.dtype), weight, labels).view(labels.shape)
 
 
 def estimate_kl(

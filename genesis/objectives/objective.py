@@ -23,6 +23,7 @@ from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
+from genesis.objectives.vocabulary import Vocabulary
 
 TOKENS: Final = "tokens"
 """The unit of valid labels, which every objective counts."""
@@ -47,8 +48,6 @@ Number = TypeVar("Number", int, float)
 
 Head = Callable[[Tensor, Tensor], HeadResult]
 """A function of the final hidden states and the output weight."""
-SumHead = Callable[[Tensor, Tensor], Tensor]
-"""A function of the same arguments that returns one sum."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Prepared(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch], Tensor]], Tensor]
+ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch, Vocabulary], Tensor]], Tensor]
 """Returns the scores that a checkpoint gives to the two answers of each pair, from a directory if they are there."""
 
 
@@ -161,6 +160,9 @@ class Objective(ABC):
             `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
+        trains_under: The kinds of parallelism beside those of data and experts under which it trains. `tensor`: its
+            losses are those of a `Vocabulary`. `context`: its terms are sums over tokens, of which a rank has some.
+            `pipeline`: it does not run the trained model itself, in `prepare`, in `start` or to write texts.
     """
 
     learns_from: ClassVar[DataKind] = "text"
@@ -172,6 +174,7 @@ class Objective(ABC):
     head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
+    trains_under: ClassVar[frozenset[Literal["tensor", "context", "pipeline"]]] = frozenset()
 
     # ---- before a fit
 
@@ -215,7 +218,7 @@ class Objective(ABC):
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""
         return {TOKENS: window.num_valid_tokens, BYTES: window.num_bytes}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with what the head needs beside the labels, in `MicroBatch.extra`.
 
         Called before each forward, under `torch.no_grad`, on all ranks alike: it may run further forwards.
@@ -223,12 +226,12 @@ class Objective(ABC):
         return micro_batch
 
     @abstractmethod
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head of one forward.
 
         Args:
             micro_batch: The result of `prepare`.
-            cross_entropy: The strategy's head for labels: the sum of -log p over the valid ones, in nats.
+            vocabulary: The strategy's, which computes whatever needs the output weight.
         """
 
     @abstractmethod
@@ -237,6 +240,6 @@ class Objective(ABC):
 
 
 @torch.no_grad()
-def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
     """Returns the micro-batch as the objective's head needs it. Nothing that `Objective.prepare` does has a graph."""
-    return objective.prepare(decoder, micro_batch)
+    return objective.prepare(decoder, micro_batch, vocabulary)

@@ -26,7 +26,7 @@ References:
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -41,7 +41,6 @@ from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
-from genesis.model.loss import token_losses
 from genesis.objectives.objective import (
     FitContext,
     Head,
@@ -52,10 +51,10 @@ from genesis.objectives.objective import (
     Recipe,
     RecipeContext,
     ScorePairs,
-    SumHead,
 )
 from genesis.objectives.reference import ReferenceLogProbs
 from genesis.objectives.reference_recipe import resolve_reference
+from genesis.objectives.vocabulary import Vocabulary
 
 REFERENCE: Final = "reference_log_probs"
 """The tensor of `MicroBatch.extra` with log p_reference of each answer, sums over tokens."""
@@ -97,6 +96,7 @@ class DPO(Objective):
 
     learns_from = "pairs"
     compares_forwards = True
+    trains_under = frozenset({"context"})
     initial_loss = math.log(2)
     memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 
@@ -146,23 +146,23 @@ class DPO(Objective):
         """Returns the number of pairs and of the chosen answers' tokens, beside those of tokens and bytes."""
         return {**super().count(window), **window.num_units}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities: stored ones, or those without adapters."""
         if self.log_probs is not None:
             found = self.log_probs.read(micro_batch.extra[PAIRS])
         else:
             with adapters_off(decoder):
-                found = sum_answers(decoder, micro_batch)
+                found = sum_answers(decoder, micro_batch, vocabulary)
         return replace(micro_batch, extra={**micro_batch.extra, REFERENCE: found})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head with the sum over pairs and, with `sft_weight`, that over the chosen answers' tokens."""
         reference, is_present = micro_batch.extra[REFERENCE], micro_batch.extra[PAIRS] >= 0
         is_answer = _mask_answers(micro_batch)
 
         def sum_pairs(hidden: Tensor, weight: Tensor) -> HeadResult:
-            losses = token_losses(hidden, weight, micro_batch.labels)
-            log_probs = _sum_by_answer(-losses, is_answer)
+            losses = vocabulary.token_losses(hidden, weight, micro_batch.labels)
+            log_probs = vocabulary.sum_over_rows(_sum_by_answer(-losses, is_answer))
             num_tokens = is_answer.sum(1).clamp_min(1) if self.length_normalisation else 1
             policy, given = (sums / num_tokens for sums in (log_probs, reference))
             terms, figures = self._compare(policy.view(-1, 2), given.view(-1, 2), is_present)
@@ -201,12 +201,13 @@ class DPO(Objective):
         return {"loss": preference + weighted, **parts, **values}
 
 
-def sum_answers(decoder: Decoder, micro_batch: MicroBatch) -> Float32[Tensor, " 2P"]:
+def sum_answers(decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Float32[Tensor, " 2P"]:
     """Returns the sum of the log-probabilities of each answer's tokens, without dropout and without a graph."""
     is_answer = _mask_answers(micro_batch)
 
     def head(hidden: Tensor, weight: Tensor) -> Tensor:
-        return _sum_by_answer(-token_losses(hidden, weight, micro_batch.labels), is_answer)
+        losses = vocabulary.token_losses(hidden, weight, micro_batch.labels)
+        return vocabulary.sum_over_rows(_sum_by_answer(-losses, is_answer))
 
     was_training = decoder.training
     decoder.eval()

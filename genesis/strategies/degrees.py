@@ -8,7 +8,8 @@
     ep             ranks that share the experts; they are taken from dp_shard * cp * tp
 
 Ranks are numbered with pp outermost and tp innermost, so that the ranks that communicate most are neighbours. The same
-ranks have three views: `data_axes` (which data a rank reads), `dense_axes` and `sparse_axes` (where parameters live).
+ranks have four views: `data_axes` (which data a rank reads), and `dense_axes`, `uncut_axes` and `sparse_axes` (where
+parameters live).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ import numpy as np
 from genesis.base.errors import UserError
 
 _REST: Final = -1
-_NOT_THERE_YET: Final = {"cp": "context", "tp": "tensor", "pp": "pipeline"}
+AXIS_NAMES: Final = {"ep": "expert", "tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""The kinds of parallelism that a strategy is asked for by `NAME_parallel`."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,6 @@ class Degrees:
             )
         return resolved
 
-    def check_available(self) -> None:
-        """Refuses degrees that training does not support yet.
-
-        Raises:
-            UserError: A degree other than those of data parallelism is not 1.
-        """
-        for name, kind in _NOT_THERE_YET.items():
-            value = getattr(self, name)
-            if value != 1:
-                raise UserError(f"{name} is {value}, and {kind} parallelism is not supported yet; leave {name} at 1")
-
     @property
     def world_size(self) -> int:
         """The total number of ranks; the degrees must be resolved."""
@@ -112,6 +103,10 @@ class Degrees:
         """Returns the view on which the parameters that every token uses live."""
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
 
+    def uncut_axes(self) -> dict[str, int]:
+        """Returns the view on which the parameters live that every token uses and tensor parallelism does not cut."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "uncut": self.dp_shard * self.cp * self.tp}
+
     def sparse_axes(self) -> dict[str, int]:
         """Returns the view on which experts live."""
         num_lenders = self.dp_shard * self.cp * self.tp
@@ -122,8 +117,23 @@ class Degrees:
         return place_on(self.data_axes(), rank)["dp"]
 
     def token_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns groups of ranks; the ranks of each group together read every row of a global batch once."""
-        return groups_along(self.data_axes(), ("dp", "cp"))
+        """Returns groups of ranks; the ranks of each group together read every row of a global batch once.
+
+        Ranks that share the tokens of rows read them whole, and strategies cut them.
+        """
+        return groups_along(self.data_axes(), ("dp",))
+
+    def seed_place(self, rank: int) -> tuple[int, ...]:
+        """Returns what the seed of dropout depends on: ranks with other tokens or other layers draw other masks."""
+        place = place_on(self.data_axes(), rank)
+        # Without the axes that give ranks of equal data other tokens or layers, the data rank alone.
+        is_alone = self.pp == self.cp == self.tp == 1
+        return (place["dp"],) if is_alone else (place["dp"], place["cp"], place["tp"], place["pp"])
+
+    def reports_rows(self, rank: int) -> bool:
+        """Returns whether a rank gives the counts of its rows to a sum over all ranks, of which some read the same."""
+        place = place_on(self.data_axes(), rank)
+        return place["pp"] == place["cp"] == place["tp"] == 0
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that hold the same pipeline stage as `rank`; without a pipeline, all ranks."""

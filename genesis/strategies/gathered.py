@@ -6,10 +6,13 @@ backward. The option moves the same bits at other times, so that it never change
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from genesis.model.decoder import Decoder
 from genesis_callbacks.host_group import HostGroup
@@ -87,25 +90,32 @@ class GatheringChoice:
         if not self._is_decided and self._before is None:
             self._before = read_device_memory(self._device)
 
-    def end_window(self, decoder: Decoder, dtype: torch.dtype | None, ranks: HostGroup) -> None:
-        """Decides after the first window. All ranks of `ranks` call it; it communicates once in a fit.
+    def end_window(self, decoder: Decoder, dtype: torch.dtype | None) -> None:
+        """Decides after the first window. All ranks call it; it communicates once in a fit.
 
         Args:
             decoder: The decoder with sharded parameters.
             dtype: The dtype in which parameters are gathered; None for their own dtype.
-            ranks: All ranks that gather together.
         """
         if self._is_decided:
             return
         self._is_decided = True
-        gathered_bytes = sum(p.numel() * (dtype or p.dtype).itemsize for p in decoder.parameters())
+        gathered_bytes = sum(_count_gathered(p) * (dtype or p.dtype).itemsize for p in decoder.parameters())
         after = read_device_memory(self._device)
         is_possible = self._before is not None and after is not None and has_room(self._before, after, gathered_bytes)
         # All ranks must agree: a rank that keeps its parameters skips the gather, and other ranks would wait for it.
-        (num_without,) = ranks.sum((int(not is_possible),)).wait()
+        (num_without,) = HostGroup().sum((int(not is_possible),)).wait()
         self.is_kept = num_without == 0
         if self.is_kept:
             rank_zero_info(
                 "Parameters stay gathered between the micro-batches of a window: "
                 f"{gathered_bytes / 2**30:.2f} GiB on each rank"
             )
+
+
+def _count_gathered(parameter: nn.Parameter) -> int:
+    """Returns the elements of a parameter that a rank has when FSDP2 has gathered it: not what tp or ep ranks share."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    sizes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)
+    return parameter.numel() // prod(size for name, size in sizes if name in ("tp", "ep"))

@@ -6,20 +6,19 @@ The step, the data module and the metrics know no mesh and no axis. They ask a `
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
-from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.model.decoder import Decoder
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.run_options import RunOptions
 from genesis_callbacks.host_group import HostGroup
 
 
@@ -30,11 +29,14 @@ class ParallelLayout:
     Args:
         degrees: The number of ranks for each kind of parallelism.
         data_rank: The index of the share of each global batch that this rank reads. Ranks with the same index read the
-            same rows and use the same dropout masks.
+            same rows.
         data_world_size: The number of shares.
         stage_ranks: The ranks that hold the same part of the model's layers, each a shard or a copy, and run the same
             forwards: all, without a pipeline.
-        token_group: Sums figures of this rank's rows over the ranks that together read every row once.
+        seed_place: What the seed of dropout depends on, beside the run's seed and the step.
+        reports_rows: Whether this rank gives the counts of its rows to a sum over all ranks. Such sums, as those of
+            losses and figures, add the share of each rank; a rank gives 0 for what another rank gives.
+        token_group: Sums counts of this rank's rows over the ranks that together read every row once.
         token_process_group: The same ranks, for tensors on the device; None for all ranks.
         gradient_divisor: The divisor that the gradients' reduction applies to their sum over ranks: 1 for a plain sum.
     """
@@ -43,6 +45,8 @@ class ParallelLayout:
     data_rank: int
     data_world_size: int
     stage_ranks: Sequence[int]
+    seed_place: tuple[int, ...]
+    reports_rows: bool
     token_group: HostGroup
     token_process_group: dist.ProcessGroup | None
     gradient_divisor: int
@@ -68,6 +72,8 @@ def lay_out(
         data_rank=degrees.data_rank(rank),
         data_world_size=degrees.data_world_size,
         stage_ranks=degrees.stage_ranks(rank),
+        seed_place=degrees.seed_place(rank),
+        reports_rows=degrees.reports_rows(rank),
         token_group=HostGroup(degrees.token_groups()),
         token_process_group=token_process_group,
         gradient_divisor=gradient_divisor,
@@ -75,23 +81,25 @@ def lay_out(
 
 
 class LayoutStrategy(Protocol):
-    """The interface of a Lightning strategy for the training step."""
+    """The interface of a Lightning strategy for the training step.
+
+    Attributes:
+        vocabulary: What computes losses with the output weight, for objectives.
+    """
+
+    vocabulary: Vocabulary
 
     @property
     def layout(self) -> ParallelLayout:
         """The role of this rank among all ranks."""
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
-        """Refuses options that fit neither each other nor the model. It needs no process group.
+    def check_options(self, run: RunOptions) -> None:
+        """Refuses options that fit neither each other nor the run. It needs no process group.
 
         The command line calls it before it starts ranks, and the module before it builds the model.
 
-        Args:
-            decoder: The model.
-            whole_matrices: The optimizer's algorithm if it needs whole matrices, and the command trains; else None.
-
         Raises:
-            UserError: Ranks cannot share the experts.
+            UserError: Ranks cannot share the model, or something else of the run.
         """
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -100,16 +108,16 @@ class LayoutStrategy(Protocol):
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder where they are between steps, without values."""
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
-        """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward."""
+        """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward.
+
+        The sums that it returns have the same names on all ranks, and are added over all of them.
+        """
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
-        """Returns the objective's sums over validation micro-batches."""
+        """Returns this rank's share of the objective's sums over validation micro-batches."""
 
 
 def layout_strategy(strategy: Strategy) -> LayoutStrategy:
@@ -124,7 +132,12 @@ class LightningStrategy:
 
     Args:
         strategy: The Trainer's strategy.
+
+    Attributes:
+        vocabulary: Each rank has the whole output weight.
     """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -138,7 +151,7 @@ class LightningStrategy:
             rank, world_size = sampler["rank"], sampler["num_replicas"]
         return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Checks the kind of the strategy.
 
         Raises:
@@ -158,18 +171,14 @@ class LightningStrategy:
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self._strategy.root_device)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
         """Runs the micro-batches one after the other."""
         return train_in_turn(
-            decoder, micro_batches, objective, scales, cross_entropy=self.head, backward=self._strategy.backward
+            decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self._strategy.backward
         )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
+        return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.timeouts import set_timeout
 
-_ALWAYS_REAL: Final = ("dp", "fsdp", "efsdp")
+_ALWAYS_REAL: Final = ("dp", "fsdp", "efsdp", "uncut")
 """Axes over which torch communicates even if they have only one rank."""
 
 
@@ -55,6 +55,17 @@ class WorldMesh:
         return self.dense[names]
 
     @cached_property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that share the matrices of each layer: tp alone."""
+        return self.dense["tp"]
+
+    @cached_property
+    def uncut(self) -> DeviceMesh:
+        """The mesh that FSDP2 takes for dense parameters that tensor parallelism does not cut."""
+        names = ("uncut",) if self._degrees.dp_replicate == 1 else ("dp_replicate", "uncut")
+        return self._view(self._degrees.uncut_axes())[names]
+
+    @cached_property
     def experts(self) -> DeviceMesh:
         """The ranks that share the experts: ep alone."""
         return self.sparse["ep"]
@@ -68,11 +79,7 @@ class WorldMesh:
     @cached_property
     def tokens(self) -> DeviceMesh:
         """The ranks that together read every row of a global batch once."""
-        if self._degrees.cp == 1:
-            return self.data["dp"]
-        tokens = self.data["dp", "cp"]._flatten("tokens")
-        self._limit(tokens, ("tokens",))
-        return tokens
+        return self.data["dp"]
 
     def _view(self, axes: dict[str, int]) -> DeviceMesh:
         # An axis of one rank needs no process group: torch's fake backend replaces it.

@@ -15,7 +15,8 @@ from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.model.part import Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, HeadResult, Objective, SumHead, prepare
+from genesis.objectives.objective import TOKENS, HeadResult, Objective, prepare
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.wrap import set_gradient_sync
 
 
@@ -41,7 +42,7 @@ def train_in_turn(
     objective: Objective,
     scales: Mapping[str, float],
     *,
-    cross_entropy: Callable[[Tensor], SumHead],
+    vocabulary: Vocabulary,
     backward: Callable[[Tensor, None], object],
     gradient_reduction: Literal["window", "micro_batch"] = "window",
     set_gathering: Callable[[bool], None] | None = None,
@@ -53,7 +54,7 @@ def train_in_turn(
         micro_batches: This rank's micro-batches between two optimizer steps, at least one.
         objective: What the window minimises.
         scales: The factor of each term before its backward, by unit.
-        cross_entropy: A function that returns the loss-computing head for given labels.
+        vocabulary: The strategy's.
         backward: The strategy's backward, which includes Lightning's hooks.
         gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
         set_gathering: Called before each micro-batch with whether it is the last; decides when parameters are freed.
@@ -68,19 +69,19 @@ def train_in_turn(
         set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
         if set_gathering is not None:
             set_gathering(is_last)
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         result, statistics = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=objective.head(micro_batch, cross_entropy),
+            head=objective.head(micro_batch, vocabulary),
             has_statistics=True,
             # Padding, and prompts whose labels are ignored, are in no sum that is divided by the valid tokens.
             counted=micro_batch.labels != IGNORE_INDEX,
         )
-        sums = _add_result(sums, result)
+        sums = add_result(sums, result)
         add_statistics(part_sums, statistics)
-        loss = _scale(result.terms, statistics, scales)
+        loss = scale_terms(result.terms, statistics, scales)
         if not is_last:
             # Lightning runs `training_step` under autocast, and its own backward outside of it.
             with torch.autocast(loss.device.type, enabled=False):
@@ -88,7 +89,7 @@ def train_in_turn(
     return WindowLoss(loss, sums, part_sums)
 
 
-def _add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
+def add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
     """Returns the sums with those of a further forward, without its graph."""
     added = (
         {name: total[name] + value.detach() if name in total else value.detach() for name, value in of_one.items()}
@@ -97,7 +98,9 @@ def _add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
     return HeadResult(*added)
 
 
-def _scale(terms: Mapping[str, Tensor], statistics: Mapping[str, Statistics], scales: Mapping[str, float]) -> Tensor:
+def scale_terms(
+    terms: Mapping[str, Tensor], statistics: Mapping[str, Statistics], scales: Mapping[str, float]
+) -> Tensor:
     """Returns the loss to run backward: each term with its factor. Auxiliary losses of parts are sums over tokens."""
     of_unit = dict(terms)
     for auxiliary in list_auxiliary_losses(statistics):
@@ -111,18 +114,18 @@ def sum_in_turn(
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     *,
-    cross_entropy: Callable[[Tensor], SumHead],
+    vocabulary: Vocabulary,
 ) -> HeadResult:
     """Returns the objective's sums over all micro-batches without a backward, for validation."""
     results = []
     for given in micro_batches:
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         results.append(
             decoder(
                 micro_batch.input_ids,
                 document_ids=micro_batch.document_ids,
                 document_offsets=micro_batch.document_offsets,
-                head=objective.head(micro_batch, cross_entropy),
+                head=objective.head(micro_batch, vocabulary),
             )
         )
     first: HeadResult = results[0]

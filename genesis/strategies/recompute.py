@@ -15,6 +15,16 @@ from genesis.model.recomputation import ActivationCheckpointing, check_checkpoin
 from genesis.strategies.activation_offload import ActivationOffload
 
 
+def split_blocks(blocks: range, size: int) -> list[range]:
+    """Returns consecutive blocks in groups of a size, the last of which may be smaller.
+
+    Example:
+        >>> split_blocks(range(2, 7), 2)
+        [range(2, 4), range(4, 6), range(6, 7)]
+    """
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
 def apply_recomputation(
     decoder: Decoder,
     which: ActivationCheckpointing,
@@ -39,19 +49,19 @@ def apply_recomputation(
     every_n = 1 if which == "block" else which
     # Saving and restoring generator states costs host time, so it is left out where no random number is drawn. With
     # dropout the recomputed forward must draw the same mask.
-    is_random = [
-        decoder.config.dropout > 0
+    is_random = {
+        number: decoder.config.dropout > 0
         or any(part.draws_random_numbers for part in block.modules() if isinstance(part, Part))
-        for block in decoder.blocks
-    ]
+        for number, block in decoder.numbered_blocks.items()
+    }
     if blocks_per_group > 1 or offload is not None:
-        num_blocks = len(decoder.blocks)
-        decoder.groups = [
-            range(start, min(start + blocks_per_group, num_blocks)) for start in range(0, num_blocks, blocks_per_group)
-        ]
-        run_blocks = partial(checkpoint, decoder.run_blocks, use_reentrant=False, preserve_rng_state=any(is_random))
+        decoder.groups = [part for run in decoder.groups for part in split_blocks(run, blocks_per_group)]
+        run_blocks = partial(
+            checkpoint, decoder.run_blocks, use_reentrant=False, preserve_rng_state=any(is_random.values())
+        )
         decoder.run_blocks = run_blocks if offload is None else offload.around(run_blocks)  # type: ignore[method-assign]
         return
-    for index in range(0, len(decoder.blocks), every_n):
-        block = decoder.blocks[index]
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random[index])
+    for number, block in decoder.numbered_blocks.items():
+        if number % every_n == 0:
+            run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random[number])
+            block.forward = run  # type: ignore[method-assign]

@@ -11,22 +11,23 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy
+from genesis.model.decoder import Decoder
 from genesis.model.recomputation import ActivationCheckpointing
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout, set_timeout
 from genesis.strategies.wrap import apply_wrappers
@@ -54,7 +55,10 @@ class Replicated(DDPStrategy):
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
+        vocabulary: What computes losses with the output weight.
     """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class Replicated(DDPStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Does nothing: these options fit each other and every model; see `LayoutStrategy`."""
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -134,19 +138,17 @@ class Replicated(DDPStrategy):
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self.root_device)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
         """Runs the micro-batches one after the other; DDP's reduction waits for the returned loss's backward."""
-        return train_in_turn(decoder, micro_batches, objective, scales, cross_entropy=self.head, backward=self.backward)
+        return train_in_turn(
+            decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self.backward
+        )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
+        return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)
 
     # ---- Lightning's hooks
 

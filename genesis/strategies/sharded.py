@@ -8,20 +8,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder
 from genesis.model.expert_share import check_expert_share
-from genesis.model.loss import sum_cross_entropy
 from genesis.model.recomputation import ActivationCheckpointing
-from genesis.objectives.objective import HeadResult, Objective, SumHead
+from genesis.model.shares import share_context, share_matrices
+from genesis.model.stages import divide_layers
+from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
-from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary, check_context
+from genesis.strategies.cut_vocabulary import CutVocabulary
+from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
@@ -29,9 +32,13 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.pipeline import Pipeline, Stage, StageClock, StagedWindow, check_pipeline, cut_stages
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.start import Launcher, Start
+from genesis.strategies.tensor_parallel import MatrixCutter, RowShare, check_tensor_share
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
+from genesis_callbacks.step_parts import timing
 
 DType = Literal["float32", "bfloat16"]
 
@@ -59,6 +66,14 @@ class Sharded(ModelParallelStrategy):
             in `gather_dtype` until the window's last backward. Losses are the same.
         expert_parallel: Number of ranks that share the experts of a mixture; each holds as many experts, and the ranks
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
+        tensor_parallel: Number of ranks that share the matrices of each layer and the tokens of each row.
+        context_parallel: Number of ranks that share the tokens of each row.
+        pipeline_parallel: Number of ranks among which the layers are divided, in their order; the micro-batches of a
+            window pass them one behind the other. It needs at least as many micro-batches.
+        stages_per_rank: Parts of the model on each rank of a pipeline; several make the ranks wait less and send more.
+        layers_per_stage: The number of layers of each stage of a pipeline, of which there are `pipeline_parallel` times
+            `stages_per_rank`; by default the largest stage has as few operations as possible, those of the head
+            included.
         cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory
             between uses, from 0 to 1, by FSDP2's own policy: the host updates them. `true`, or 1, is the whole model
             with its embedding and head.
@@ -80,6 +95,8 @@ class Sharded(ModelParallelStrategy):
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
+        stage_clock: Measures when the stages of this rank compute; None without a pipeline.
+        vocabulary: What computes losses with the output weight, which ranks may share.
     """
 
     def __init__(
@@ -93,6 +110,11 @@ class Sharded(ModelParallelStrategy):
         gradient_reduction: Literal["window", "micro_batch"] = "window",
         keep_gathered: KeepGathered = "auto",
         expert_parallel: int = 1,
+        tensor_parallel: int = 1,
+        context_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        stages_per_rank: int = 1,
+        layers_per_stage: list[int] | None = None,
         cpu_offload: bool | float = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
@@ -121,9 +143,17 @@ class Sharded(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.gradient_reduction = gradient_reduction
         self.keep_gathered = keep_gathered
-        if expert_parallel < 1:
-            raise UserError(f"expert_parallel is {expert_parallel}; it is a number of ranks, at least 1")
-        self.expert_parallel = expert_parallel
+        self._axes = {"ep": expert_parallel, "tp": tensor_parallel, "cp": context_parallel, "pp": pipeline_parallel}
+        for name, value in self._axes.items():
+            if value < 1:
+                raise UserError(f"{AXIS_NAMES[name]}_parallel is {value}; it is a number of ranks, at least 1")
+        if stages_per_rank < 1:
+            raise UserError(f"stages_per_rank is {stages_per_rank}; it is a number of stages, at least 1")
+        if pipeline_parallel == 1 and (stages_per_rank > 1 or layers_per_stage is not None):
+            option = "stages_per_rank" if stages_per_rank > 1 else "layers_per_stage"
+            raise UserError(f"{option} is given, and pipeline_parallel is 1: set it to 2 or more, or remove {option}")
+        self.stages_per_rank = stages_per_rank
+        self.layers_per_stage = layers_per_stage
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
         self.offload = HostOffload(
@@ -140,6 +170,10 @@ class Sharded(ModelParallelStrategy):
         self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
+        self.vocabulary: Vocabulary = WHOLE
+        self._stages: list[Stage] = []
+        self.pipeline: Pipeline | None = None
+        self.stage_clock = StageClock() if pipeline_parallel > 1 else None
 
     # ---- the layout, for the training step
 
@@ -152,14 +186,20 @@ class Sharded(ModelParallelStrategy):
     def _plan_degrees(self) -> Degrees:
         num_ranks = self.num_nodes * self.num_processes
         if self.shard != "hybrid":
-            return Degrees(ep=self.expert_parallel).resolve(num_ranks)
-        group = self.ranks_per_shard_group or self.num_processes
-        if group < 1 or num_ranks % group:
+            return Degrees(**self._axes).resolve(num_ranks)
+        num_stages = self._axes["pp"]
+        of_stage = num_ranks // num_stages
+        group = self.ranks_per_shard_group or min(self.num_processes, of_stage)
+        if num_ranks % num_stages == 0 and (group < 1 or of_stage % group):
             raise UserError(
-                f"ranks_per_shard_group {group} does not divide {num_ranks} ranks; one of {list_divisors(num_ranks)} "
-                "does"
+                f"ranks_per_shard_group {group} does not divide {of_stage} ranks; one of {list_divisors(of_stage)} does"
             )
-        return Degrees(dp_replicate=num_ranks // group, ep=self.expert_parallel).resolve(num_ranks)
+        return Degrees(dp_replicate=of_stage // group, **self._axes).resolve(num_ranks)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks share the tokens of rows, whose length they must divide."""
+        return self._axes["cp"] * self._axes["tp"] > 1
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
@@ -171,13 +211,46 @@ class Sharded(ModelParallelStrategy):
         """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
-    def check_options(self, decoder: DecoderConfig, whole_matrices: str | None) -> None:
+    def check_options(self, run: RunOptions) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         degrees = self._plan_degrees()
-        degrees.check_available()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
-        check_expert_share(decoder.parts.feed_forward, degrees.ep, ranks_of_group, whole_matrices)
+        check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
+        if degrees.tp > 1:
+            check_tensor_share(run, degrees.tp, degrees.world_size)
+        if degrees.cp > 1:
+            check_context(run, degrees)
+        if degrees.pp > 1:
+            check_pipeline(run, degrees, self.stages_per_rank)
+            divide_layers(run.decoder, self._num_stages, self.layers_per_stage)
+            self._check_pipeline_options()
+
+    def _check_pipeline_options(self) -> None:
+        if self.gradient_reduction == "micro_batch":
+            raise UserError(
+                "gradient_reduction is micro_batch, and a pipeline reduces gradients after its last backward alone: "
+                "set it to window, or pipeline_parallel to 1"
+            )
+        if self.keep_gathered is True:
+            raise UserError(
+                "keep_gathered is true, and a pipeline itself keeps parameters gathered from the first backward of a "
+                "window to the last: set it to auto, or pipeline_parallel to 1"
+            )
+        if not self._save_distributed_checkpoint:
+            raise UserError(
+                "save_distributed_checkpoint is false, which saves the layers of one stage alone: save by "
+                "AsyncProcessCheckpoint, or set pipeline_parallel to 1"
+            )
+
+    @property
+    def _num_stages(self) -> int:
+        return self._axes["pp"] * self.stages_per_rank
+
+    @property
+    def pipeline_stage(self) -> int:
+        """The index of this rank among those of a pipeline, for the roles of checkpoints."""
+        return place_on(self.layout.degrees.data_axes(), self.global_rank)["pp"]
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
@@ -188,6 +261,18 @@ class Sharded(ModelParallelStrategy):
             # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
             cast_forward_inputs=False,
         )
+        dtype = self.computed_dtype or decoder.embedding.weight.dtype
+        if self._axes["pp"] > 1:
+            divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
+            self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
+        if self._axes["tp"] > 1:
+            share = RowShare(self._mesh.tensor.get_group())
+            share_matrices(decoder, share, MatrixCutter(self._mesh.tensor))
+            self.vocabulary = CutVocabulary(share)
+        if self._axes["cp"] > 1:
+            exchange = ContextExchange(self._mesh.data.get_group("cp"))
+            share_context(decoder, exchange)
+            self.vocabulary = ContextVocabulary(exchange, self.vocabulary)
         options = ShardOptions(
             mesh=self._mesh.shard,
             reshard_after_forward=self._frees_after_forward,
@@ -195,7 +280,9 @@ class Sharded(ModelParallelStrategy):
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
             cpu_offload=self.cpu_offload,
-            experts=(self._mesh.experts, self._mesh.expert_shard) if self.expert_parallel > 1 else None,
+            uncut=self._mesh.uncut if self._axes["tp"] > 1 else None,
+            experts=(self._mesh.experts, self._mesh.expert_shard) if self._axes["ep"] > 1 else None,
+            stages=self._stages,
         )
         apply_wrappers(
             decoder,
@@ -205,10 +292,18 @@ class Sharded(ModelParallelStrategy):
             blocks_per_recomputation=self.blocks_per_recomputation,
             offload=self.offload.build_activations(),
         )
+        if self._stages:
+            group = self._mesh.dense.get_group("pp")
+            num_shares = self._axes["cp"] * self._axes["tp"]
+            assert self.stage_clock is not None
+            self.pipeline = Pipeline(
+                decoder, self._stages, group, self.root_device, dtype, self.stage_clock, num_shares
+            )
 
     def allocate(self, decoder: Decoder) -> None:
         """Allocates the tensors of that decoder, without values: offloaded ones in the host's memory."""
         allocate_sharded(decoder, self.root_device, self.blocks_per_unit, self.cpu_offload)
+        self._note_moved_stages()
         assert self._mesh is not None, "setup_environment makes the mesh"
         gather_in_float8(decoder, self._mesh.shard)
 
@@ -219,14 +314,31 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    def head(self, labels: Tensor) -> SumHead:
-        """Returns the head that computes the summed loss of `labels`."""
-        return partial(sum_cross_entropy, labels=labels)
-
     def train_micro_batches(
         self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
     ) -> WindowLoss:
-        """Runs the micro-batches one after the other; `gradient_reduction` decides when gradients are reduced."""
+        """Runs the micro-batches one after the other, or through a pipeline.
+
+        `gradient_reduction` decides when gradients are reduced. A pipeline reduces them itself, so that nothing is left
+        to the backward that Lightning runs.
+        """
+        if self.pipeline is not None:
+            assert self.lightning_module is not None
+            timed = partial(timing, self.lightning_module.trainer)
+            staged = StagedWindow(
+                micro_batches,
+                objective,
+                self.vocabulary,
+                self.precision_plugin.forward_context,
+                scales,
+                is_training=True,
+                timing=timed,
+            )
+            with timed("communication"):  # all but the forwards and backwards of this rank
+                self.pipeline.train(staged)
+            sums, part_sums = self.pipeline.share_figures(staged)
+            nothing = torch.zeros((), device=self.root_device, requires_grad=True)
+            return WindowLoss(nothing, self._take_share(sums), part_sums)
         if self._gathering is None:
             self._gathering = GatheringChoice(self.keep_gathered, self.root_device)
         self._gathering.begin_window()
@@ -237,7 +349,7 @@ class Sharded(ModelParallelStrategy):
             micro_batches,
             objective,
             scales,
-            cross_entropy=self.head,
+            vocabulary=self.vocabulary,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -245,7 +357,14 @@ class Sharded(ModelParallelStrategy):
         if is_kept:
             # All forwards are done. The last backward, which Lightning runs, and validation free parameters.
             set_resharding(decoder, after_forward=self._frees_after_forward, after_backward=True)
-        return window
+        return window._replace(sums=self._take_share(window.sums))
+
+    def _take_share(self, sums: HeadResult) -> HeadResult:
+        """Returns this rank's share in a sum over all ranks: ranks that share matrices or rows have the same sums."""
+        place = place_on(self.layout.degrees.data_axes(), self.global_rank)
+        if place["tp"] == place["cp"] == 0:
+            return sums
+        return HeadResult(*({name: torch.zeros_like(value) for name, value in part.items()} for part in sums))
 
     def _set_gathering(self, decoder: Decoder, is_last: bool) -> None:
         set_resharding(decoder, after_forward=False, after_backward=is_last)
@@ -255,8 +374,13 @@ class Sharded(ModelParallelStrategy):
         return self.shard != "grad_op"
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
-        """Returns the objective's sums over validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
+        """Returns this rank's share of the objective's sums over validation micro-batches."""
+        if self.pipeline is not None:
+            window = StagedWindow(micro_batches, objective, self.vocabulary, self.precision_plugin.forward_context)
+            self.pipeline.evaluate(window)
+            sums, _ = self.pipeline.share_figures(window)
+            return self._take_share(sums)
+        return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary))
 
     # ---- Lightning's hooks
 
@@ -271,7 +395,6 @@ class Sharded(ModelParallelStrategy):
         The base's method does not fit, because its mesh has only an axis for data and one for tensor parallelism.
         """
         degrees = self._plan_degrees()
-        degrees.check_available()
         self._setup_distributed()
         timeout_seconds = choose_timeout(self.timeout_seconds, self.hang_seconds)
         self._mesh = WorldMesh(degrees, self.root_device.type, timeout_seconds)
@@ -320,7 +443,7 @@ class Sharded(ModelParallelStrategy):
         if self._gathering is not None:
             assert isinstance(self.lightning_module, pl.LightningModule)
             decoder = next(child for child in self.lightning_module.modules() if isinstance(child, Decoder))
-            self._gathering.end_window(decoder, self.computed_dtype, self.layout.token_group)
+            self._gathering.end_window(decoder, self.computed_dtype)
         return output
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:
@@ -343,10 +466,15 @@ class Sharded(ModelParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves tensors that are not sharded; offloaded parameters stay in CPU memory."""
+        assert self.model is not None
         if not self.cpu_offload:
             super().model_to_device()
-            return
-        assert self.model is not None
-        for module in self.model.modules():
+        for module in self.model.modules() if self.cpu_offload else ():
             if isinstance(module, Metric):  # its sums are updated on the device
                 module.to(self.root_device)
+        self._note_moved_stages()
+
+    def _note_moved_stages(self) -> None:
+        # FSDP2 takes note of moved parameters in its own `to`, and the module's does not reach the stages.
+        for stage in self._stages:
+            stage._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch's

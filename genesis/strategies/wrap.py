@@ -15,9 +15,10 @@ Checkpointing and compilation replace `forward` of a block, or `run_blocks` of t
 alone, so that parameter names, and with them checkpoints, are the same under every option.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from genesis.model.recomputation import ActivationCheckpointing, check_groups
 from genesis.optim.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
-from genesis.strategies.recompute import apply_recomputation
+from genesis.strategies.recompute import apply_recomputation, split_blocks
+from genesis.strategies.tensor_parallel import place_by_cut
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class ShardOptions:
         precision: The dtypes of gathered parameters and of reduced gradients.
         cpu_offload: Share of the units of blocks whose parameters, gradients and optimizer states are in the host's
             memory between uses; 1 for the whole model.
+        uncut: Where parameters live that tensor parallelism does not cut, if `mesh` is that of those which it cuts;
+            None if it cuts none.
         experts: The ranks that share the experts, and the mesh over which the experts of a rank are sharded; None if
             experts are sharded like other weights.
+        stages: The stages of a pipeline on this rank, each of which is a root that holds the units of its blocks.
     """
 
     mesh: DeviceMesh
@@ -61,7 +66,9 @@ class ShardOptions:
     max_gathers_in_flight: int
     precision: MixedPrecisionPolicy
     cpu_offload: float
+    uncut: DeviceMesh | None = None
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
+    stages: Sequence[nn.Module] = ()
 
 
 def apply_wrappers(
@@ -122,11 +129,10 @@ def _run_compiled(
 def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int | None) -> None:
     if options.max_gathers_in_flight < 1:
         raise UserError(f"max_gathers_in_flight is {options.max_gathers_in_flight}; it must be at least 1")
-    blocks = list(decoder.blocks)
-    units: list[list[nn.Module]] = [
-        blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
-    ]
+    units_of_stages = list_units(decoder, options.blocks_per_unit)
+    units = [unit for of_stage in units_of_stages for unit in of_stage]
     policies = _choose_policies(decoder, units, options.cpu_offload)
+    place = None if options.uncut is None else place_by_cut(options.uncut)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in _list_float32(decoder.blocks):
@@ -134,6 +140,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             part,
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=float32,
             offload_policy=policies[part],
         )
@@ -150,19 +157,35 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
             unit if len(unit) > 1 else unit[0],
             mesh=options.mesh,
             reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=place,
             mp_policy=options.precision,
             offload_policy=policies[unit[0]],
         )
     # The root (embedding, final norm, head) is last in forward and first in backward, so it is not freed in between.
-    fully_shard(
-        decoder,
-        mesh=options.mesh,
-        reshard_after_forward=False,
-        mp_policy=options.precision,
-        offload_policy=policies[decoder],
-    )
-    _sum_gradients(decoder)
-    _limit_prefetch(units, options.max_gathers_in_flight - 1, units_per_group)
+    for root in options.stages or (decoder,):
+        fully_shard(
+            root,
+            mesh=options.mesh,
+            reshard_after_forward=False,
+            shard_placement_fn=place,
+            mp_policy=options.precision,
+            offload_policy=policies[decoder],
+        )
+        _sum_gradients(root)
+    for of_stage in units_of_stages:
+        # Not over the end of a stage: between two stages of a rank, the other stages of the pipeline run.
+        _limit_prefetch(of_stage, options.max_gathers_in_flight - 1, units_per_group)
+
+
+def list_units(decoder: Decoder, blocks_per_unit: int) -> list[list[list[nn.Module]]]:
+    """Returns the blocks of each unit of each run of consecutive blocks: the stages of this rank, or one run of all."""
+    blocks = decoder.numbered_blocks
+    runs = groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0])
+    numbers = [[number for _, number in run] for _, run in runs]
+    return [
+        [[blocks[number] for number in unit] for unit in split_blocks(range(run[0], run[-1] + 1), blocks_per_unit)]
+        for run in numbers
+    ]
 
 
 def _choose_policies(decoder: Decoder, units: list[list[nn.Module]], share: float) -> dict[nn.Module, OffloadPolicy]:
@@ -180,10 +203,10 @@ def _choose_policies(decoder: Decoder, units: list[list[nn.Module]], share: floa
 def allocate_sharded(decoder: Decoder, device: torch.device, blocks_per_unit: int, cpu_offload: float) -> None:
     """Allocates a sharded decoder that is on the meta device: what is offloaded on the host, the rest on `device`."""
     host = torch.device(CPU)
-    num_units = -(-len(decoder.blocks) // blocks_per_unit)
-    of_unit = [host if is_on_host else device for is_on_host in spread_units(num_units, cpu_offload)]
-    for index, block in enumerate(decoder.blocks):
-        block.to_empty(device=of_unit[index // blocks_per_unit])
+    units = [unit for of_stage in list_units(decoder, blocks_per_unit) for unit in of_stage]
+    for unit, is_on_host in zip(units, spread_units(len(units), cpu_offload), strict=True):
+        for block in unit:
+            block.to_empty(device=host if is_on_host else device)
     of_root = host if cpu_offload >= 1 else device
     for part in decoder.children():
         if part is not decoder.blocks:
@@ -196,12 +219,12 @@ def _list_float32(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, Part) and part.keeps_float32]
 
 
-def _sum_gradients(decoder: Decoder) -> None:
+def _sum_gradients(root: nn.Module) -> None:
     """Makes every unit's reduction a sum, so that the scale of the loss does not depend on how many ranks share it.
 
     FSDP2's own average divides by the ranks of the unit's mesh, which need not be the ranks that read different data.
     """
-    for module in decoder.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             # The factor alone would need a product before the sum, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)

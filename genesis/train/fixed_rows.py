@@ -1,5 +1,7 @@
 """Whether all rows of a run have one length, because torch.compile makes a kernel of its own for each other length.
 
+Ranks that share the tokens of rows need a length that they divide.
+
 The form of a kernel for several lengths would follow from the first length that a process meets, so that a resumed run
 could compute other bits than one that was never killed.
 """
@@ -11,7 +13,11 @@ from genesis.model.attend.table import AUTO, FLEX
 
 
 def has_fixed_rows(trainer: pl.Trainer) -> bool:
-    """Returns whether the rows of a Trainer's run are padded to one length: with compiled blocks or attention."""
+    """Returns whether the rows of a Trainer's run are padded to one length.
+
+    They are with compiled blocks or attention, and where ranks share rows.
+    """
     kernel = getattr(trainer.lightning_module, "attention", None)
     is_kernel_compiled = kernel in (AUTO, FLEX.name) and not is_host(trainer.strategy.root_device.type)
-    return bool(getattr(trainer.strategy, "compile_blocks", False)) or is_kernel_compiled
+    is_shared = bool(getattr(trainer.strategy, "shares_rows", False))
+    return bool(getattr(trainer.strategy, "compile_blocks", False)) or is_kernel_compiled or is_shared

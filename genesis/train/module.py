@@ -9,7 +9,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 import lightning.pytorch as pl
@@ -44,6 +44,8 @@ from genesis.optim import AdamW, Algorithm, build_optimizer
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
+from genesis.strategies.pipeline import StageClock
+from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
@@ -52,6 +54,7 @@ from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
 from genesis.train.offload_log import OffloadLog
+from genesis.train.pipeline_log import PipelineLog
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import score_pairs
 from genesis.train.repeat_proof import check_repeats, is_proof_needed, repeat_pass
@@ -132,7 +135,7 @@ class GenesisModule(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Checks that the decoder supports corpus, precision and options, before it is built."""
-        self._strategy.check_options(self.decoder_config, self.algorithm.whole_name if stage == "fit" else None)
+        self.check_strategy(vars(self.trainer).get("datamodule"), self.trainer.strategy, is_training=stage == "fit")
         prepare_precision(self.trainer.strategy)
         agree_on_kernel(self.attention, self.attention_failure)  # Lightning calls this after the proofs of callbacks
         self.attention = resolve_kernel(self.attention, find_place(self.trainer, self.decoder_config))
@@ -147,6 +150,27 @@ class GenesisModule(pl.LightningModule):
             )
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
+
+    def check_strategy(self, data: object, strategy: pl.strategies.Strategy, *, is_training: bool) -> None:
+        """Refuses options of a strategy that do not fit this module and its data. It needs no process group.
+
+        Raises:
+            UserError: Ranks cannot share the run.
+        """
+        unshared = {
+            "model.adapter.dora": self.adapter_config is not None and self.adapter_config.dora,
+            "model.float8": self.float8 is not None,
+        }
+        options = data.training.options if isinstance(data, CorpusDataModule) else None
+        run = RunOptions(
+            self.decoder_config,
+            self.objective,
+            whole_matrices=self.algorithm.whole_name if is_training else None,
+            seq_len=None if options is None else options.seq_len,
+            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
+            unshared=[name for name, is_given in unshared.items() if is_given],
+        )
+        layout_strategy(strategy).check_options(run)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
@@ -203,15 +227,18 @@ class GenesisModule(pl.LightningModule):
         return build_optimizer(self._model, self.algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the log of transfers if the strategy keeps something on the host, and that of the training steps.
+        """Returns the log of the training steps, and those of transfers to the host and of a pipeline if there are any.
 
         Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
         steps is the last, because it writes what all of them have logged.
         """
-        offload = vars(self.trainer.strategy).get("offload")
+        logs: list[pl.Callback] = [self._training_log]
+        offload, clock = (vars(self.trainer.strategy).get(name) for name in ("offload", "stage_clock"))
+        if isinstance(clock, StageClock):
+            logs.insert(0, PipelineLog(clock))
         if isinstance(offload, HostOffload) and offload.is_active:
-            return [OffloadLog(offload.traffic), self._training_log]
-        return [self._training_log]
+            logs.insert(0, OffloadLog(offload.traffic))
+        return logs
 
     @property
     def _model(self) -> Decoder:
@@ -283,13 +310,13 @@ class GenesisModule(pl.LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Does nothing, because Lightning calls it when earlier micro-batches have already run backward."""
 
-    def _prove_repeats(self, micro_batch: MicroBatch, scales: Scales) -> None:
-        """Computes a micro-batch twice, and ends all ranks if the gradients of one of them differ. Communicates."""
-        seed = seed_of_step(self.seed, self.trainer.global_step, self._strategy.layout.data_rank)
+    def _prove_repeats(self, micro_batches: Sequence[MicroBatch], scales: Scales) -> None:
+        """Computes micro-batches twice, and ends all ranks if the gradients of one of them differ. Communicates."""
+        seed = seed_of_step(self.seed, self.trainer.global_step, *self._strategy.layout.seed_place)
 
         def run() -> Tensor:
             start_gradients(self, seed)
-            loss, *_ = self._strategy.train_micro_batches(self._model, (micro_batch,), self.objective, scales)
+            loss, *_ = self._strategy.train_micro_batches(self._model, micro_batches, self.objective, scales)
             with torch.autocast(self.device.type, enabled=False):  # as in the step's other backwards
                 self.trainer.strategy.backward(loss, None)
             return loss
@@ -335,17 +362,19 @@ class GenesisModule(pl.LightningModule):
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
+        reports_rows = self._strategy.layout.reports_rows
         if window.figures:  # known without a forward
-            values = {name: torch.tensor(value, device=self.device) for name, value in window.figures.items()}
+            values = {
+                name: torch.tensor(value * reports_rows, device=self.device) for name, value in window.figures.items()
+            }
             sums = HeadResult({}, values)
         else:
             sums = self._strategy.sum_losses(self._model, window.micro_batches, self.objective)
-        self.validation_sums.update(sums, self.objective.count(window))
+        counts = self.objective.count(window)
+        self.validation_sums.update(sums, counts if reports_rows else dict.fromkeys(counts, 0))
 
     def on_validation_epoch_end(self) -> None:
         """Logs the figures of the whole set, and frees parameters that the last forward left gathered."""
-        # The group exists only once the ranks have met, after the metric was built.
-        self.validation_sums.process_group = self._strategy.layout.token_process_group
         sums = ObjectiveSums(*self.validation_sums.compute())
         measured = self.objective.measure(sums) if sums.counts.get(TOKENS) else {"loss": math.nan}
         log_exactly(self, {f"validation/{name}": value for name, value in measured.items()})

@@ -22,6 +22,7 @@ from genesis.model.adapter import adapters_off, is_adapter_tensor
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.reference import ReferenceIdentity, read_log_probs, write_log_probs
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
@@ -34,13 +35,14 @@ from genesis_callbacks.checkpoint import (
     verify,
 )
 from genesis_callbacks.checkpoint.restore import restore_shards
+from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.phases import in_phase, note_progress
 
 
 def score_pairs(
     checkpoint: Path,
     directory: Path | None,
-    score: Callable[[Decoder, MicroBatch], Tensor],
+    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
     *,
     decoder: nn.Module,
     trainer: pl.Trainer,
@@ -67,7 +69,7 @@ def score_pairs(
     identity = ReferenceIdentity(read_committed_hash(checkpoint), pairs.corpus_hash, precision, len(pairs))
     found = "" if directory is None else read_log_probs(directory / identity.file_name, identity)
     # Every rank reads its own copy of the file, and all of them compute if one has none.
-    (num_missing,) = layout_strategy(trainer.strategy).layout.token_group.sum((int(isinstance(found, str)),)).wait()
+    (num_missing,) = HostGroup().sum((int(isinstance(found, str)),)).wait()
     if num_missing:
         if directory is not None and isinstance(found, str) and (directory / identity.file_name).exists():
             rank_zero_warn(f"{found}; its log-probabilities are computed again")
@@ -81,7 +83,7 @@ def score_pairs(
 
 def _compute(
     checkpoint: Path,
-    score: Callable[[Decoder, MicroBatch], Tensor],
+    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
     decoder: nn.Module,
     trainer: pl.Trainer,
     data: CorpusDataModule,
@@ -106,7 +108,7 @@ def _compute(
         for index in range(len(windows)):
             (micro_batch,) = windows.window(index).to(device).micro_batches
             with trainer.precision_plugin.forward_context():
-                found = score(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
+                found = score(decoder, micro_batch, layout_strategy(trainer.strategy).vocabulary)  # type: ignore[arg-type]  # FSDP changes the class
             table[micro_batch.extra["pairs"]] = found.view(-1, 2)
             note_progress(trainer)
         free_gathered_parameters(decoder)

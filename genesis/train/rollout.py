@@ -46,6 +46,7 @@ from genesis.objectives.gspo import (
     compare_rewards,
     score_tokens,
 )
+from genesis.objectives.vocabulary import WHOLE
 from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
@@ -224,7 +225,7 @@ class Rollouts:
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=lambda hidden, weight: score_tokens(hidden, weight, micro_batch.labels, temperature).sum(1),
+            head=lambda hidden, weight: score_tokens(hidden, weight, micro_batch.labels, temperature, WHOLE).sum(1),
         )
         return sums.float().cpu().numpy()
 

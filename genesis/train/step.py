@@ -30,7 +30,7 @@ from genesis.strategies.layout import layout_strategy
 from genesis.train.gradients import measure_gradients
 from genesis.train.training_log import PART_PREFIX, WindowFigures, join_sums
 from genesis_callbacks.gradient_health import find_gradient_health
-from genesis_callbacks.host_group import Pending
+from genesis_callbacks.host_group import HostGroup, Pending
 from genesis_callbacks.step_parts import timing
 
 Scales = Mapping[str, float]
@@ -64,7 +64,7 @@ def train_window(
     objective: Objective,
     seed: int,
     is_balanced: bool,
-    prove: Callable[[MicroBatch, Scales], None] | None,
+    prove: Callable[[Sequence[MicroBatch], Scales], None] | None,
 ) -> Step:
     """Trains one window. It yields the loss of the last backward, then None before the update, then the figures.
 
@@ -78,7 +78,8 @@ def train_window(
         objective: What the window minimises.
         seed: The seed of dropout.
         is_balanced: Whether some router of the model has a balance bias.
-        prove: Called once with a micro-batch, to prove that its gradients repeat; None without a proof.
+        prove: Called once with the first micro-batch, and with as many as a pipeline has ranks, to prove that their
+            gradients repeat; None without a proof.
     """
     trainer = module.trainer
     strategy = layout_strategy(trainer.strategy)
@@ -94,10 +95,10 @@ def train_window(
     # connected: every rank runs the same forwards and backwards, even without valid tokens.
     scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in counts.items()}
     if prove is not None and counts[TOKENS]:
-        prove(window.micro_batches[0], scales)
+        prove(window.micro_batches[: layout.degrees.pp], scales)
 
     # Forward and backward of each micro-batch. Lightning runs the last backward, in which gradients are reduced.
-    start_gradients(module, seed_of_step(seed, trainer.global_step, layout.data_rank))
+    start_gradients(module, seed_of_step(seed, trainer.global_step, *layout.seed_place))
     loss, sums, part_sums = strategy.train_micro_batches(decoder, window.micro_batches, objective, scales)
     given = yield {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
     assert given is not None
@@ -107,7 +108,7 @@ def train_window(
 
     # Norm of the synchronised gradient, read with all figures, so that the host waits for the device once in a step.
     norm = measure_gradients(
-        module.parameters(),
+        (parameter for name, parameter in decoder.named_parameters() if name not in decoder.copies),
         trainer.strategy.root_device,
         num_stage_ranks=len(layout.stage_ranks),
         world_size=trainer.world_size,
@@ -116,7 +117,7 @@ def train_window(
     names = name_figures(figures)
     if outcome.sums_of_ranks is not None:
         outcome.sums_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first sums are dropped
-    outcome.sums_of_ranks = layout.token_group.sum_floats(values)  # while the optimizer steps
+    outcome.sums_of_ranks = HostGroup().sum_floats(values)  # each rank's share, while the optimizer steps
 
     # Decide. Norm and count are the same on all ranks, so that all of them decide alike without a further reduction.
     reason = outcome.skip_reason = _find_skip_reason(counts, grad_norm, trainer, is_skipped=window.is_skipped)
@@ -181,15 +182,15 @@ def remove_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def seed_of_step(seed: int, step: int, data_rank: int) -> int:
+def seed_of_step(seed: int, step: int, *place: int) -> int:
     """Returns the 63-bit seed of one step on one rank (for dropout), a function of its arguments without state.
 
-    SplitMix64's finalizer over the three, so that neighbouring steps and ranks have unrelated seeds
-    (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    `place` is the layout's `seed_place`. SplitMix64's finalizer over all of them, so that neighbouring steps and ranks
+    have unrelated seeds (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
     mask = (1 << 64) - 1
     value = 0
-    for part in (seed, step, data_rank):
+    for part in (seed, step, *place):
         value = (value + part + 0x9E3779B97F4A7C15) & mask
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask

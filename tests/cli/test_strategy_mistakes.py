@@ -52,11 +52,28 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "expert_parallel is 0; it is a number of ranks, at least 1",
     ),
+    "indivisible heads": (
+        {"tensor_parallel": 3},
+        {"trainer.devices": 3, "model.decoder.ffn_dim": 48},
+        "tensor_parallel is 3, and so many ranks cannot share num_kv_heads 2: set it to 1",
+    ),
     "no experts": (
         {"expert_parallel": 2},
         {"model.decoder.ffn_dim": 48},
         "expert_parallel is 2, but the model has no experts: leave it at 1, or give model.decoder.feed_forward a "
         "MixtureConfig",
+    ),
+    "more stages than layers": (
+        {"pipeline_parallel": 2},
+        {},
+        "the pipeline has 2 stages, and the model 1 layer: lower pipeline_parallel or stages_per_rank until their "
+        "product is at most the number of layers",
+    ),
+    "too few micro-batches": (
+        {"pipeline_parallel": 2},
+        {"model.decoder.num_layers": 2, "data.global_batch_size": 2},
+        "the micro-batches of a window are 1, and pipeline_parallel is 2: some stages would never work; a pipeline "
+        "needs at least 2 micro-batches, so change data.global_batch_size or data.micro_batch_size",
     ),
     "states on a disk": (
         {"optimizer_offload": 1.0, "optimizer_offload_directory": "{path}"},

@@ -1,18 +1,16 @@
 """Distillation as an objective: what it asks the teacher, what it logs, and that a student learns from it."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.objective import BYTES, TOKENS, Objective, ObjectiveSums, prepare
 from genesis.objectives.teacher import Teacher, find_classes
+from genesis.objectives.vocabulary import WHOLE
 
 VOCAB, SEQ_LEN = 24, 16
 
@@ -41,8 +39,8 @@ def make_text(num_rows: int, seed: int) -> MicroBatch:
 
 def run(decoder: Decoder, micro_batch: MicroBatch, objective: Objective) -> tuple[Tensor, dict[str, float]]:
     """Returns the mean loss of a forward, and what the log would have."""
-    ready = prepare(objective, decoder, micro_batch)
-    head = objective.head(ready, lambda labels: partial(sum_cross_entropy, labels=labels))
+    ready = prepare(objective, decoder, micro_batch, WHOLE)
+    head = objective.head(ready, WHOLE)
     terms, figures = decoder(ready.input_ids, document_ids=ready.document_ids, head=head)
     num_tokens = int((micro_batch.labels != IGNORE_INDEX).sum())
     sums, shown = ({name: float(value.detach()) for name, value in of.items()} for of in (terms, figures))
@@ -96,9 +94,9 @@ def test_a_log_line_has_the_loss_its_parts_and_the_rest() -> None:
 def test_the_teacher_runs_in_its_own_dtype_outside_of_the_student_s_autocast() -> None:
     decoder, text = build_decoder(16, seed=1).train(), make_text(4, seed=1)
     objective = build_objective(build_decoder(32, seed=0))
-    plain = find_classes(prepare(objective, decoder, text))
+    plain = find_classes(prepare(objective, decoder, text, WHOLE))
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = find_classes(prepare(objective, decoder, text))
+        mixed = find_classes(prepare(objective, decoder, text, WHOLE))
     assert plain is not None
     assert mixed is not None
     assert all(torch.equal(one, other) for one, other in zip(plain, mixed, strict=True))

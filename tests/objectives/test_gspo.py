@@ -11,9 +11,9 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.gspo import ADVANTAGE, ANSWERS, GSPO, REFERENCE, compare_rewards
 from genesis.objectives.objective import HeadResult, ObjectiveSums
+from genesis.objectives.vocabulary import WHOLE
 
 V, D, S = 23, 12, 9
 LENGTHS, PROMPTS = (5, 1, 3, 7), (3, 4, 2, 1)
@@ -65,10 +65,7 @@ def slow_loss(hidden: Tensor, weight: Tensor, micro_batch: MicroBatch) -> Tensor
 
 
 def run_head(hidden: Tensor, weight: Tensor, micro_batch: MicroBatch, kl: float = 0.0) -> HeadResult:
-    def cross_entropy(labels: Tensor) -> Any:
-        return lambda hidden, weight: sum_cross_entropy(hidden, weight, labels)
-
-    return GSPO(**CLIP, kl=kl).head(micro_batch, cross_entropy)(hidden, weight)
+    return GSPO(**CLIP, kl=kl).head(micro_batch, WHOLE)(hidden, weight)
 
 
 @pytest.mark.parametrize(("temperature", "shift"), [(1.0, 0.2), (0.7, 0.2), (1.0, 0.01)])

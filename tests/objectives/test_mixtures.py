@@ -1,6 +1,5 @@
 """Preferences, answers and distillation on mixtures: losses and gradients equal to slow references, with balance."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ from torch import Tensor
 from genesis.data.loader import build_window
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.model.decoder import Decoder
-from genesis.model.loss import sum_cross_entropy
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.objective import Objective
 from genesis.objectives.preference import DPO
 from genesis.objectives.teacher import Teacher
+from genesis.objectives.vocabulary import WHOLE
 from genesis.strategies.micro_batches import train_in_turn
 from tests.linear_faults import DOCUMENT_FAULTS
 from tests.mixtures import LINEAR, MIXTURES, build_sharp, mix
@@ -37,7 +36,7 @@ def take_step(
         window.micro_batches,
         objective,
         {unit: 1 / count for unit, count in counts.items()},
-        cross_entropy=lambda labels: partial(sum_cross_entropy, labels=labels),
+        vocabulary=WHOLE,
         backward=lambda loss, _: loss.backward(),
     )
     result.to_backward.backward()

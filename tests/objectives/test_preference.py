@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -16,10 +17,12 @@ from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
+from genesis.strategies.context_parallel import ContextVocabulary, share_context
+from genesis_callbacks.testing import run_ranks
 from tests.objectives.support import make_adapted, make_decoder, make_pairs, slow_log_prob, window_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,17 +60,19 @@ def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: di
     return mean + options.get("sft_weight", 0.0) * torch.stack(sft).sum() / num_chosen
 
 
-def run(objective: DPO, decoder: Decoder, window: AccumulationWindow) -> tuple[Tensor, ObjectiveSums]:
+def run(
+    objective: DPO, decoder: Decoder, window: AccumulationWindow, vocabulary: Vocabulary = WHOLE
+) -> tuple[Tensor, ObjectiveSums]:
     """A step without a strategy: terms divided by the window's units, and the sums for the log."""
     counts = objective.count(window)
     sums, losses = ObjectiveSums(counts=counts), []
     for given in window.micro_batches:
-        micro_batch = prepare(objective, decoder, given)
+        micro_batch = prepare(objective, decoder, given, vocabulary)
         result = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels)),
+            head=objective.head(micro_batch, vocabulary),
         )
         losses += [value / counts[unit] for unit, value in result.terms.items()]
         values = ({name: float(value.detach()) for name, value in of_one.items()} for of_one in result)
@@ -102,6 +107,30 @@ def test_loss_and_gradients_equal_the_slow_reference(options: str, micro_batch_s
         assert error < 1e-5, name
 
 
+def share_answers(options: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Computes the loss on ranks that share the tokens of each answer, with the sum of their gradients."""
+    decoder, objective = make_adapted(make_decoder(0)), DPO(**options)
+    vocabulary = ContextVocabulary(share_context(decoder, dist.group.WORLD), WHOLE)  # type: ignore[arg-type]
+    loss, sums = run(objective, decoder, window_of(make_pairs(4), 2, is_padded=True), vocabulary)
+    gradients = gradients_of(decoder, loss)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return float(loss), gradients, objective.measure(sums)
+
+
+@pytest.mark.parametrize("options", ["with_sft", pytest.param("normalised", marks=pytest.mark.slow)])
+def test_ranks_that_share_the_tokens_of_answers_compute_the_loss_and_figures_of_whole_ones(options: str) -> None:
+    objective, policy = DPO(**OPTIONS[options]), make_adapted(make_decoder(0))
+    wanted, sums = run(objective, policy, window_of(make_pairs(4), 4))
+    wanted_gradients = gradients_of(policy, wanted)
+    for loss, gradients, figures in run_ranks(share_answers, 2, OPTIONS[options]):
+        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        assert figures == pytest.approx(objective.measure(sums), rel=1e-5, abs=1e-6)
+        assert gradients.keys() == wanted_gradients.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - wanted_gradients[name]).norm() < 1e-5 * wanted_gradients[name].norm(), name
+
+
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_the_reference_of_adapters_is_the_base_and_gradients_reach_the_adapters_alone(dora: bool) -> None:
     pairs, base = make_pairs(4), make_decoder(0)
@@ -120,23 +149,25 @@ def test_switching_off_gives_the_base_exactly_and_switching_on_gives_the_adapter
     (micro_batch,) = window_of(make_pairs(3), 3).micro_batches
     base = make_decoder(0)
     policy = make_adapted(base, dropout=0.5)
-    before = sum_answers(policy, micro_batch)
+    before = sum_answers(policy, micro_batch, WHOLE)
     with adapters_off(policy):
-        torch.testing.assert_close(sum_answers(policy, micro_batch), sum_answers(base, micro_batch), rtol=0, atol=0)
-    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+        torch.testing.assert_close(
+            sum_answers(policy, micro_batch, WHOLE), sum_answers(base, micro_batch, WHOLE), rtol=0, atol=0
+        )
+    torch.testing.assert_close(sum_answers(policy, micro_batch, WHOLE), before, rtol=0, atol=0)
     with pytest.raises(ZeroDivisionError), adapters_off(policy):
         _ = 1 / 0
-    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+    torch.testing.assert_close(sum_answers(policy, micro_batch, WHOLE), before, rtol=0, atol=0)
 
 
 def test_the_reference_draws_no_dropout_and_leaves_the_policy_in_training() -> None:
     window = window_of(make_pairs(3), 3)
     policy = make_adapted(make_decoder(0), dropout=0.5).train()
     state = torch.get_rng_state()
-    first = prepare(DPO(), policy, window.micro_batches[0])
+    first = prepare(DPO(), policy, window.micro_batches[0], WHOLE)
     assert policy.training
     assert torch.equal(torch.get_rng_state(), state)
-    second = prepare(DPO(), policy, window.micro_batches[0])
+    second = prepare(DPO(), policy, window.micro_batches[0], WHOLE)
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
@@ -195,8 +226,8 @@ def test_a_window_without_pairs_keeps_the_graph_connected(is_padded: bool) -> No
     objective = DPO()
     objective.log_probs = table_of(policy, make_pairs(1))
     (micro_batch,) = window_of([], 2, is_padded=is_padded, num_missing=2).micro_batches
-    micro_batch = prepare(objective, policy, micro_batch)
-    head = objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels))
+    micro_batch = prepare(objective, policy, micro_batch, WHOLE)
+    head = objective.head(micro_batch, WHOLE)
     result = policy(micro_batch.input_ids, document_ids=micro_batch.document_ids, head=head)
     assert not any(gradient.any() for gradient in gradients_of(policy, result.terms[PAIRS]).values())
 

@@ -19,6 +19,7 @@ from genesis.model.decoder import Decoder
 from genesis.objectives import DPO, CrossEntropy
 from genesis.objectives.find import find_objective
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.recipe.imports import VARIABLE
 from genesis.train.module import GenesisModule
 from genesis_callbacks import TokenCounters
@@ -34,15 +35,15 @@ class RowsAndTokens(Objective):
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         return {**super().count(window), ROWS: sum(len(micro.labels) for micro in window.micro_batches)}
 
-    def prepare(self, decoder: Any, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Any, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         assert not torch.is_grad_enabled()
         target = (micro_batch.labels != IGNORE_INDEX).sum(1).float()
         return micro_batch.with_tensors({**micro_batch.tensors, "extra.target": target})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Any) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
             distance = (hidden.mean((1, 2)) - micro_batch.extra["target"]).square()
-            terms = {ROWS: distance.sum(), TOKENS: cross_entropy(micro_batch.labels)(hidden, weight)}
+            terms = {ROWS: distance.sum(), TOKENS: vocabulary.sum_cross_entropy(hidden, weight, micro_batch.labels)}
             return HeadResult(terms, {"far_rows": (distance > 9).sum().detach()})
 
         return compute

@@ -12,7 +12,6 @@ References:
     Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv:2402.01306, section 4.1.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from genesis.data.loader import DOCUMENTS, VALUES
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
-from genesis.model.loss import token_losses
 from genesis.objectives.objective import (
     FitContext,
     Head,
@@ -32,8 +30,8 @@ from genesis.objectives.objective import (
     Objective,
     ObjectiveSums,
     Prepared,
-    SumHead,
 )
+from genesis.objectives.vocabulary import Vocabulary
 
 _REFERENCE, _BASELINE = "reference_log_probs", "baseline"
 
@@ -68,24 +66,24 @@ class KTO(Objective):
         """Returns the number of answers, beside those of tokens and bytes."""
         return {**super().count(window), DOCUMENTS: window.num_units.get(DOCUMENTS, 0)}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities and the baseline z."""
         mismatched = _mismatch(micro_batch)
-        policy = _score(decoder, mismatched)
+        policy = _score(decoder, mismatched, vocabulary)
         with adapters_off(decoder):
-            reference, base = _score(decoder, mismatched), _score(decoder, micro_batch)
+            reference, base = (_score(decoder, one, vocabulary) for one in (mismatched, micro_batch))
         is_answer = _Documents.of(mismatched).is_answer
         baseline = torch.where(is_answer, policy - reference, 0.0).sum() / is_answer.sum().clamp_min(1)
         extra = {_REFERENCE: base, _BASELINE: baseline.clamp_min(0.0)}
         return replace(micro_batch, extra={**micro_batch.extra, **extra})
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head that sums the loss of the answers."""
         documents, extra = _Documents.of(micro_batch), micro_batch.extra
         is_answer, is_good = documents.is_answer, documents.first_of(extra[VALUES]) > 0
 
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
-            rewards = documents.sum(-token_losses(hidden, weight, micro_batch.labels)) - extra[_REFERENCE]
+            rewards = documents.sum(-vocabulary.token_losses(hidden, weight, micro_batch.labels)) - extra[_REFERENCE]
             margins = torch.where(is_good, rewards - extra[_BASELINE], extra[_BASELINE] - rewards)
             weights = torch.where(is_good, self.good_weight, self.bad_weight)
             losses = torch.where(is_answer, weights * (1.0 - torch.sigmoid(self.beta * margins)), 0.0)
@@ -147,7 +145,7 @@ class _Documents(NamedTuple):
         return values.new_zeros(len(self.starts)).index_add(0, self.number, values.flatten())
 
 
-def _score(decoder: Decoder, micro_batch: MicroBatch) -> Tensor:
+def _score(decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Tensor:
     """Returns log p of each document's labels, without dropout."""
     documents, was_training = _Documents.of(micro_batch), decoder.training
     decoder.eval()
@@ -156,7 +154,7 @@ def _score(decoder: Decoder, micro_batch: MicroBatch) -> Tensor:
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=lambda hidden, weight: documents.sum(-token_losses(hidden, weight, micro_batch.labels)),
+            head=lambda hidden, weight: documents.sum(-vocabulary.token_losses(hidden, weight, micro_batch.labels)),
         )
     finally:
         decoder.train(was_training)

@@ -19,8 +19,8 @@ from genesis.data.training_data import TrainingOptions
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.model.adapter import AdapterConfig, adapters_off, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import ObjectiveSums, prepare
+from genesis.objectives.vocabulary import WHOLE
 from genesis.train.data_module import CorpusDataModule, check_data
 from tests.chat.support import CHATML, write_tokenizer
 from tests.data.test_conversations import run_here, write_lines
@@ -182,7 +182,7 @@ def test_the_loss_is_that_of_the_definition(answers: Path, packing: str) -> None
         micro_batch.input_ids,
         document_ids=micro_batch.document_ids,
         document_offsets=micro_batch.document_offsets,
-        head=objective.head(micro_batch, lambda labels: lambda *given: sum_cross_entropy(*given, labels)),
+        head=objective.head(micro_batch, WHOLE),
     )
     figures = {name: float(value) for name, value in result.figures.items()}
     sums = ObjectiveSums({DOCUMENTS: float(result.terms[DOCUMENTS].detach())}, figures, objective.count(window))

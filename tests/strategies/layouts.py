@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.degrees import Degrees
-from genesis.strategies.layout import ParallelLayout, lay_out
+from genesis.strategies.layout import ParallelLayout
 from genesis.strategies.mesh import WorldMesh
 
 
 def turn_round(layout: ParallelLayout) -> ParallelLayout:
-    return replace(layout, data_rank=layout.data_world_size - 1 - layout.data_rank)
+    data_rank = layout.data_world_size - 1 - layout.data_rank
+    return replace(layout, data_rank=data_rank, seed_place=(data_rank,))
 
 
 class Reversed(Replicated):
@@ -26,33 +27,9 @@ class ReversedShards(Sharded):
         return turn_round(super()._lay_out(degrees, mesh))
 
 
-class UncheckedDegrees(Degrees):
-    """Allows what the product cannot do yet."""
-
-    def check_available(self) -> None:
-        pass
-
-
-class Pairs(Replicated):
-    """Two neighbours read the same rows, as under tensor parallelism, and compute the same."""
-
-    def _lay_out(self) -> ParallelLayout:
-        degrees = Degrees(tp=2).resolve(self.world_size)
-        return lay_out(degrees, self.global_rank, gradient_divisor=degrees.data_world_size)
-
-
-class PairedShards(Sharded):
-    """The same under FSDP2, whose mesh is that of one member of each pair."""
-
-    def _plan_degrees(self) -> Degrees:
-        return UncheckedDegrees(tp=2).resolve(self.num_nodes * self.num_processes)
-
-
-LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards, "pairs": Pairs, "paired_shards": PairedShards}
+LAYOUTS = {"reversed": Reversed, "reversed_shards": ReversedShards}
 
 
 def share_of(layout: str, rank: int, world_size: int) -> tuple[int, int]:
     """Returns which of how many shares of the data a rank reads."""
-    if layout.startswith("reversed"):
-        return world_size - 1 - rank, world_size
-    return (rank // 2, world_size // 2) if layout.startswith("pair") else (rank, world_size)
+    return (world_size - 1 - rank if layout.startswith("reversed") else rank), world_size

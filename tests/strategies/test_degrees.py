@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from genesis.base.errors import UserError
 from genesis.strategies.degrees import Degrees, groups_along, list_divisors, place_on
+from genesis.train.step import seed_of_step
 
 SIZES = st.integers(1, 3)
 
@@ -21,18 +22,30 @@ def resolved_degrees(draw: st.DrawFn) -> Degrees:
 
 @given(resolved_degrees())
 def test_every_view_holds_every_rank_once(degrees: Degrees) -> None:
-    for axes in (degrees.data_axes(), degrees.dense_axes(), degrees.sparse_axes()):
+    for axes in (degrees.data_axes(), degrees.dense_axes(), degrees.uncut_axes(), degrees.sparse_axes()):
         places = {tuple(place_on(axes, rank).values()) for rank in range(degrees.world_size)}
         assert len(places) == prod(axes.values()) == degrees.world_size
 
 
 @given(resolved_degrees())
-def test_a_token_group_reads_every_row_once_and_in_all_its_parts(degrees: Degrees) -> None:
+def test_a_token_group_reads_every_row_once(degrees: Degrees) -> None:
     groups = degrees.token_groups()
     assert sorted(rank for group in groups for rank in group) == list(range(degrees.world_size))
     for group in groups:
-        read = [(degrees.data_rank(rank), place_on(degrees.data_axes(), rank)["cp"]) for rank in group]
-        assert sorted(read) == [(row, part) for row in range(degrees.data_world_size) for part in range(degrees.cp)]
+        # Ranks that share the tokens of a row read it whole: with them, each row would be counted several times.
+        assert sorted(degrees.data_rank(rank) for rank in group) == list(range(degrees.data_world_size))
+    reporting = [degrees.data_rank(rank) for rank in range(degrees.world_size) if degrees.reports_rows(rank)]
+    assert sorted(reporting) == list(range(degrees.data_world_size))
+
+
+@given(resolved_degrees())
+def test_ranks_with_other_tokens_or_layers_draw_other_dropout_masks(degrees: Degrees) -> None:
+    seeds = {seed_of_step(1, 2, *degrees.seed_place(rank)) for rank in range(degrees.world_size)}
+    assert len(seeds) == degrees.world_size
+
+
+def test_without_further_axes_dropout_is_seeded_by_the_data_rank_alone() -> None:
+    assert [Degrees().resolve(4).seed_place(rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
 
 
 @given(resolved_degrees())
@@ -77,13 +90,6 @@ def test_degrees_that_do_not_make_up_the_world_are_refused(
 def test_a_degree_that_is_no_number_of_ranks_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is 0; it is a number of ranks, at least 1"):
         Degrees(**{name: 0})
-
-
-@pytest.mark.parametrize("name", ["cp", "tp", "pp"])
-def test_a_kind_of_parallelism_that_is_not_there_yet_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is 2, and .* parallelism is not supported yet; leave {name} at 1"):
-        Degrees(**{name: 2}).resolve(4).check_available()
-    Degrees(dp_replicate=2).resolve(4).check_available()
 
 
 def test_only_what_is_not_one_is_named() -> None:

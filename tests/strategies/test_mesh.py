@@ -29,6 +29,8 @@ def read_views(degrees: Degrees, rank: int) -> None:
         for name in axes:
             group = next(group for group in groups_along(axes, [name]) if rank in group)
             assert view[name].mesh.flatten().tolist() == list(group)
+    uncut = next(group for group in groups_along(degrees.uncut_axes(), ["uncut"]) if rank in group)
+    assert mesh.uncut["uncut"].mesh.flatten().tolist() == list(uncut)
     tokens = next(group for group in degrees.token_groups() if rank in group)
     assert mesh.tokens.mesh.flatten().tolist() == list(tokens)
 

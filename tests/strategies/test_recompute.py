@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
-from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recomputation import check_groups
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import TOKENS
+from genesis.objectives.vocabulary import WHOLE
 from genesis.optim.transfers import Traffic
 from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.degrees import Degrees
@@ -86,7 +85,7 @@ def gradients_of(
         window.micro_batches[:2],
         CrossEntropy(),
         {TOKENS: 0.1},
-        cross_entropy=lambda labels: partial(sum_cross_entropy, labels=labels),
+        vocabulary=WHOLE,
         backward=lambda scaled, _: scaled.backward(),
     )
     loss.to_backward.backward()

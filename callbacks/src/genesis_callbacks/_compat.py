@@ -133,11 +133,12 @@ def build_dcp_metadata(
     state_dict_metadata: dict[str, Any] = {}
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     planner_data: dict[str, tuple[str, ...]] = {}
+    as_size = functools.cache(torch.Size)  # the pickle refers to an equal size of another chunk, which is faster
     for name, (dtype, shape, chunks) in tensors.items():
         state_dict_metadata[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=dtype),
             size=torch.Size(shape),
-            chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks],
+            chunks=[ChunkStorageMetadata(as_size(offsets), as_size(sizes)) for offsets, sizes, *_ in chunks],
         )
         for index, (offsets, _, file, byte_offset, num_bytes) in enumerate(chunks):
             storage_data[MetadataIndex(name, offsets, index)] = _StorageInfo(file, byte_offset, num_bytes)

@@ -10,7 +10,8 @@ The event `nonfinite_gradient` and a warning name the first module and the rank.
 alone: a healthy step costs one norm, and nothing where the module measures it already.
 
 Does it communicate? With sharded gradients one sum of a number over gloo for each step, begun when the norms are known
-and awaited a step later. In a window whose gradient is not finite, one more sum.
+and awaited a step later. In a window whose gradient is not finite, the ranks exchange their
+findings.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 
 from ._argument_types import checking
 from ._log_lines import check_version, is_log_step, log_exact
+from ._trainer_state import read_rank_role
 from .base.errors import UserError
 from .base.events import EventLog
 from .base.run_directory import read_run_dir
@@ -117,7 +119,7 @@ class GradientHealth(pl.Callback):
         self._is_measured_elsewhere = False
         self._batch: Any = None
         self._pending: _PendingNorms | None = None
-        self._num_reports = 0
+        self._num_reports, self._num_stage_ranks = 0, 1
         self._last_norm: float | None = None
         self._has_run = self._has_scaler = False
         self._trainer: pl.Trainer | None = None
@@ -176,13 +178,16 @@ class GradientHealth(pl.Callback):
         assert self._trainer is not None
         if self._num_reports >= _MAX_REPORTS:
             return
-        modules = dict(pl_module.named_modules())
-        parameters = list(dict(pl_module.named_parameters()))
         bad = find_nonfinite(dict(pl_module.named_parameters()))
-        own_gradient = 1 + max((parameters.index(name) for name in bad), default=-1)
-        own_module = 1 + self._find_bad_output(pl_module, list(modules))
-        own_weight = 1 + _find_bad_weight(pl_module)
-        self._report(pl_module, own_weight, own_module, own_gradient, list(modules), parameters)
+        output, weight = self._find_bad_output(pl_module), _find_bad_weight(pl_module)
+        self._report(
+            pl_module,
+            RankFindings(
+                None if output is None else (place_of(pl_module, output), output),
+                max(((place_of(pl_module, name), name) for name in bad), default=None),
+                None if weight is None else (place_of(pl_module, weight), weight),
+            ),
+        )
 
     # ---- hooks
 
@@ -194,7 +199,9 @@ class GradientHealth(pl.Callback):
         self._pending, self._batch, self._last_norm = None, None, None
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
-        self._group.join()
+        # The ranks of other stages of a pipeline hold other parameters.
+        stages = self._group.gather(read_rank_role(trainer.strategy).stage)
+        self._num_stage_ranks = stages.count(stages[trainer.global_rank])
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -215,7 +222,7 @@ class GradientHealth(pl.Callback):
         if not named:
             return
         gradients = [p.grad for p in named.values() if p.grad is not None]
-        self._pending = _PendingNorms(gradients, trainer.world_size, self._group)
+        self._pending = _PendingNorms(gradients, self._num_stage_ranks, self._group)
         if is_host(self._pending.device):
             norm = self._read()
             if norm is not None and not math.isfinite(norm) and not self._has_scaler:
@@ -260,35 +267,22 @@ class GradientHealth(pl.Callback):
             values["train/grad_norm"] = self._last_norm
         log_exact(pl_module, values)
 
-    def _find_bad_output(self, pl_module: pl.LightningModule, names: list[str]) -> int:
-        """Returns the index of the first module whose output is not finite when the forward runs again, or -1."""
+    def _find_bad_output(self, pl_module: pl.LightningModule) -> str | None:
+        """Returns the name of the first module whose output is not finite when the forward runs again."""
         repeat = getattr(pl_module, _REPEAT_FORWARD, None)
         if repeat is None or self._batch is None or self._trainer is None:
-            return -1
+            return None
         with watching_outputs(pl_module) as flags, self._trainer.precision_plugin.forward_context(), torch.no_grad():
             devices = [] if is_host(pl_module.device) else [pl_module.device]
             with torch.random.fork_rng(devices, device_type=pl_module.device.type if devices else "cuda"):
                 repeat(self._batch)
-        first = next((name for name, is_finite in flags if not bool(is_finite)), None)
-        return -1 if first is None else names.index(first)
+        return next((name for name, is_finite in flags if not bool(is_finite)), None)
 
-    def _report(
-        self,
-        pl_module: pl.LightningModule,
-        own_weight: int,
-        own_module: int,
-        own_gradient: int,
-        modules: list[str],
-        names: list[str],
-    ) -> None:
+    def _report(self, pl_module: pl.LightningModule, own: "RankFindings") -> None:
         assert self._trainer is not None
-        rank, world_size = self._trainer.global_rank, self._trainer.world_size
-        found = [0] * (3 * world_size)
-        found[rank::world_size] = own_weight, own_module, own_gradient
-        found = list(self._group.sum(found).wait())
-        of_weight, of_forward, of_gradient = (found[i * world_size : (i + 1) * world_size] for i in range(3))
+        rank = self._trainer.global_rank
         is_sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
-        text = describe_origin(of_weight, of_forward, of_gradient, modules, names, is_sharded=is_sharded)
+        text = describe_origin(self._group.gather(own), is_sharded=is_sharded)
         self._num_reports += 1
         if rank:
             return
@@ -307,9 +301,10 @@ class GradientHealth(pl.Callback):
 class _PendingNorms:
     """The norm of a step, under way to the host and over the ranks."""
 
-    def __init__(self, gradients: list[Tensor], world_size: int, group: HostGroup) -> None:
-        self._weights = torch.tensor([weigh_gradient(gradient, world_size) for gradient in gradients])
-        self._is_sharded = any(isinstance(gradient, DTensor) for gradient in gradients)
+    def __init__(self, gradients: list[Tensor], num_stage_ranks: int, group: HostGroup) -> None:
+        self._weights = torch.tensor([weigh_gradient(gradient, num_stage_ranks) for gradient in gradients])
+        has_all = num_stage_ranks == group.world_size
+        self._is_divided = not has_all or any(isinstance(gradient, DTensor) for gradient in gradients)
         self._group = group
         norms = measure_norms(gradients)
         self.device = norms.device
@@ -322,7 +317,7 @@ class _PendingNorms:
         if self._event is not None:
             self._event.synchronize()
         squares = self._copy.double().square()
-        if not self._is_sharded:
+        if not self._is_divided:
             return float(squares.sum().sqrt())
         # 0 * inf is not a number, so a rank whose part does not count must not see it.
         own = torch.where(self._weights > 0, squares * self._weights, torch.zeros_like(squares)).sum()
@@ -358,48 +353,83 @@ def watching_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             handle.remove()
 
 
-def _find_bad_weight(module: nn.Module) -> int:
-    """Returns the index of the first parameter of which this rank's part is not finite, or -1. It waits."""
-    is_finite = measure_norms([parameter.detach() for parameter in module.parameters()]).isfinite().tolist()
-    return is_finite.index(False) if False in is_finite else -1
+def _find_bad_weight(module: nn.Module) -> str | None:
+    """Returns the first parameter of which this rank's part is not finite. It waits."""
+    parameters = dict(module.named_parameters())
+    is_finite = measure_norms([parameter.detach() for parameter in parameters.values()]).isfinite().tolist()
+    return next((name for name, finite in zip(parameters, is_finite, strict=True) if not finite), None)
 
 
-def describe_origin(
-    of_weight: list[int],
-    of_forward: list[int],
-    of_gradient: list[int],
-    modules: list[str],
-    parameters: list[str],
-    *,
-    is_sharded: bool,
-) -> str:
+Place = tuple[int, ...]
+"""Where a module or a parameter is in a model, of which a rank may hold a part; places sort in the model's order."""
+
+
+def place_of(root: nn.Module, name: str) -> Place:
+    """Returns the place of a module or a parameter, comparable with those of ranks that hold other parts of the model.
+
+    A child with a number for a name, as in a list, has this number. Of the others the position counts, also where a
+    child before it is None, as stages of a pipeline have them for what they do not hold.
+
+    Args:
+        root: The module of this rank.
+        name: The name of the module or the parameter in it.
+
+    Example:
+        >>> place_of(nn.ModuleDict({"2": nn.Linear(1, 1)}), "2.bias")
+        (2, -1)
+    """
+    place = []
+    for part in name.split(".") if name else ():
+        children, own = list(root._modules), list(root._parameters)
+        if part in own:
+            place.append(own.index(part) - len(own))  # before the children
+        else:
+            place.append(int(part) if part.isdecimal() else children.index(part))
+            root = root.get_submodule(part)
+    return tuple(place)
+
+
+class RankFindings(NamedTuple):
+    """The values that are not finite on one rank.
+
+    Args:
+        output: The first module whose output is not finite, as its place and its name.
+        gradient: The last parameter whose gradient is not finite, likewise.
+        weight: The first parameter that is not finite itself.
+    """
+
+    output: tuple[Place, str] | None
+    gradient: tuple[Place, str] | None
+    weight: tuple[Place, str] | None = None
+
+
+def describe_origin(of_ranks: Sequence[RankFindings], *, is_sharded: bool) -> str:
     """Returns where a value that is not finite came from, in one line.
 
     Args:
-        of_weight: For each rank, 1 + the index of the first parameter that is not finite; 0 for none.
-        of_forward: For each rank, 1 + the index of the first module whose output is not finite; 0 for none.
-        of_gradient: For each rank, 1 + the index of the last parameter whose gradient is not finite; 0 for none.
-        modules: Names of the modules.
-        parameters: Names of the parameters, in the order of the forward.
+        of_ranks: The values of each rank.
         is_sharded: Whether each rank holds a part of the gradients.
 
     Example:
-        >>> describe_origin([0, 0], [0, 2], [1, 1], ["", "body"], ["body.weight"], is_sharded=False)
+        >>> describe_origin([RankFindings(None, None), RankFindings(((0,), "body"), None)], is_sharded=False)
         'the forward of body on rank 1'
     """
-    for rank, number in enumerate(of_weight):
-        if number:
-            return f"the weights of {parameters[number - 1]} on rank {rank} were not finite before the step"
-    for rank, number in enumerate(of_forward):
-        if number:
-            return f"the forward of {modules[number - 1] or 'the module'} on rank {rank}"
-    last = max(of_gradient)
-    if not last:
-        return "the norm overflows although each gradient is finite"
+    weights = [(*origin.weight, rank) for rank, origin in enumerate(of_ranks) if origin.weight is not None]
+    if weights:
+        _, name, rank = min(weights)
+        return f"the weights of {name} on rank {rank} were not finite before the step"
+    outputs = [(*origin.output, rank) for rank, origin in enumerate(of_ranks) if origin.output is not None]
+    if outputs:
+        _, name, rank = min(outputs)
+        return f"the forward of {name or 'the module'} on rank {rank}"
     # A backward runs from the last parameter to the first, and everything before a bad value is bad, too.
-    where = f"the gradient of {parameters[last - 1]}, from which a backward spreads it"
-    if is_sharded or len(of_gradient) == 1:
-        return f"{where}, on rank {of_gradient.index(last)}"
+    gradients = [(*origin.gradient, -rank) for rank, origin in enumerate(of_ranks) if origin.gradient is not None]
+    if not gradients:
+        return "the norm overflows although each gradient is finite"
+    _, name, negative = max(gradients)
+    where = f"the gradient of {name}, from which a backward spreads it"
+    if is_sharded or len(of_ranks) == 1:
+        return f"{where}, on rank {-negative}"
     return f"{where}; the ranks have summed it, so that its rank is not known"
 
 

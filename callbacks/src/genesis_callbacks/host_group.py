@@ -5,7 +5,7 @@ the host would cost a copy to the device, a kernel in the queue behind the gradi
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,6 +84,18 @@ class HostGroup:
     def max(self, values: Sequence[int]) -> Pending[int]:
         """Returns the maxima over ranks of integers, element by element."""
         return Pending(*self._reduce(values, torch.int64, dist.ReduceOp.MAX))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns what each rank gives, in the order of the ranks, on every rank. Waits for all of them.
+
+        Args:
+            value: Any picklable object; for rare reports, because every rank gets those of all.
+        """
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._group())
+        return found
 
     def _reduce(
         self, values: Sequence[float], dtype: torch.dtype, op: "dist.ReduceOp.RedOpType"

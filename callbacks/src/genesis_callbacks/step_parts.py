@@ -5,7 +5,8 @@
     transfer        the batch is copied to the device
     forward         the forward passes
     backward        the backward passes, with the reductions of gradients that overlap with them
-    communication   waits for other ranks that are known as such, under DDP also those at the end of a backward
+    communication   waits for other ranks that are known as such, under DDP also those at the end of a backward; in a
+                    pipeline everything between its passes, and the reduction of gradients
     optimizer       clip and optimizer step
     save_stall      a checkpoint callback works in the training thread
     generation      a model writes texts to learn from; not counted as training by `Throughput`

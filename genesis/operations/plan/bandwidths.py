@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from genesis.base.errors import UserError
 from genesis_callbacks.base.json_text import load_json
@@ -14,6 +14,12 @@ from genesis_callbacks.base.untrusted import read_text
 LINKS: Final = {"pcie": 12e9, "nvlink": 50e9, "nvswitch": 300e9}
 """Assumed bytes per second in each direction of collectives: PCIe 4.0 x16 through the host's memory, the bridge of two
 workstation cards, and the switch of a server with eight."""
+NETWORKS: Final = {"ethernet": 1.2e9, "roce": 10e9, "infiniband": 40e9}
+"""Assumed bytes per second of a device in each direction to another node: 10 and 100 Gb/s for a node of one device, and
+a card of 400 Gb/s for each device."""
+DEVICES_PER_NODE: Final = 8
+_LATENCY_IN_NODE, _LATENCY_BETWEEN_NODES = 10e-6, 30e-6
+"""Assumed seconds that a collective takes beside its bytes."""
 _BETWEEN: Final = re.compile(r"(\w+) \d+ to \1 \d+")
 _TO_DEVICE: Final = re.compile(r"host to \w+ \d+, (pinned|pageable)")
 _TO_HOST: Final = re.compile(r"\w+ \d+ to host, (pinned|pageable)")
@@ -36,25 +42,47 @@ class Bandwidth:
     is_measured: bool = False
 
 
+class Link(NamedTuple):
+    """What a collective over the ranks of an axis takes."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+    def time(self, num_bytes: float) -> float:
+        """Returns the seconds of one collective in which each rank receives so many bytes."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
 @dataclass(frozen=True)
 class Bandwidths:
     """What moves how fast.
 
     Args:
-        between_devices: Between two devices, for collectives.
+        between_devices: Between two devices of a node, for collectives.
         to_device: From the host's memory to a device.
         to_host: From a device to the host's memory.
         to_disk: To the disk of the checkpoints, flushed at the end.
+        between_nodes: From a device to one of another node.
+        devices_per_node: Devices of a node.
     """
 
     between_devices: Bandwidth = Bandwidth(LINKS["pcie"], "assumed: pcie")
     to_device: Bandwidth = Bandwidth(LINKS["pcie"])
     to_host: Bandwidth = Bandwidth(5e9)
     to_disk: Bandwidth = Bandwidth(1e9)
+    between_nodes: Bandwidth = Bandwidth(NETWORKS["infiniband"], "assumed: infiniband")
+    devices_per_node: int = DEVICES_PER_NODE
 
     def named(self) -> dict[str, Bandwidth]:
         """Returns each by its name in tables."""
-        return {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        found = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return {name: one for name, one in found.items() if isinstance(one, Bandwidth)}
+
+    def link(self, *, is_in_node: bool) -> Link:
+        """Returns the link of ranks in one node, or in several."""
+        if is_in_node:
+            return Link(self.between_devices.bytes_per_second, _LATENCY_IN_NODE)
+        return Link(self.between_nodes.bytes_per_second, _LATENCY_BETWEEN_NODES)
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
@@ -97,7 +125,8 @@ def find_bandwidths(content: Mapping[str, Any], source: str) -> Bandwidths:
         pinned = [rate for label, rate in matches if label.endswith("pinned")]
         chosen = pinned or [rate for _, rate in matches]
         if chosen:
-            found = replace(found, **{name: Bandwidth(min(chosen) * 1e9, f"measured: {source}", is_measured=True)})
+            measured: Any = {name: Bandwidth(min(chosen) * 1e9, f"measured: {source}", is_measured=True)}
+            found = replace(found, **measured)
     return found
 
 

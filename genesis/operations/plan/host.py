@@ -48,7 +48,7 @@ def count_host(
     saved = state.weights + (state.optimizer if has_optimizer else 0)
     if not layout.is_sharded and layout.strategy != "zero1":
         saved //= layout.num_ranks  # replicas share the work of a save
-    window = workload.tokens_per_step // layout.num_ranks * IDS_BYTES
+    window = workload.tokens_per_step // layout.data_ranks * IDS_BYTES
     return HostBytes(
         offload=timeline.on_host.total + state.moved + timeline.moved_inputs_bytes,
         staging=saved,

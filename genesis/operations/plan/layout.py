@@ -8,6 +8,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.model.expert_share import check_expert_share
+from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
 from genesis.optim import AdamW, Algorithm
@@ -31,7 +32,8 @@ class Layout:
     Args:
         strategy: `one device`, DDP (`replicated`), DDP with spread optimizer states (`zero1`), or a form of FSDP2.
         num_ranks: Ranks of the run.
-        ranks_per_shard_group: Ranks that share one copy of the model; all of them, except under `hybrid`.
+        ranks_per_shard_group: Ranks that share one copy of the model, or of a stage of it; all of them, except under
+            `hybrid`.
         cpu_offload: Share of the blocks whose parameters, gradients and optimizer states are in the host's memory; 1
             for the whole model.
         activation_checkpointing: See `Checkpointing`.
@@ -41,6 +43,11 @@ class Layout:
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
         expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
+        tensor_parallel: Ranks that share the matrices of each layer, among those of a shard group.
+        context_parallel: Ranks that share the tokens of each sequence, among those of a shard group.
+        pipeline_parallel: Ranks that run different layers.
+        stages_per_rank: Stages of layers that each of them runs.
+        layers_per_stage: Layers of each stage; None to divide them evenly.
         gather_bytes: Bytes of an element of gathered parameters; None for the precision's default.
         reduce_bytes: Bytes of an element in the reduction of gradients.
         reduces_each: Whether gradients are reduced after every micro-batch.
@@ -59,6 +66,11 @@ class Layout:
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
     expert_parallel: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    stages_per_rank: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
     gather_bytes: int | None = None
     reduce_bytes: int = FLOAT32_BYTES
     reduces_each: bool = False
@@ -71,6 +83,16 @@ class Layout:
         return self.strategy in SHARDED
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that read different data, or groups of ranks that read the same."""
+        return self.num_ranks // (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of layers over all ranks; 1 without a pipeline."""
+        return self.pipeline_parallel * self.stages_per_rank
+
+    @property
     def ranks_per_expert(self) -> int:
         """Ranks that shard the same experts."""
         return self.ranks_per_shard_group // self.expert_parallel
@@ -78,9 +100,12 @@ class Layout:
     @property
     def name(self) -> str:
         """The strategy as tables name it."""
+        degrees = {"tensor": self.tensor_parallel, "context": self.context_parallel, "pipeline": self.pipeline_parallel}
+        axes = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
+        rounds = f" x {self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         experts = f", experts over {self.expert_parallel}" if self.expert_parallel > 1 else ""
         share = "" if self.cpu_offload in (0.0, 1.0) else f" {self.cpu_offload:g}"
-        return f"{self.strategy}{experts}{f', offload{share}' if self.cpu_offload else ''}"
+        return f"{self.strategy}{axes}{rounds}{experts}{f', offload{share}' if self.cpu_offload else ''}"
 
     def list_offloaded(self, num_blocks: int) -> set[int | None]:
         """Returns the numbers of the blocks that are in the host's memory, and None if all the rest is there, too."""
@@ -153,19 +178,22 @@ class Workload:
         """Tokens of a step over all ranks, with padding."""
         return self.global_batch_size * self.rows_per_sequence * self.seq_len
 
-    def num_micro_batches(self, num_ranks: int) -> int:
+    def num_micro_batches(self, layout: Layout) -> int:
         """Returns the micro-batches of a window on one rank.
 
         Raises:
-            UserError: They do not divide the global batch.
+            UserError: They do not divide the global batch, or the pipeline cannot run so many.
         """
-        count, rest = divmod(self.global_batch_size, self.micro_batch_size * num_ranks)
+        num_readers = layout.data_ranks
+        count, rest = divmod(self.global_batch_size, self.micro_batch_size * num_readers)
         if rest or not count:
             raise UserError(
                 f"data.global_batch_size {self.global_batch_size} is not divisible into micro-batches of "
-                f"{self.micro_batch_size} on {num_ranks} ranks: choose a multiple of "
-                f"{self.micro_batch_size * num_ranks}"
+                f"{self.micro_batch_size} on {num_readers} ranks that read different data: choose a multiple of "
+                f"{self.micro_batch_size * num_readers}"
             )
+        if layout.pipeline_parallel > 1:
+            check_micro_batches(count, layout.pipeline_parallel, layout.stages_per_rank)
         return count
 
 

@@ -1,6 +1,7 @@
 """What a plan needs of a resolved recipe of `genesis fit`."""
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ _REPLICATED, _SHARDED = "genesis.strategies.Replicated", "genesis.strategies.Sha
 _STRATEGY_NAMES: Final = {**dict.fromkeys(("auto", "replicated", "ddp"), _REPLICATED), "sharded": _SHARDED}
 _NO_BYTES: Final = frozenset({"desync_seconds", "process_group_backend", "timeout_seconds"})
 """Options of strategies on which neither memory nor speed depends."""
+_DEGREES: Final = ("expert_parallel", "tensor_parallel", "context_parallel", "pipeline_parallel", "stages_per_rank")
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -128,14 +130,14 @@ def read_recipe(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
     layout = _read_layout(recipe, num_ranks, assumptions)
-    recipe = replace(recipe, content=resolve_recipe(recipe.content, decoder.max_seq_len, num_ranks))
+    recipe = replace(recipe, content=resolve_recipe(recipe.content, decoder.max_seq_len, layout.data_ranks))
     seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = recipe.count("data.micro_batch_size", 1)
-    global_batch_size = recipe.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
+    global_batch_size = recipe.count("data.global_batch_size", layout.data_ranks * micro_batch_size)
     num_rows = 0
     if objective.learns_from == "prompts":
         answers = recipe.count("data.prompts.group_size")
-        num_rows = _count_answer_rows(recipe, global_batch_size * answers, num_ranks)
+        num_rows = _count_answer_rows(recipe, global_batch_size * answers, layout.data_ranks)
         global_batch_size *= answers
         assumptions.append(f"a step trains {answers} answers to each prompt; a rank writes {num_rows} at a time")
     options = recipe.get("model.objective.init_args", {})
@@ -289,11 +291,20 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
     """Returns the layout of a strategy, and removes the options that it has from `options`."""
     per_unit = _count(options, "blocks_per_unit")
     common = _read_common(options, num_ranks, per_unit)
+    degrees: dict[str, Any] = {name: _count(options, name) for name in _DEGREES}
+    per_stage = num_ranks // degrees["pipeline_parallel"]
     shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
-    group = (group or min(num_ranks, 8)) if shard == "hybrid" else num_ranks
-    if type(group) is not int or group < 1 or num_ranks % group:
-        raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
-    gather = options.pop("gather_dtype")
+    group = (group or min(per_stage, 8)) if shard == "hybrid" else per_stage
+    if type(group) is not int or group < 1 or per_stage % group:
+        raise UserError(f"ranks_per_shard_group {group} does not divide {per_stage} ranks")
+    shared = prod(degrees[name] for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"))
+    if num_ranks % shared or group % (degrees["tensor_parallel"] * degrees["context_parallel"]):
+        given = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        raise UserError(
+            f"{given} do not divide {num_ranks} ranks in shard groups of {group}: lower one of them, or change the "
+            "number of devices"
+        )
+    gather, layers = options.pop("gather_dtype"), options.pop("layers_per_stage")
     return replace(
         common,
         strategy=shard,
@@ -301,7 +312,8 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
         cpu_offload=read_cpu_offload(options.pop("cpu_offload")),
         blocks_per_unit=per_unit,
         max_gathers_in_flight=_count(options, "max_gathers_in_flight"),
-        expert_parallel=_count(options, "expert_parallel"),
+        **degrees,
+        layers_per_stage=None if layers is None else tuple(layers),
         gather_bytes=None if gather is None else _DTYPES[gather],
         reduce_bytes=_DTYPES[options.pop("reduce_dtype")],
         reduces_each=options.pop("gradient_reduction") == "micro_batch",

@@ -100,6 +100,11 @@ def _place(own: Layout, name: Strategy, num_ranks: int) -> Layout:
         ranks_per_shard_group=group,
         cpu_offload=0.0,
         expert_parallel=own.expert_parallel if is_sharded else 1,
+        tensor_parallel=1,
+        context_parallel=1,
+        pipeline_parallel=1,
+        stages_per_rank=1,
+        layers_per_stage=None,
         keeps_gathered=own.keeps_gathered and is_sharded,
         reduces_each=own.reduces_each and is_sharded,
     )
@@ -164,9 +169,9 @@ def _list_changes(workload: Workload, layout: Layout) -> Iterator[_Change]:
         if layout.activation_checkpointing == "none":
             yield _Change("checkpointing", "activation_checkpointing 2", _with_checkpointing(2))
         yield _Change("checkpointing", "activation_checkpointing block", _with_checkpointing("block"))
-    if layout.is_sharded and not layout.reduces_each and workload.num_micro_batches(layout.num_ranks) > 1:
+    if layout.is_sharded and not layout.reduces_each and workload.num_micro_batches(layout) > 1:
         yield _Change("reduction", "gradient_reduction micro_batch", _with_reduction)
-    if layout.num_ranks > 1 and layout.strategy != "full":
+    if layout.data_ranks > 1 and layout.strategy != "full":
         yield _Change("strategy", "shard full", _with_full)
     yield from _list_offloads(layout)
     if workload.precision == "32-true" and not workload.is_cpu:
@@ -195,7 +200,8 @@ def _with_reduction(workload: Workload, layout: Layout) -> tuple[Workload, Layou
 
 
 def _with_full(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
-    return workload, replace(layout, strategy="full", ranks_per_shard_group=layout.num_ranks)
+    per_stage = layout.num_ranks // layout.pipeline_parallel
+    return workload, replace(layout, strategy="full", ranks_per_shard_group=per_stage)
 
 
 def _with_offload(share: float) -> Callable[[Workload, Layout], tuple[Workload, Layout]]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from genesis.base.errors import UserError
 from genesis.operations.plan.bandwidths import Bandwidths
 from genesis.operations.plan.checkpoints import CheckpointBill, Interval, count_checkpoints, find_interval
+from genesis.operations.plan.choose import Recommendation, recommend, warn_of_axes
 from genesis.operations.plan.cost import Cost, Interruptions, SpotComparison, compare_spot, count_cost
 from genesis.operations.plan.epochs import Epoch, find_epoch
 from genesis.operations.plan.host import HostBytes, count_host
@@ -45,6 +46,7 @@ class Question:
         save_seconds: Time that a save delays training; None to estimate it.
         num_steps: Steps; None for the recipe's.
         old_batch: The global batch for which the recipe's learning rate was found; None if it is the recipe's.
+        chooses: Whether to choose among all layouts.
     """
 
     gpus: tuple[int, ...]
@@ -61,6 +63,7 @@ class Question:
     save_seconds: float | None = None
     num_steps: int | None = None
     old_batch: int | None = None
+    chooses: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Plan:
         packings: The packings of the corpus, if it is here.
         proposal: Options of the optimizer, if the global batch has changed and a rule is known.
         notes: What the bill assumes.
+        recommendations: For each number of devices, if they were asked for.
     """
 
     recipe: Recipe
@@ -137,6 +141,7 @@ class Plan:
     packings: tuple[PackingShare, ...]
     proposal: RateProposal | None
     notes: tuple[str, ...]
+    recommendations: tuple[tuple[int, Recommendation], ...] = ()
 
 
 def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) -> Plan:
@@ -206,8 +211,20 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         spot=_compare_spot(recipe, question, own, cost),
         packings=packings,
         proposal=proposal,
-        notes=tuple(_list_notes(workload, own, question.budget)),
+        notes=tuple(_list_notes(workload, own, question)),
+        recommendations=tuple(_recommend(recipe, question)) if question.chooses else (),
     )
+
+
+def _recommend(recipe: Recipe, question: Question) -> Iterator[tuple[int, Recommendation]]:
+    if question.rate is None or question.budget.memory_bytes is None:
+        missing = "--memory" if question.rate is not None else "--device_name, --rates or --tokens_per_second"
+        raise UserError(f"--choose compares times of layouts that fit, and needs {missing}")
+    for num_ranks in question.gpus:
+        yield (
+            num_ranks,
+            recommend(recipe.workload, recipe.layout, num_ranks, question.budget, question.rate, question.bandwidths),
+        )
 
 
 def _list_rows(recipe: Recipe, question: Question) -> list[Layout]:
@@ -248,13 +265,15 @@ def _answer_row(workload: Workload, layout: Layout, own: Layout, question: Quest
     return Row(layout, is_own, timeline, needed, fits, shown, tuple(remedies), None)
 
 
-def _list_notes(workload: Workload, own: Row, budget: Budget) -> Iterator[str]:
+def _list_notes(workload: Workload, own: Row, question: Question) -> Iterator[str]:
     assert own.timeline is not None
+    budget = question.budget
     yield from own.timeline.notes
+    yield from warn_of_axes(own.layout, question.bandwidths)
     layout, whole = own.layout, own.timeline.gathered_whole_bytes
     if layout.has_compiled_blocks:
         yield "compiled blocks are counted as eager ones, which keep no less"
-    several = workload.num_micro_batches(layout.num_ranks) > 1 and layout.num_ranks > 1
+    several = workload.num_micro_batches(layout) > 1 and layout.num_ranks > 1
     if layout.is_sharded and several and not (layout.keeps_gathered or workload.is_cpu) and budget.memory_bytes:
         has_room = own.needed_bytes + round(KEEP_SPARE * whole) <= budget.memory_bytes
         verb = "will" if has_room else "will not"
@@ -299,7 +318,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "host": asdict(plan.host),
         "run": {
             "tokens_per_update": workload.tokens_per_step,
-            "num_micro_batches": workload.num_micro_batches(plan.own.layout.num_ranks),
+            "num_micro_batches": workload.num_micro_batches(plan.own.layout),
             "num_steps": plan.num_steps,
             "num_epochs": plan.num_epochs,
             "num_tokens": None if plan.num_steps is None else plan.num_steps * workload.tokens_per_step,
@@ -314,6 +333,28 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "spot": None if plan.spot is None else {**asdict(plan.spot), "is_spot_cheaper": plan.spot.is_spot_cheaper},
         "packings": [asdict(share) for share in plan.packings],
         "learning_rate": None if plan.proposal is None else asdict(plan.proposal),
+        "recommendations": [
+            {"num_gpus": num_ranks, **_recommendation_to_json(one)} for num_ranks, one in plan.recommendations
+        ],
+    }
+
+
+def _recommendation_to_json(recommendation: Recommendation) -> dict[str, Any]:
+    return {
+        "num_tried": recommendation.num_tried,
+        "least_needed_bytes": recommendation.least_needed,
+        "reasons": list(recommendation.reasons),
+        "warnings": list(recommendation.warnings),
+        "choices": [
+            {
+                "strategy": choice.layout.name,
+                "options": choice.options,
+                "needed_bytes": choice.needed_bytes,
+                "stage_peak_bytes": list(choice.timeline.stage_peaks),
+                "step": asdict(choice.step),
+            }
+            for choice in recommendation.choices
+        ],
     }
 
 

@@ -28,12 +28,15 @@ from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.model.mixture import Mixture
 from genesis.model.part import Part, Statistics
 from genesis.model.precision import FULL
+from genesis.model.shares import share_context, share_matrices
+from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
 from genesis.objectives.gspo import score_tokens
+from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record
-from genesis.operations.plan.stand_ins import EvenExchange, stand_in
+from genesis.operations.plan.stand_ins import EvenContext, EvenExchange, EvenMatrices, EvenRows, stand_in
 from genesis.operations.plan.state import build_model
 from genesis.optim import AdamW
 
@@ -57,6 +60,8 @@ class Setting:
         attention: The kernel of attention, by its name in `genesis.model.attend.table`.
         has_documents: Whether a sequence has several documents.
         expert_ranks: Ranks that share the experts; rows travel between them.
+        context_ranks: Ranks that share the tokens of a sequence.
+        tensor_ranks: Ranks that share the matrices of each layer.
         rounded_to: The allocator's unit.
         is_trained: Whether there is a backward.
     """
@@ -70,6 +75,8 @@ class Setting:
     attention: str = "flash"
     has_documents: bool = True
     expert_ranks: int = 1
+    context_ranks: int = 1
+    tensor_ranks: int = 1
     rounded_to: int = 512
     is_trained: bool = True
 
@@ -144,6 +151,8 @@ def build_setting(workload: Workload, layout: Layout) -> Setting:
         attention=workload.attention if workload.attention == MASK.name or not workload.is_cpu else TORCH_KERNEL,
         has_documents=workload.has_documents,
         expert_ranks=layout.expert_parallel,
+        context_ranks=layout.context_parallel,
+        tensor_ranks=layout.tensor_parallel,
         rounded_to=_CPU_ROUNDING if workload.is_cpu else _GPU_ROUNDING,
     )
 
@@ -182,6 +191,9 @@ def _measure(workload: Workload, setting: Setting) -> Sections:
 
 def _choose_head(workload: Workload, setting: Setting) -> Head:
     """Returns the loss of an objective, or what a teacher computes."""
+    if setting.tensor_ranks > 1:  # as `genesis.strategies.cut_vocabulary` has it, on whole rows
+        share = EvenRows(setting.tensor_ranks)
+        return lambda hidden, weight, labels: token_losses(share.gather(hidden), weight, labels).sum()
     if not setting.is_trained:
         return lambda hidden, weight, _: read_classes(
             hidden, weight, vocab_size=len(weight), top_k=workload.teacher_top_k, temperature=1.0
@@ -191,7 +203,7 @@ def _choose_head(workload: Workload, setting: Setting) -> Head:
     if workload.objective.head_memory == "fused":
         return sum_cross_entropy
     if workload.objective.learns_from == "prompts":
-        return lambda hidden, weight, labels: score_tokens(hidden, weight, labels, hidden.new_empty(1)).sum()
+        return lambda hidden, weight, labels: score_tokens(hidden, weight, labels, hidden.new_empty(1), WHOLE).sum()
     return lambda hidden, weight, labels: token_losses(hidden, weight, labels).sum()
 
 
@@ -254,6 +266,7 @@ class Walk:
                 documents = torch.empty(shape, dtype=torch.int32)
                 offsets = torch.empty(2 * setting.batch_size + 1, dtype=torch.int32)
             counted = torch.empty(shape, dtype=torch.bool)
+            labels = ids if decoder.context is None else decoder.context.cut(ids)
             inputs = [one for one in (ids, documents, offsets, counted, output) if one is not None]
             record.leave_out([*inputs, *(one for one in decoder.parameters() if one.device.type != "meta")])
             with record, torch.autocast("cpu", setting.product_dtype, enabled=setting.is_autocast):
@@ -261,7 +274,7 @@ class Walk:
                     ids,
                     document_ids=documents,
                     document_offsets=offsets,
-                    head=lambda hidden, _: self._head(hidden, output, ids),
+                    head=lambda hidden, _: self._head(hidden, output, labels),
                     has_statistics=True,
                     counted=counted,
                 )
@@ -282,11 +295,16 @@ class Walk:
         """Returns the decoder with fake parameters where they are needed, and an output weight of its own."""
         source = self._decoder
         twin = copy.copy(source)
-        blocks = [self._fake(block) if index in self._chosen else block for index, block in enumerate(source.blocks)]
+        blocks = NumberedBlocks({index: self._fake(source.blocks[index]) for index in self._chosen})
         modules = {name: self._fake(module) for name, module in source._modules.items() if module and name != "blocks"}
-        twin.__dict__ = {**source.__dict__, "_modules": {**modules, "blocks": nn.ModuleList(blocks)}}
+        twin.__dict__ = {**source.__dict__, "_modules": {**modules, "blocks": blocks}}
         vars(twin)["run_blocks"] = partial(self._run_blocks, twin)
         twin.attention_kernel = self._setting.attention
+        if self._setting.tensor_ranks > 1:
+            share = EvenRows(self._setting.tensor_ranks)
+            share_matrices(twin, share, EvenMatrices(share.size))
+        if self._setting.context_ranks > 1:
+            share_context(twin, EvenContext(self._setting.context_ranks))
         is_trained = twin.output_weight.requires_grad
         output = nn.Parameter(torch.empty_like(twin.output_weight), requires_grad=is_trained)
         for one in (*twin.parameters(), output):

@@ -14,6 +14,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe
 from genesis.model.mixture import MixtureConfig
+from genesis.operations.plan.axes import AxisTimes, find_link, time_axes
 from genesis.operations.plan.bandwidths import Bandwidths
 from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload, product_bytes
 from genesis.operations.plan.timeline import Timeline, play_step
@@ -53,6 +54,7 @@ class StepTime:
         exposed_seconds: What communication and offload add.
         offload_seconds: What of that copies to and from the host's memory, and the update there, add.
         tokens_per_second: Over all ranks, with padding.
+        axes: What tensor, context and pipeline parallelism add, by axis: a part of `exposed_seconds`.
     """
 
     seconds: float
@@ -60,6 +62,7 @@ class StepTime:
     exposed_seconds: float
     offload_seconds: float
     tokens_per_second: float
+    axes: AxisTimes
 
 
 @lru_cache(maxsize=256)
@@ -88,14 +91,19 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
     per_token, blocks_forward = _count_flops(workload.decoder, workload.seq_len, workload.adapter)
     every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
     recomputed = 1.0 / every_n if isinstance(every_n, int) and every_n else 0.0
-    num_micro_batches = workload.num_micro_batches(layout.num_ranks)
+    num_micro_batches = workload.num_micro_batches(layout)
+    # Ranks that read the same data share its products, and the rows that they send to experts.
     tokens = workload.tokens_per_step / layout.num_ranks
     per_token += teacher_flops_per_token(workload)
     compute = tokens * (per_token + recomputed * blocks_forward) / rate.flops_per_second
     timeline = play_step(workload, layout)
+    passes = 2.0 + recomputed
     exposed = _expose_collectives(layout, timeline, compute, num_micro_batches, bandwidths)
     if layout.expert_parallel > 1:  # the products wait for the rows
-        exposed += _time_rows(workload, layout, tokens, passes=2.0 + recomputed) / _link(bandwidths)
+        link = find_link("experts", layout, bandwidths)
+        exposed += _time_rows(workload, layout, tokens, passes) / link.bytes_per_second
+    axes = time_axes(workload, layout, bandwidths, compute, passes)
+    exposed += axes.total
     offload = 0.0
     if layout.cpu_offload:
         trained = timeline.on_host.weights
@@ -107,7 +115,7 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         offload = max(0.0, copies - compute) + elements * of_update / _HOST_BYTES_PER_SECOND
     offload += _time_states(timeline.state.moved, workload, bandwidths)
     seconds = compute + exposed + offload
-    return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds)
+    return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds, axes)
 
 
 def _time_states(num_bytes: int, workload: Workload, bandwidths: Bandwidths) -> float:
@@ -119,23 +127,24 @@ def _time_states(num_bytes: int, workload: Workload, bandwidths: Bandwidths) -> 
     return max((num_bytes / way.bytes_per_second for way in ways), default=0.0)
 
 
-def _link(bandwidths: Bandwidths) -> float:
-    return bandwidths.between_devices.bytes_per_second
-
-
 def _expose_collectives(
     layout: Layout, timeline: Timeline, compute: float, num_micro_batches: int, bandwidths: Bandwidths
 ) -> float:
     """Returns the seconds by which gathers and reductions are longer than the products that run beside them."""
-    link, sent, exposed = _link(bandwidths), timeline.sent, 0.0
+    sent, exposed = timeline.sent, 0.0
     if layout.is_sharded and layout.ranks_per_shard_group > 1:
+        link = find_link("shards", layout, bandwidths).bytes_per_second
         gathers = 1 if layout.strategy == "grad_op" else 2
-        count = 1 if layout.keeps_gathered else num_micro_batches
-        exposed += count * max(0.0, gathers * sent.gathered / link - compute / num_micro_batches)
-        reductions = num_micro_batches if layout.reduces_each else 1
-        exposed += reductions * max(0.0, sent.reduced / link - compute / num_micro_batches / 2.0)
-    ranks = layout.num_ranks
-    if ranks > 1 and (not layout.is_sharded or layout.strategy == "hybrid"):
+        if layout.pipeline_parallel > 1:
+            # A stage is gathered once and stays whole; its gradients are reduced when no products are left.
+            exposed += max(0.0, sent.gathered / link - compute / num_micro_batches) + sent.reduced / link
+        else:
+            count = 1 if layout.keeps_gathered else num_micro_batches
+            exposed += count * max(0.0, gathers * sent.gathered / link - compute / num_micro_batches)
+            reductions = num_micro_batches if layout.reduces_each else 1
+            exposed += reductions * max(0.0, sent.reduced / link - compute / num_micro_batches / 2.0)
+    if layout.num_ranks > 1 and (not layout.is_sharded or layout.strategy == "hybrid"):
+        link, ranks = find_link("copies", layout, bandwidths).bytes_per_second, layout.num_ranks
         send = 2.0 * timeline.state.gradients * (ranks - 1) / ranks / link
         exposed += max(0.0, send - compute / num_micro_batches / 2.0)
         if layout.strategy == "zero1":

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from genesis.base.device import CPU, kind_of
+from genesis.model.adapter import AdaptedLinear, use_rows
 from genesis.model.attend.kernel import AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, Rows
 from genesis.model.attend.table import FLASH, KERNELS, MASK
+from genesis.model.exchange import HeadExchange
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -133,6 +135,92 @@ class EvenExchange:
         """Begins to send rows."""
         received = _apply(_Travel, rows.contiguous())
         return _Flight(received, counts.view(self._num_ranks, -1))
+
+
+class EvenContext(HeadExchange):
+    """Exchanges tokens for heads with ranks that send as much as they get."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks, 0)
+
+    def swap(self, packed: Tensor) -> Tensor:
+        """Returns a tensor of the same size."""
+        return _apply(_Travel, packed.contiguous())
+
+    def sum_over_row(self, counts: Tensor) -> Tensor:
+        """Returns a tensor of the size of the sum."""
+        return torch.empty_like(counts)
+
+
+class EvenRows:
+    """Gathers whole rows from ranks that share them, and scatters sums: the `RowShares` of the first rank."""
+
+    rank = 0
+
+    def __init__(self, num_ranks: int) -> None:
+        self.size = num_ranks
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Returns the first tokens."""
+        return rows.chunk(self.size, dim=1)[0]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the size of whole rows."""
+        return _apply(_Resize, x, self.size, 1)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the size of a share."""
+        return _apply(_Resize, x, 1, self.size)
+
+    def sum_over_row(self, counts: Tensor) -> Tensor:
+        """Returns a tensor of the size of the sum."""
+        return torch.empty_like(counts)
+
+
+class EvenMatrices:
+    """Leaves the first rank's part of matrices, without values: its `MatrixShares`."""
+
+    rank = 0
+
+    def __init__(self, num_ranks: int) -> None:
+        self.size = num_ranks
+        self.dims: dict[tuple[nn.Module, str], int] = {}
+        """The dimension along which each parameter was cut, by its module and its name there."""
+
+    def cut(self, module: nn.Module, name: str, dim: int = 0) -> None:
+        """Replaces a parameter by a smaller one."""
+        parameter = module.get_parameter(name)
+        shape = list(parameter.shape)
+        shape[dim] //= self.size
+        module.register_parameter(name, nn.Parameter(parameter.new_empty(shape), parameter.requires_grad))
+        self.dims[module, name] = dim
+
+    def cut_linear(self, layer: nn.Linear, dim: int) -> None:
+        """Leaves even rows or columns of a linear layer and its adapter."""
+        self.cut(layer, "weight", dim)
+        if layer.bias is not None:
+            self.cut(layer, "bias")
+        if isinstance(layer, AdaptedLinear):
+            self.cut(layer, "lora_B" if dim == 0 else "lora_A", dim)
+
+    def use_rows(self, layer: nn.Linear, rows: slice | Tensor) -> None:
+        """Makes a linear layer multiply some of its rows."""
+        use_rows(layer, rows)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the size of the sum."""
+        return _apply(_Travel, x)
+
+
+class _Resize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int, parts: int) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty((x.shape[0], x.shape[1] * times // parts, *x.shape[2:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].new_empty(ctx.shape), None, None
 
 
 class _Flight:

@@ -1,5 +1,6 @@
 """The parameters of a rank and what belongs to them between steps: gradients and optimizer states, in bytes."""
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
 from genesis.model.part import ParameterGroup
+from genesis.model.shares import share_matrices
 from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
+from genesis.operations.plan.stand_ins import EvenMatrices, EvenRows
 from genesis.optim.offload import choose
 
 
@@ -28,6 +31,8 @@ class Parameter:
         block: The number of its block; None for the embedding, the last norm and the output weight.
         element_bytes: Bytes of an element at rest.
         is_expert: Whether it is a stack of a matrix for each expert.
+        cut: The number of ranks that share it by tensor parallelism, and the dimension along which it is cut; None if
+            FSDP2 alone shards it.
     """
 
     name: str
@@ -37,6 +42,7 @@ class Parameter:
     block: int | None
     element_bytes: int
     is_expert: bool = False
+    cut: tuple[int, int] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -50,18 +56,24 @@ class Parameter:
             held = self.shape[0] // layout.expert_parallel
             # By experts, or by the rows or columns of each: FSDP2 divides these evenly.
             return -(-held * math.prod(self.shape[1:]) // num_shards)
-        if num_shards == 1 or not self.shape:
-            return self.num_elements
-        return -(-self.shape[0] // num_shards) * math.prod(self.shape[1:])
+        shape = list(self.shape)
+        if self.cut is not None:
+            num_ranks, dim = self.cut
+            shape[dim] //= num_ranks
+        if num_shards == 1 or not shape:
+            return math.prod(shape)
+        return -(-shape[0] // num_shards) * math.prod(shape[1:])
 
     def num_shards(self, layout: Layout) -> int:
         """Returns the ranks whose shards are gathered together."""
         if not layout.is_sharded:
             return 1
+        if self.cut is not None:
+            return layout.ranks_per_shard_group // layout.tensor_parallel
         return layout.ranks_per_expert if self.is_expert else layout.ranks_per_shard_group
 
     def gathered_elements(self, layout: Layout) -> int:
-        """Returns the elements that a rank holds while the parameter is gathered, with the padding of shards."""
+        """Returns the elements that a rank holds while it has gathered its part, with the padding of shards."""
         return self.num_shards(layout) * self.local_elements(layout)
 
 
@@ -109,6 +121,33 @@ def build_model(workload: Workload) -> Model:
         for name, parameter in decoder.named_parameters()
     )
     return Model(decoder, parameters)
+
+
+@lru_cache(maxsize=32)
+def build_shared_model(workload: Workload, num_ranks: int) -> Model:
+    """Returns the model of a workload whose matrices a number of ranks share.
+
+    Raises:
+        UserError: So many ranks cannot share them.
+    """
+    model = build_model(workload)
+    if num_ranks == 1:
+        return model
+    decoder = workload.decoder
+    uncut = [mixer.find_uncut(num_ranks) for mixer, _ in decoder.list_mixers()]
+    for found in (*uncut, decoder.parts.feed_forward.find_uncut(num_ranks)):
+        if found is not None:
+            raise UserError(f"tensor_parallel is {num_ranks}, and so many ranks cannot share {found}: lower it")
+    if decoder.vocab_size % num_ranks:
+        raise UserError(f"tensor_parallel {num_ranks} does not divide vocab_size {decoder.vocab_size}: lower it")
+    cut, cutter = copy.deepcopy(model.decoder), EvenMatrices(num_ranks)
+    share_matrices(cut, EvenRows(num_ranks), cutter)
+    names = {module: name for name, module in cut.named_modules()}
+    dims = {f"{names[module]}.{name}": dim for (module, name), dim in cutter.dims.items()}
+    parameters = (
+        replace(one, cut=(num_ranks, dims[one.name])) if one.name in dims else one for one in model.parameters
+    )
+    return replace(model, parameters=tuple(parameters))
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,18 @@ larger number: the first creates gradients, those after it add to them, the last
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
+from genesis.operations.plan.axes import Place, list_places
 from genesis.operations.plan.bill import (
     BATCH,
     COMMUNICATION,
     DIGEST,
     FROZEN,
     OPTIMIZER,
+    RECEIVED,
     TEACHER,
     UNREDUCED,
     UPDATE,
@@ -27,7 +29,7 @@ from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, forward
 from genesis.operations.plan.other_models import count_answers, count_teacher
 from genesis.operations.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
 from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
-from genesis.operations.plan.state import Model, Parameter, StateBytes, build_model, count_on_host, count_state
+from genesis.operations.plan.state import Model, Parameter, StateBytes, build_shared_model, count_on_host, count_state
 from genesis.optim.offload import NUM_BUFFERS, PIECE_BYTES
 from genesis.optim.whole_matrices import BATCH_BYTES
 
@@ -63,6 +65,8 @@ class Timeline:
         sent: What ranks exchange under sharding.
         moved_inputs_bytes: Bytes of the inputs of blocks that are in the host's memory between forward and backward.
         notes: What is only estimated.
+        stage: The place in the pipeline of this rank, from 0.
+        stage_peaks: The highest point of each place in the pipeline, of which this one's is the highest.
     """
 
     peaks: dict[str, Bytes]
@@ -72,6 +76,8 @@ class Timeline:
     sent: Sent
     moved_inputs_bytes: int
     notes: tuple[str, ...]
+    stage: int = 0
+    stage_peaks: tuple[int, ...] = ()
 
     @property
     def peak_phase(self) -> str:
@@ -88,24 +94,39 @@ class Timeline:
 def play_step(workload: Workload, layout: Layout) -> Timeline:
     """Returns the memory of a step in which everything exists that later steps have, such as optimizer states.
 
+    Of the ranks of a pipeline it is the one that needs most.
+
     Raises:
-        UserError: Micro-batches do not divide the global batch.
+        UserError: Micro-batches do not divide the global batch, or the model cannot be spread like this.
     """
     layout.check_experts(workload.decoder, workload.optimizer)
-    model = build_model(workload)
+    num_micro_batches = workload.num_micro_batches(layout)
+    places = list_places(workload, layout)
+    played = [_play_place(workload, layout, place, num_micro_batches) for place in places]
+    peaks = tuple(one.peak_bytes for one in played)
+    most = peaks.index(max(peaks))
+    return replace(played[most], stage=most, stage_peaks=peaks)
+
+
+def _play_place(workload: Workload, layout: Layout, place: Place, num_micro_batches: int) -> Timeline:
+    model = build_shared_model(workload, layout.tensor_parallel)
+    if layout.pipeline_parallel > 1:
+        # Ranks of a pipeline gather their stages once for a window.
+        layout = replace(layout, keeps_gathered=True)
+        model = replace(model, parameters=tuple(filter(place.has, model.parameters)))
     setting = build_setting(workload, layout)
     sections = build_sections(workload, setting)
     state = count_state(model, workload, layout, setting.rounded_to)
     on_host = count_on_host(model, workload, layout, setting.rounded_to)
-    player = _Player(workload, layout, model, setting, sections, state, on_host)
-    player.play(workload.num_micro_batches(layout.num_ranks))
+    player = _Player(workload, layout, place, model, setting, sections, state, on_host)
+    player.play(num_micro_batches)
     return Timeline(
         player.bill.peaks,
         state,
         on_host,
         player.gathered_whole,
         player.count_sent(),
-        player.moved_inputs,
+        player.moved_inputs * place.count_in_flight(num_micro_batches),
         sections.notes,
     )
 
@@ -115,21 +136,21 @@ class _Player:
         self,
         workload: Workload,
         layout: Layout,
+        place: Place,
         model: Model,
         setting: Setting,
         sections: Sections,
         state: StateBytes,
         on_host: StateBytes,
     ) -> None:
-        self.workload, self.layout, self.model, self.setting = workload, layout, model, setting
+        self.workload, self.layout, self.place = workload, layout, place
+        self.model, self.setting = model, setting
         self.sections, self.state, self.on_host = sections, state, on_host
         self.bill = Bill()
         self.teacher = count_teacher(workload)
         every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
         self.recomputed = {
-            index
-            for index in range(len(sections.blocks))
-            if isinstance(every_n, int) and every_n and not index % every_n
+            index for index in place.blocks if isinstance(every_n, int) and every_n and not index % every_n
         }
         per_group = layout.blocks_per_recomputation
         num_blocks = len(sections.blocks)
@@ -142,10 +163,7 @@ class _Player:
         self.moved_inputs = sum(sections.blocks[index].input_bytes for index in starts)
         self.has_buckets = layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1
         per_unit = layout.blocks_per_unit
-        self.units = [
-            list(range(start, min(start + per_unit, len(sections.blocks))))
-            for start in range(0, len(sections.blocks), per_unit)
-        ]
+        self.units = [list(place.blocks[start : start + per_unit]) for start in range(0, len(place.blocks), per_unit)]
         by_block: dict[int | None, list[Parameter]] = {}
         for parameter in model.parameters:
             by_block.setdefault(parameter.block, []).append(parameter)
@@ -212,9 +230,12 @@ class _Player:
             bill.change(GRADIENTS, on_host.gradients - state.gradients)
         tokens = num_micro_batches * self.setting.num_tokens
         bill.change(BATCH, tokens * IDS_BYTES)
-        num_played = min(num_micro_batches, _MOST_PLAYED)
-        for number in range(num_played):
-            self._play_micro_batch(is_first=number == 0, is_last=number == num_played - 1)
+        if layout.pipeline_parallel > 1:
+            self._play_pipeline(num_micro_batches)
+        else:
+            num_played = min(num_micro_batches, _MOST_PLAYED)
+            for number in range(num_played):
+                self._play_micro_batch(is_first=number == 0, is_last=number == num_played - 1)
         bill.enter("step")
         self._play_update()
         bill.change(BATCH, -bill.now[BATCH])
@@ -278,28 +299,73 @@ class _Player:
     # ---- sharded parameters
 
     def _play_sharded(self, *, is_first: bool, is_last: bool) -> None:
-        bill, gathers = self.bill, self.gathers
-        gathers.begin(is_first=is_first)
-        self._forward(self.sections.embedding, is_first=False)
+        self._forward_sharded(is_first=is_first)
+        self.bill.enter("backward")
+        self._backward_sharded(is_first=is_first, is_last=is_last)
+        self._end_reductions()
+
+    def _forward_sharded(self, *, is_first: bool) -> None:
+        self.gathers.begin(is_first=is_first)
+        if self.place.has_embedding:
+            self._forward(self.sections.embedding, is_first=False)
         for number, blocks in enumerate(self.units):
-            gathers.enter_forward(number)
+            self.gathers.enter_forward(number)
             for index in blocks:
                 self._forward_block(index, is_first=False)
-            gathers.leave_forward(number)
-        self._forward_head(is_first=False)
-        bill.enter("backward")
-        self._backward_head(GRADIENTS, is_added=False)
+            self.gathers.leave_forward(number)
+        if self.place.has_head:
+            self._forward_head(is_first=False)
+
+    def _backward_sharded(self, *, is_first: bool, is_last: bool) -> None:
+        if self.place.has_head:
+            self._backward_head(GRADIENTS, is_added=False)
         for number in reversed(range(len(self.units))):
-            gathers.enter_backward(number)
+            self.gathers.enter_backward(number)
             for index in reversed(self.units[number]):
                 block = self.sections.blocks[index]
                 self._recompute_before(index)
                 self._backward(block, GRADIENTS, is_added=False)
             self._end_unit(self.unit_sizes[number], is_first=is_first, is_last=is_last)
-        self._backward_embedding(GRADIENTS, is_added=False)
+        if self.place.has_embedding:
+            self._backward_embedding(GRADIENTS, is_added=False)
+        elif self.place.has_head and self.workload.decoder.has_tied_embeddings:
+            self.bill.change(LOSS, -self.sections.head.weight_gradient_bytes)
+            self.bill.change(GRADIENTS, self.sections.head.weight_gradient_bytes)
         self._end_unit(self.root_unit, is_first=is_first, is_last=is_last)
-        bill.change(COMMUNICATION, -bill.now[COMMUNICATION])
+
+    def _end_reductions(self) -> None:
+        self.bill.change(COMMUNICATION, -self.bill.now[COMMUNICATION])
         self._held_reduction = 0
+
+    # ---- a stage of a pipeline: `genesis.strategies.pipeline`, and torch's schedules
+
+    def _play_pipeline(self, num_micro_batches: int) -> None:
+        """Plays the forwards until the first backward, one more of each, the other backwards, and the reductions."""
+        bill, place, sections = self.bill, self.place, self.sections
+        in_flight = place.count_in_flight(num_micro_batches)
+        stream = sections.blocks[0].input_bytes
+        # The schedule allocates what it receives for all micro-batches, and keeps the result of each in flight.
+        received = num_micro_batches * stream * (place.num_inputs + place.num_outputs)
+        kept = in_flight * (sections.tables_bytes + stream * place.num_outputs)
+        bill.enter("forward")
+        bill.change(RECEIVED, received)
+        bill.change(ACTIVATIONS, kept)
+        for number in range(in_flight):
+            self._forward_sharded(is_first=number == 0)
+        bill.enter("backward")
+        self._backward_sharded(is_first=True, is_last=False)
+        if num_micro_batches > in_flight:
+            bill.enter("forward")
+            self._forward_sharded(is_first=False)
+            bill.enter("backward")
+            self._backward_sharded(is_first=False, is_last=False)
+        for _ in range(in_flight - 1):
+            self._backward_sharded(is_first=False, is_last=False)
+        bill.change(ACTIVATIONS, -kept)
+        for unit in (*reversed(self.unit_sizes), self.root_unit):
+            self._end_unit(unit, is_first=False, is_last=True)
+        self._end_reductions()
+        bill.change(RECEIVED, -received)
 
     def _end_unit(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
         """Ends the backward of a unit: its gradients are kept whole, or reduced to a shard."""
@@ -313,7 +379,7 @@ class _Player:
         self.gathers.leave_backward(unit, is_last=is_last)
         if not is_reduced:
             if not has_sum:
-                bill.change(UNREDUCED, unit.reduced if fresh else 0)
+                bill.change(UNREDUCED, unit.reduced)
                 bill.change(GRADIENTS, -fresh)
             return
         # The input of a reduction is freed when that of the next unit is made.
@@ -392,7 +458,7 @@ class _Player:
     def _backward_embedding(self, term: str, *, is_added: bool) -> None:
         """Runs the last backward; a tied weight's two gradients are added before they join others."""
         self._backward(self.sections.embedding, term, is_added=is_added)
-        if self.workload.decoder.has_tied_embeddings:
+        if self.workload.decoder.has_tied_embeddings and self.place.has_head:
             self.bill.change(LOSS, -self.sections.head.weight_gradient_bytes)
 
     # ---- the update

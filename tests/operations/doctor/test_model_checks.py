@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.attention import AttentionConfig
 from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixer import ForwardTokens
+from genesis.objectives.vocabulary import Vocabulary
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.model_checks import CHECKS, Scene
 from genesis.operations.doctor.observe import Watch
@@ -68,24 +68,23 @@ def have_large_weights(scene: Scene) -> Iterator[None]:
 def shift_loss(scene: Scene) -> AbstractContextManager[None]:
     """A loss that shifts the labels once more."""
 
-    def head(labels: Tensor) -> Any:
-        shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], 1)
-        return partial(sum_cross_entropy, labels=shifted)
+    class Shifted(Vocabulary):
+        def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], 1)
+            return sum_cross_entropy(hidden, weight, shifted)
 
-    return patched(scene.trainer.strategy, "head", head)
+    return patched(scene.trainer.strategy, "vocabulary", Shifted())
 
 
 def normalise_each(scene: Scene) -> AbstractContextManager[None]:
     """A training loss that divides by the valid tokens of each micro-batch."""
 
-    def head(labels: Tensor) -> Any:
-        def mean(hidden: Tensor, weight: Tensor) -> Tensor:
+    class Mean(Vocabulary):
+        def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
             total = sum_cross_entropy(hidden, weight, labels)
             return 50 * total / (labels != IGNORE_INDEX).sum() if torch.is_grad_enabled() else total
 
-        return mean
-
-    return patched(scene.trainer.strategy, "head", head)
+    return patched(scene.trainer.strategy, "vocabulary", Mean())
 
 
 # ---- batches

@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from genesis.data.window import MicroBatch
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
-from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixture import Mixture
 from genesis.objectives import DPO
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
+from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.doctor.observe import read_allocated_peak, record_allocations
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.optim import build_optimizer
@@ -160,7 +160,7 @@ def build_window(workload: Workload, num_micro_batches: int) -> list[MicroBatch]
 
 def measure_peak(workload: Workload, layout: Layout) -> int:
     """Returns the most bytes of the second step, on the host and the device together."""
-    count = workload.num_micro_batches(layout.num_ranks)
+    count = workload.num_micro_batches(layout)
     with fake_group(layout.num_ranks) if layout.num_ranks > 1 or layout.is_sharded else nullcontext():
         decoder, optimizer, wrapped = build(workload, layout)
         window = build_window(workload, count)
@@ -208,7 +208,7 @@ def train(
             window,
             objective,
             {TOKENS: 1.0, PAIRS: 1.0},
-            cross_entropy=lambda labels: partial(sum_cross_entropy, labels=labels),
+            vocabulary=WHOLE,
             backward=backward,
             gradient_reduction="micro_batch" if layout.reduces_each else "window",
             set_gathering=partial(_set_gathering, decoder) if keeps else None,

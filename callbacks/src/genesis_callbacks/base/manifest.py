@@ -224,17 +224,36 @@ def _keys_of(kind: type[Any]) -> set[str]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Returns the bytes of `manifest.json`."""
-    content = dataclasses.asdict(manifest)
-    for record in content["tensors"].values():
-        record["digest"] = f"{record['digest']:016x}"
+    """Returns the bytes of `manifest.json`: one line for each tensor, and an indented text for the other fields."""
+    # No `asdict`, which copies every chunk, and no indentation inside a tensor, which only Python's encoder knows: the
+    # manifest of a thousand ranks has hundreds of thousands of chunks.
+    content = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    content["files"] = [vars(record) for record in manifest.files]
+    content["previous"] = manifest.previous and vars(manifest.previous)
     base = content.pop("base")
     if base is not None:
-        tensors, names = content["tensors"], base.pop("names")
-        content["tensors"] = {name: record for name, record in tensors.items() if name not in names}
-        in_base = {name: {key: tensors[name][key] for key in _BASE_TENSOR_KEYS} for name in names}
-        content["base"] = {**base, "tensors": in_base}
-    return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+        in_base = {name: _encode_description(manifest.tensors[name]) for name in base.names}
+        content["base"] = {**vars(base), "tensors": in_base}
+        del content["base"]["names"]
+    texts = {
+        name: json.dumps(value, indent=1, sort_keys=True, allow_nan=False).replace("\n", "\n ")
+        for name, value in content.items()
+        if name != "tensors"
+    }
+    lines = [
+        f"\n  {json.dumps(name)}: {json.dumps(_encode_tensor(record), sort_keys=True)}"
+        for name, record in sorted(manifest.own_tensors.items())
+    ]
+    texts["tensors"] = "{" + ",".join(lines) + "\n }"
+    return ("{\n" + ",\n".join(f' "{name}": {text}' for name, text in sorted(texts.items())) + "\n}\n").encode()
+
+
+def _encode_description(record: TensorRecord) -> dict[str, Any]:
+    return {"shape": record.shape, "dtype": record.dtype, "digest": f"{record.digest:016x}"}
+
+
+def _encode_tensor(record: TensorRecord) -> dict[str, Any]:
+    return {**_encode_description(record), "chunks": [vars(chunk) for chunk in record.chunks]}
 
 
 # ---- decoding: every value is checked here, once, so that later code never meets an unexpected type

@@ -3,10 +3,10 @@
 One process, rank 0's trainer or its writer, does this for all ranks, without communication.
 """
 
+import contextlib
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..base.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
     ChunkRecord,
+    FileRecord,
     Manifest,
     TensorRecord,
     dtype_name,
@@ -25,12 +26,11 @@ from ..base.manifest import (
     schema_for,
 )
 from ..base.run_directory import MANIFEST_NAME, checkpoint_name
-from ..base.safe_read import parse_json
+from ..base.safe_read import check_json_size, parse_json
 from .commit import commit
 from .durable_file import write_file
 from .retain import Retention, apply_retention
 from .verify import verify
-from .write import Receipt
 
 
 def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
@@ -50,35 +50,20 @@ def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> byte
     )
 
 
-def collect_records(
-    parts: Iterable[TensorShard], receipts: Sequence[Receipt], digests: Mapping[str, int]
-) -> dict[str, TensorRecord]:
-    """Returns the manifest's tensor records, from the chunks that the ranks wrote and the digests of the live tensors.
-
-    Raises:
-        SaveFailedError: A tensor was not written.
-    """
-    chunks: dict[str, list[ChunkRecord]] = defaultdict(list)
-    for receipt in receipts:
-        for name, chunk in receipt.chunks:
-            chunks[name].append(chunk)
-    missing = digests.keys() - chunks.keys()
-    if missing:
-        raise SaveFailedError(f"{len(missing)} tensors were not written, such as {min(missing)}")
-    return {
-        part.name: TensorRecord(part.shape, dtype_name(part.dtype), digests[part.name], tuple(chunks[part.name]))
-        for part in parts
-    }
+def describe_tensor(part: TensorShard, digest: int, chunks: Iterable[ChunkRecord]) -> TensorRecord:
+    """Returns the manifest's record of the tensor that a part belongs to."""
+    return TensorRecord(part.shape, dtype_name(part.dtype), digest, tuple(chunks))
 
 
-def _check_can_be_read(data: bytes, name: str) -> None:
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
     """Refuses JSON that a restore would refuse: a failed save is better than a checkpoint that cannot be read.
 
     Raises:
         SaveFailedError: The JSON is nested too deeply, or too large.
     """
     try:
-        parse_json(data, name)
+        yield
     except CorruptCheckpointError as error:
         raise SaveFailedError(f"{error}; keep less in the state of callbacks, data and recipe") from error
 
@@ -87,7 +72,7 @@ def assemble(
     staging: Path,
     header: Manifest,
     tensors: Mapping[str, TensorRecord],
-    receipts: Sequence[Receipt],
+    shards: Sequence[FileRecord],
     sections: Sequence[Any],
 ) -> tuple[Path, Manifest, str]:
     """Completes the staging directory, commits it, and returns (path, manifest, hash of the manifest).
@@ -95,8 +80,8 @@ def assemble(
     Args:
         staging: The staging directory with the shards of all ranks.
         header: The manifest, without files, tensors and the time of the commit.
-        tensors: The records of `collect_records`, and those of the tensors in the base.
-        receipts: The receipt of each rank, in rank order.
+        tensors: The records of all tensors, including those in the base.
+        shards: The files that the ranks wrote.
         sections: Each rank's other state, already plain JSON, in rank order.
 
     Raises:
@@ -106,11 +91,12 @@ def assemble(
     final = staging.parent / checkpoint_name(header.step)
     algorithm = header.hash_algorithm
     state = json.dumps({"sections": list(sections)}, allow_nan=False).encode()
-    _check_can_be_read(state, STATE_NAME)
+    with _refusing():
+        parse_json(state, STATE_NAME)
     in_base = frozenset() if header.base is None else header.base.names
     own = {name: record for name, record in tensors.items() if name not in in_base}
     files = [
-        *(record for receipt in receipts for record in receipt.files),
+        *shards,
         write_file(staging / STATE_NAME, state, algorithm=algorithm),
         write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(own, final.name), algorithm=algorithm),
     ]
@@ -121,8 +107,12 @@ def assemble(
         tensors=dict(tensors),
         schema_version=schema_for(header.base),
     )
-    _check_can_be_read(encode_manifest(manifest), MANIFEST_NAME)
-    return final, manifest, commit(staging, final, manifest)
+    data = encode_manifest(manifest)
+    with _refusing():
+        check_json_size(data, MANIFEST_NAME)
+        # What the run gave may be nested too deeply; the tensors' records are not, and take seconds to parse.
+        parse_json(encode_manifest(replace(manifest, tensors={}, base=None)), MANIFEST_NAME)
+    return final, manifest, commit(staging, final, data, algorithm)
 
 
 def retain(newest: Path, retention: Retention) -> tuple[list[str], str | None]:

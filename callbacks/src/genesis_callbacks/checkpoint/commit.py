@@ -13,8 +13,7 @@ from pathlib import Path
 from ..base.checkpoint_errors import SaveFailedError
 from ..base.events import EventLog
 from ..base.files import sync_directory
-from ..base.hashing import hash_bytes
-from ..base.manifest import Manifest, encode_manifest
+from ..base.hashing import HashAlgorithm, hash_bytes
 from ..base.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
@@ -58,8 +57,8 @@ def _free_name(parent: Path, name: str) -> Path:
     return candidate
 
 
-def commit(staging: Path, final: Path, manifest: Manifest) -> str:
-    """Writes manifest and marker into `staging`, makes it `final`, and returns the manifest's hash.
+def commit(staging: Path, final: Path, manifest: bytes, algorithm: HashAlgorithm) -> str:
+    """Writes the encoded manifest and the marker into `staging`, makes it `final`, and returns the manifest's hash.
 
     Raises:
         SaveFailedError: A checkpoint of that name exists.
@@ -71,11 +70,10 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     # discards; a kill after it leaves a complete checkpoint.
     if final.exists():
         raise SaveFailedError(f"{final} exists already, and a checkpoint is never overwritten")
-    data = encode_manifest(manifest)
-    write_file(staging / MANIFEST_NAME, data, algorithm=manifest.hash_algorithm)
-    manifest_hash = f"{manifest.hash_algorithm}:{hash_bytes(data, manifest.hash_algorithm)}"
+    write_file(staging / MANIFEST_NAME, manifest, algorithm=algorithm)
+    manifest_hash = f"{algorithm}:{hash_bytes(manifest, algorithm)}"
     sync_directory(staging)
-    write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=manifest.hash_algorithm)
+    write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=algorithm)
     sync_directory(staging)
     _rename_new(staging, final, is_undone=True)  # a save that is reported as failed must not be visible
     return manifest_hash

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
@@ -38,19 +39,23 @@ from ..base.manifest import (
     read_manifest,
 )
 from ..base.safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
-from .assemble import assemble, collect_records, retain
+from .assemble import assemble, describe_tensor, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
 from .digest import digest_chunk
 from .durable_file import write_file
-from .plan import merge_digests
+from .garbage import without_collections
+from .plan import Digests, Numbers, SavePlan, merge_digests
 from .retain import Retention
 from .scope import BoundScope
 from .stage import Placed, Staged
-from .write import Receipt, write_shard
+from .write import SHARD_NAME, write_shard
 
 OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
 _NOTE_ALGORITHM: HashAlgorithm = "blake3"
+_RECEIPT = "receipt-"
+_FAILURE = "failed-"
+_NUM_PLACES = len(("byte_offset", "num_bytes", "data_offset"))
 _POLL_SECONDS = 0.005
 _GATHER_GRACE_SECONDS = 2.0
 # Long enough for writers whose trainers died together to finish; a restart waits for them.
@@ -107,7 +112,7 @@ class CommitOrder:
 
     Attributes:
         header: Header of the manifest.
-        shards_by_writer: The shared parts that each rank has to write.
+        plan: The shared parts that each rank holds and has to write.
         retention: Which checkpoints stay after the commit.
         num_updates: Optimizer steps that changed parameters since the previous checkpoint.
         moved: Names of the parameters that the last update changed, by its gradients and learning rates.
@@ -116,7 +121,7 @@ class CommitOrder:
     """
 
     header: Manifest
-    shards_by_writer: tuple[tuple[TensorShard, ...], ...]
+    plan: SavePlan
     retention: Retention
     num_updates: int
     moved: frozenset[str]
@@ -132,7 +137,8 @@ class WriteJob:
         staging: The staging directory, which rank 0 has made.
         rank: This rank.
         placed: The parts that this rank writes, and their places in the shared buffer.
-        digests: Of all parts that this rank holds, taken from the live tensors.
+        digests: Of all parts that this rank holds, taken from the live tensors: first the shared parts, in the order in
+            which this rank reported them for the plan.
         section: This rank's other state, already plain JSON.
         hash_algorithm: Hash algorithm for every file.
         time_limit_seconds: Time limit of the whole job.
@@ -151,10 +157,21 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RankReceipt:
-    """The content of a rank's receipt: the files that it wrote, the live digests of its parts, and its other state."""
+    """What a rank wrote, and the live digests of its parts, as numbers in an order that rank 0 knows from the plan.
 
-    receipt: Receipt
-    digests: dict[TensorShard, int]
+    Attributes:
+        file: The shard; None if the rank wrote no tensor.
+        states: The tensors of the rank's own state, which it alone holds and writes.
+        digests: Of the parts in the rank's report, in its order, then of `states`.
+        places: The place in the file of each part that the plan gave to the rank, in the plan's order, then of
+            `states`: `[part, 3]`, the numbers of `ChunkRecord`.
+        section: The rank's other state.
+    """
+
+    file: FileRecord | None
+    states: tuple[TensorShard, ...]
+    digests: Digests
+    places: Numbers
     section: Any
 
 
@@ -162,20 +179,20 @@ class RankReceipt:
 
 
 def _receipt_path(staging: Path, rank: int) -> Path:
-    return staging / f"receipt-{rank}.json"
+    return staging / f"{_RECEIPT}{rank}"
 
 
 def _failure_path(staging: Path, rank: int) -> Path:
-    return staging / f"failed-{rank}.json"
+    return staging / f"{_FAILURE}{rank}"
 
 
-def _write_note(path: Path, content: Any) -> None:
-    data = json.dumps(content, allow_nan=False).encode()
+def _write_note(path: Path, content: Any, numbers: bytes = b"") -> None:
+    data = json.dumps(content, allow_nan=False).encode() + b"\n" + numbers
     write_file(path, hash_bytes(data, _NOTE_ALGORITHM).encode() + b"\n" + data, algorithm=_NOTE_ALGORITHM)
 
 
-def _read_note(path: Path) -> Any:
-    """Returns the content of a note, or None while the note is missing or incomplete.
+def _read_note(path: Path) -> tuple[Any, bytes] | None:
+    """Returns the content of a note and the numbers behind it, or None while the note is missing or incomplete.
 
     Raises:
         CheckpointError: The note is too large, nested too deeply, or not a regular file, which no rank writes.
@@ -185,7 +202,10 @@ def _read_note(path: Path) -> Any:
     # A note has its final name while it is still being written: a reader may see any prefix of it, and the hash in the
     # first line shows whether the rest is there.
     expected, _, data = read_file(path, MAX_DOCUMENT_BYTES).partition(b"\n")
-    return parse_json(data, path.name) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
+    if hash_bytes(data, _NOTE_ALGORITHM).encode() != expected:
+        return None
+    text, _, numbers = data.partition(b"\n")
+    return parse_json(text, path.name), numbers
 
 
 def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
@@ -194,27 +214,27 @@ def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
         _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
 
 
-def _encode_receipt(receipt: Receipt, digests: Mapping[TensorShard, int], section: Any) -> Any:
-    parts = [
-        [part.name, part.kind, part.shape, dtype_name(part.dtype), part.offsets, part.sizes, f"{digest:016x}"]
-        for part, digest in digests.items()
-    ]
-    chunks = [[name, dataclasses.asdict(chunk)] for name, chunk in receipt.chunks]
-    files = [dataclasses.asdict(record) for record in receipt.files]
-    return {"files": files, "chunks": chunks, "parts": parts, "section": section}
-
-
-def _decode_receipt(content: Any) -> RankReceipt:
-    chunks = tuple(
-        (name, ChunkRecord(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}))
-        for name, chunk in content["chunks"]
-    )
-    digests = {
-        TensorShard(name, kind, tuple(shape), dtype_from_name(dtype), tuple(offsets), tuple(sizes)): int(digest, 16)
-        for name, kind, shape, dtype, offsets, sizes, digest in content["parts"]
+def _leave_receipt(staging: Path, rank: int, receipt: RankReceipt) -> None:
+    states = [[part.name, part.shape, dtype_name(part.dtype), part.offsets, part.sizes] for part in receipt.states]
+    content = {
+        "file": receipt.file and dataclasses.asdict(receipt.file),
+        "states": states,
+        "num_digests": len(receipt.digests),
+        "section": receipt.section,
     }
-    files = tuple(FileRecord(**record) for record in content["files"])
-    return RankReceipt(Receipt(files, chunks), digests, content["section"])
+    numbers = receipt.digests.astype("<u8").tobytes() + receipt.places.astype("<i8").tobytes()
+    _write_note(_receipt_path(staging, rank), content, numbers)
+
+
+def _decode_receipt(content: Any, numbers: bytes) -> RankReceipt:
+    states = tuple(
+        TensorShard(name, "state", tuple(shape), dtype_from_name(dtype), tuple(offsets), tuple(sizes))
+        for name, shape, dtype, offsets, sizes in content["states"]
+    )
+    num_digests = content["num_digests"]
+    places = np.frombuffer(numbers, "<i8", offset=8 * num_digests).reshape(-1, _NUM_PLACES)
+    file = content["file"] and FileRecord(**content["file"])
+    return RankReceipt(file, states, np.frombuffer(numbers, "<u8", num_digests), places, content["section"])
 
 
 @contextlib.contextmanager
@@ -266,8 +286,7 @@ def perform(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Out
 def _write_and_meet(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Outcome:
     receipt = write_part(job, staged)
     if job.commit is None:
-        content = _encode_receipt(receipt.receipt, receipt.digests, receipt.section)
-        _write_note(_receipt_path(job.staging, job.rank), content)
+        _leave_receipt(job.staging, job.rank, receipt)
         sync_directory(job.staging)  # fsync of a file stores its bytes; its name needs fsync of the directory
         return Outcome("written")
     receipts = _gather(job, receipt, job.commit.header.world_size, is_orphan)
@@ -286,10 +305,11 @@ def write_part(job: WriteJob, staged: Staged) -> RankReceipt:
         TornSnapshotError: The staged data differ from the live tensors.
         OSError: The disk is full, or cannot be written.
     """
-    receipt = Receipt((), ())
+    file, places = None, np.empty((0, _NUM_PLACES), dtype=np.int64)
     if job.placed:
-        receipt = write_shard(job.staging, job.rank, _read_staged(job, staged), algorithm=job.hash_algorithm)
-    return RankReceipt(receipt, dict(job.digests), job.section)
+        file, places = write_shard(job.staging, job.rank, _read_staged(job, staged), algorithm=job.hash_algorithm)
+    states = tuple(part for part in job.digests if part.kind == "state")
+    return RankReceipt(file, states, np.array(list(job.digests.values()), dtype=np.uint64), places, job.section)
 
 
 def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, Tensor]]:
@@ -311,6 +331,7 @@ def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, T
 # ---- rank 0's
 
 
+@without_collections()
 def commit_save(
     staging: Path, order: CommitOrder, receipts: Sequence[RankReceipt], *, may_retain: Callable[[], bool]
 ) -> Outcome:
@@ -329,26 +350,24 @@ def commit_save(
     """
     # Every check that can refuse the save comes before `assemble`, whose rename makes the checkpoint visible. After the
     # rename, a problem becomes a warning, because the checkpoint exists.
+    plan = order.plan
     for rank, receipt in enumerate(receipts):
-        _check_receipt(staging, rank, order.shards_by_writer[rank], receipt)
-    digests = merge_digests([receipt.digests for receipt in receipts])
-    parts = {part.name: part for receipt in receipts for part in receipt.digests}
+        _check_receipt(staging, rank, plan, receipt)
+    shared = merge_digests(
+        plan, [receipt.digests[: len(held)] for held, receipt in zip(plan.held, receipts, strict=True)]
+    )
     in_base: Mapping[str, TensorRecord] = {}
     if order.scope is not None:
-        order.scope.check_untouched(digests, [receipt.section for receipt in receipts])
+        order.scope.check_untouched(shared, [receipt.section for receipt in receipts])
         order.scope.check_there()
         in_base = order.scope.tensors
-    held = {name: digest for name, digest in digests.items() if name not in in_base}
-    written = collect_records(
-        [part for name, part in parts.items() if name in held], [receipt.receipt for receipt in receipts], held
-    )
-    tensors = {**written, **in_base}
-    _check_against_previous(staging.parent, order, tensors, parts)
+    tensors = {**_collect_records(plan, shared, in_base, receipts), **in_base}
+    _check_against_previous(staging.parent, order, tensors)
     final, _, manifest_hash = assemble(
         staging,
         order.header,
         tensors,
-        [receipt.receipt for receipt in receipts],
+        [receipt.file for receipt in receipts if receipt.file is not None],
         [receipt.section for receipt in receipts],
     )
     # The process that commits also writes the event: if the trainer is killed now, the run's history is complete.
@@ -366,13 +385,16 @@ def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callabl
     deadline_seconds = time.monotonic() + job.time_limit_seconds + _GATHER_GRACE_SECONDS
     has_lost_trainer = False
     while len(receipts) < world_size:
+        # One listing, and not a question for each rank's note: there may be a thousand ranks.
+        names = frozenset(os.listdir(job.staging))  # noqa: PTH208 - no objects for thousands of names
         for rank in range(world_size):
-            failure = _read_note(_failure_path(job.staging, rank))
+            failure = _read_note(_failure_path(job.staging, rank)) if f"{_FAILURE}{rank}" in names else None
             if failure is not None:
-                raise error_from(failure["kind"], f"rank {rank}: {failure['text']}")
-            content = _read_note(_receipt_path(job.staging, rank)) if rank not in receipts else None
-            if content is not None:
-                receipts[rank] = _decode_receipt(content)
+                raise error_from(failure[0]["kind"], f"rank {rank}: {failure[0]['text']}")
+            is_new = rank not in receipts and f"{_RECEIPT}{rank}" in names
+            note = _read_note(_receipt_path(job.staging, rank)) if is_new else None
+            if note is not None:
+                receipts[rank] = _decode_receipt(*note)
         if not has_lost_trainer and is_orphan():
             has_lost_trainer = True
             deadline_seconds = min(deadline_seconds, time.monotonic() + _ORPHAN_SECONDS)
@@ -383,30 +405,60 @@ def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callabl
     return [receipts[rank] for rank in range(world_size)]
 
 
-def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], receipt: RankReceipt) -> None:
-    """Compares the chunks and files that a rank wrote with those that the plan gave it."""
-    due = [*planned, *(part for part in receipt.digests if part.kind == "state")]
-    expected = {(part.name, part.offsets, part.sizes) for part in due}
-    written = {(name, chunk.offsets, chunk.sizes) for name, chunk in receipt.receipt.chunks}
-    if written != expected:
+def _check_receipt(staging: Path, rank: int, plan: SavePlan, receipt: RankReceipt) -> None:
+    """Compares what a rank wrote with what the plan gave it: each part once, whole, within its file, and apart."""
+    num_states = len(receipt.states)
+    num_planned, num_held = len(plan.written[rank]) + num_states, len(plan.held[rank]) + num_states
+    if (len(receipt.places), len(receipt.digests)) != (num_planned, num_held):
         raise SaveFailedError(
-            f"rank {rank}: wrote {len(written)} chunks, but {len(expected)} were planned, such as "
-            f"{min(written ^ expected)[0]}"
+            f"rank {rank}: wrote {len(receipt.places)} chunks and has digests of {len(receipt.digests)} tensors, but "
+            f"{num_planned} and {num_held} were planned"
         )
-    # Not equal but at least: `torch.save` adds a header to each chunk.
-    num_bytes = sum(record.num_bytes for record in receipt.receipt.files)
-    if num_bytes < sum(part.num_bytes for part in due):
-        raise SaveFailedError(f"rank {rank}: wrote {num_bytes} bytes, fewer than its tensors have")
-    for record in receipt.receipt.files:
+    record = receipt.file
+    num_bytes = 0 if record is None else record.num_bytes
+    due = np.concatenate([plan.count_bytes(plan.blocks_of(rank)), [part.num_bytes for part in receipt.states]])
+    starts, data = receipt.places[:, 0], receipt.places[:, 2]
+    ends = starts + receipt.places[:, 1]
+    is_apart = (starts >= np.concatenate([[0], ends[:-1]])).all() and (ends <= num_bytes).all()
+    if not (is_apart and (data >= starts).all() and (data + due <= ends).all()):
+        raise SaveFailedError(f"rank {rank}: the chunks that it reports are not its tensors one after the other")
+    if record is not None:
+        if record.name != SHARD_NAME.format(rank=rank):
+            raise SaveFailedError(f"rank {rank}: wrote {record.name}, which is not its shard")
         # The size as this node sees it: a rank with another mount would have written to another directory.
         found_bytes = (staging / record.name).stat().st_size
         if found_bytes != record.num_bytes:
             raise SaveFailedError(f"rank {rank}: {record.name} has {found_bytes} of {record.num_bytes} bytes")
 
 
-def _check_against_previous(
-    directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, TensorShard]
-) -> None:
+def _collect_records(
+    plan: SavePlan, shared: Mapping[str, int], in_base: Mapping[str, TensorRecord], receipts: Sequence[RankReceipt]
+) -> dict[str, TensorRecord]:
+    """Returns the records of the tensors that the ranks wrote: the shared ones, and those of each rank's own state.
+
+    Raises:
+        SaveFailedError: Two ranks have a tensor of the same name in their own states.
+    """
+    chunks: dict[str, list[ChunkRecord]] = {part.name: [] for part in plan.tensors if part.name not in in_base}
+    records: dict[str, TensorRecord] = {}
+    for rank, receipt in enumerate(receipts):
+        if receipt.file is None:
+            continue
+        file, places = receipt.file.name, receipt.places.tolist()
+        described = plan.describe(plan.blocks_of(rank))
+        for (name, offsets, sizes), place in zip(described, places[: len(plan.written[rank])], strict=True):
+            chunks[name].append(ChunkRecord(offsets, sizes, file, *place))
+        num_states = len(receipt.states)
+        own = zip(receipt.states, receipt.digests[-num_states:].tolist(), places[-num_states:], strict=False)
+        for part, digest, place in own:
+            if part.name in records or part.name in chunks:
+                raise SaveFailedError(f"rank {rank}: another rank has a tensor of the name {part.name}, too")
+            records[part.name] = describe_tensor(part, digest, [ChunkRecord(part.offsets, part.sizes, file, *place)])
+    of_name = {part.name: part for part in plan.tensors}
+    return records | {name: describe_tensor(of_name[name], shared[name], found) for name, found in chunks.items()}
+
+
+def _check_against_previous(directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord]) -> None:
     previous = order.header.previous
     if previous is None or order.num_updates == 0:
         return
@@ -417,7 +469,7 @@ def _check_against_previous(
     if order.header.has_optimizer:
         _check_not_emptied(previous, before, tensors)
     if order.moved:
-        _check_moved(previous, before, order, tensors, parts)
+        _check_moved(previous, before, order, tensors)
 
 
 def _check_not_emptied(
@@ -442,7 +494,6 @@ def _check_moved(
     before: Mapping[str, TensorRecord],
     order: CommitOrder,
     tensors: Mapping[str, TensorRecord],
-    parts: Mapping[str, TensorShard],
 ) -> None:
     """Refuses a stale snapshot: a snapshot that equals the previous checkpoint, although updates happened.
 
@@ -454,9 +505,10 @@ def _check_moved(
     """
     is_same = {name: name in before and before[name].digest == record.digest for name, record in tensors.items()}
     moving = [
-        name
-        for name, part in parts.items()
-        if part.kind in ("parameter", "optimizer") and not name.startswith(SWAPPED_PREFIX)  # an average moves by itself
+        part.name
+        for part in order.plan.tensors
+        # an average moves by itself
+        if part.kind in ("parameter", "optimizer") and not part.name.startswith(SWAPPED_PREFIX)
     ]
     if moving and all(is_same[name] for name in moving):
         raise SaveFailedError(

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,7 +35,7 @@ from .job import (
     perform,
 )
 from .one_save import OneSave, Progress
-from .plan import SavePlan, plan_save
+from .plan import Numbers, SavePlan, plan_save
 from .ranks import Ranks
 from .save_target import RetentionWarning, SaveTarget, Snapshot
 from .save_thread import SaveThread, perform_niced
@@ -58,11 +58,19 @@ _TIME_LIMIT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """A plan that all ranks agreed on: valid while this rank holds the same shared parts."""
+    """This rank's part of a plan that all ranks agreed on: valid while this rank holds the same shared parts.
+
+    Attributes:
+        own: The shared parts that this rank reported.
+        written: The places in `own` of those that this rank writes.
+        token: Names the plan, the same on all ranks.
+        whole: The plan of all ranks, on rank 0 alone.
+    """
 
     own: tuple[TensorShard, ...]
-    save: SavePlan
+    written: Numbers
     token: str
+    whole: SavePlan | None
 
 
 class SavePipeline:
@@ -170,7 +178,7 @@ class SavePipeline:
 
     def _ours(self, plan: _Plan, parts: Iterable[TensorShard]) -> list[TensorShard]:
         """Returns the parts that this rank writes: its share of the common plan, and all tensors of its own state."""
-        return [*plan.save.shards_by_writer[self._ranks.rank], *(part for part in parts if part.kind == "state")]
+        return [*(plan.own[place] for place in plan.written), *(part for part in parts if part.kind == "state")]
 
     def begin(
         self,
@@ -231,15 +239,23 @@ class SavePipeline:
     def _take_planned(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot:
         """Takes the snapshot and, if the plan does not fit it, makes a new plan with all ranks."""
         taken: list[Snapshot] = []
+        before = self._plan
+        whole = None if before is None else before.whole
 
-        def report() -> tuple[tuple[TensorShard, ...], str]:
+        def report() -> tuple[TensorShard, ...]:
             taken.append(take_snapshot())
-            return taken[0].split()[0].shards, uuid.uuid4().hex[:8]
+            return taken[0].split()[0].shards
 
-        reports = self._ranks.attempt_and_gather("reporting the tensors to save", report)
-        own = reports[self._ranks.rank][0]
-        if self._plan is None or self._plan.own != own:
-            self._plan = _Plan(own, plan_save([parts for parts, _ in reports], self._target.holds), reports[0][1])
+        def divide(reports: Sequence[tuple[TensorShard, ...]]) -> list[tuple[Numbers, str]]:
+            nonlocal whole
+            if before is not None and [before.own] == reports:
+                return [(before.written, before.token)]
+            whole = plan_save(reports, self._target.holds)
+            token = uuid.uuid4().hex[:8]
+            return [(written, token) for written in whole.written]
+
+        written, token = self._ranks.attempt_and_divide("reporting the tensors to save", report, divide)
+        self._plan = _Plan(taken[0].split()[0].shards, written, token, whole)
         return taken[0]
 
     def _take(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot | Exception:
@@ -308,10 +324,10 @@ class SavePipeline:
         limit_seconds: float,
     ) -> WriteJob:
         target, order = self._target, None
-        if self._ranks.is_first:
+        if plan.whole is not None:
             order = CommitOrder(
                 target.header(snapshot),
-                plan.save.shards_by_writer,
+                plan.whole,
                 target.retention,
                 progress.num_updates,
                 progress.moved(),
@@ -322,7 +338,10 @@ class SavePipeline:
             save.staging,
             self._ranks.rank,
             staged.placed,
-            staged.digests,
+            {
+                part: staged.digests[part]
+                for part in (*plan.own, *(part for part in staged.digests if part.kind == "state"))
+            },
             snapshot.section,
             target.hash_algorithm,
             limit_seconds,

@@ -1,6 +1,6 @@
 """The ranks of a run: the engine communicates over its own gloo group, never over the group of the training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,7 +12,9 @@ from ..base.checkpoint_errors import CheckpointError, SaveFailedError
 from ..base.errors import describe_error
 
 T = TypeVar("T")
+S = TypeVar("S")
 ErrorType = type[CheckpointError] | type[SaveFailedError]
+_Failure = tuple[ErrorType | None, str]
 
 
 class Ranks:
@@ -97,24 +99,64 @@ class Ranks:
         """Returns the results of `function()` on all ranks, in rank order; fails like `attempt`. Communicates once."""
         return self._attempt(act, function, error_type, keep_local=False)
 
-    def _attempt(self, act: str, function: Callable[[], T], error_type: ErrorType, *, keep_local: bool) -> list[T]:
-        value: Any = None
-        failure: tuple[ErrorType | None, str] | None = None
-        cause: Exception | None = None
+    def attempt_and_divide(
+        self,
+        act: str,
+        function: Callable[[], T],
+        divide: Callable[[list[T]], Sequence[S]],
+        *,
+        error_type: ErrorType = SaveFailedError,
+    ) -> S:
+        """Returns this rank's item of `divide(results)`, which rank 0 calls with the results of `function()` of all.
+
+        No other rank gets a result that is not its own: those of a thousand ranks take hundreds of megabytes. It fails
+        like `attempt`, also if `divide` raises. Communicates twice.
+        """
+        value, failure, cause = _try(function)
         try:
-            value = function()
-        except (CheckpointError, SaveFailedError) as error:
-            failure, cause = (type(error), str(error)), error
-        except Exception as error:
-            failure, cause = (None, describe_error(error)), error
+            outcomes: list[Any] | None = self.gather_first((value, failure))
+            if outcomes is not None:
+                outcomes[self.rank] = (value, failure)
+                failures = {rank: failed for rank, (_, failed) in enumerate(outcomes) if failed is not None}
+                shares: Sequence[Any] = [None] * self.world_size
+                if not failures:
+                    divided, failed, divide_cause = _try(lambda: divide([answer for answer, _ in outcomes]))
+                    shares, cause = divided or shares, cause or divide_cause
+                    failures = {} if failed is None else {self.rank: failed}
+                answers = [(share, failures) for share in shares]
+            share, failures = self._scatter(answers if outcomes is not None else None)
+        except RuntimeError as error:
+            raise error_type(f"{act}: a rank did not answer: {error}") from error
+        self._raise_failures(act, failures, error_type, cause)
+        answer: S = share
+        return answer
+
+    def _scatter(self, values: Sequence[T] | None) -> T:
+        """Returns this rank's item of rank 0's `values`. Communicates."""
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
+        answer: T = mine[0]
+        return answer
+
+    def _attempt(self, act: str, function: Callable[[], T], error_type: ErrorType, *, keep_local: bool) -> list[T]:
+        value, failure, cause = _try(function)
         try:
             outcomes: list[Any] = self.gather((None if keep_local else value, failure))
         except RuntimeError as error:
             raise error_type(f"{act}: a rank did not answer: {error}") from error
         failures = {rank: failed for rank, (_, failed) in enumerate(outcomes) if failed is not None}
+        self._raise_failures(act, failures, error_type, cause)
+        answers: list[Any] = [value if rank == self.rank else answer for rank, (answer, _) in enumerate(outcomes)]
+        return answers
+
+    def _raise_failures(
+        self, act: str, failures: Mapping[int, _Failure], error_type: ErrorType, cause: Exception | None
+    ) -> None:
         if not failures:
-            answers: list[T] = [value if rank == self.rank else answer for rank, (answer, _) in enumerate(outcomes)]
-            return answers
+            return
         texts = [
             text if self.world_size == 1 else f"rank {rank}: {text}" for rank, (_, text) in sorted(failures.items())
         ]
@@ -123,6 +165,16 @@ class Ranks:
         common = (kind or error_type)(f"{act}: " + "; ".join(texts))
         common.ends_all_ranks = True
         raise common from cause
+
+
+def _try(function: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
+    """Returns the result of `function()`, or what the other ranks must know of its error, and the error itself."""
+    try:
+        return function(), None, None
+    except (CheckpointError, SaveFailedError) as error:
+        return None, (type(error), str(error)), error
+    except Exception as error:
+        return None, (None, describe_error(error)), error
 
 
 class WorldRanks:

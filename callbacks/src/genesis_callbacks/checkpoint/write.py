@@ -5,17 +5,18 @@ import io
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ..base.hashing import HashAlgorithm
 from ..base.local_shards import TensorShard
-from ..base.manifest import ChunkRecord, FileRecord
+from ..base.manifest import FileRecord
 from .durable_file import DurableFile
+from .plan import Numbers
 
 SHARD_NAME = "__{rank}_0.distcp"
 ReadAt = Callable[[int, int], bytes]
@@ -72,14 +73,6 @@ def find_elements(read_at: ReadAt, byte_offset: int, num_bytes: int) -> tuple[in
     return start + header_bytes + name_bytes + extra_bytes, record.file_size
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """The files and chunks that one rank wrote."""
-
-    files: tuple[FileRecord, ...]
-    chunks: tuple[tuple[str, ChunkRecord], ...]
-
-
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
     """Leaves out the CRC of each record: torch never checks it, and it costs as much as the file's stronger hash."""
@@ -94,8 +87,8 @@ def _without_checksums() -> Iterator[None]:
 
 def write_shard(
     directory: Path, rank: int, staged: Iterable[tuple[TensorShard, Tensor]], *, algorithm: HashAlgorithm
-) -> Receipt:
-    """Writes this rank's chunks into one DCP shard of `directory`, durably, and returns its receipt. No communication.
+) -> tuple[FileRecord, Numbers]:
+    """Writes this rank's chunks into one DCP shard of `directory`, durably. No communication.
 
     Args:
         directory: The staging directory.
@@ -103,20 +96,19 @@ def write_shard(
         staged: Parts with their staged data, consumed one by one.
         algorithm: Algorithm of the file's hash.
 
+    Returns:
+        The file, and the place of each part in it: `[part, 3]`, the numbers of `ChunkRecord`.
+
     Raises:
         OSError: The disk is full, or the file cannot be written.
     """
-    name = SHARD_NAME.format(rank=rank)
-    ranges: list[tuple[TensorShard, int, int]] = []
-    with DurableFile(directory / name, algorithm=algorithm) as file, _without_checksums():
-        for part, tensor in staged:
+    ranges: list[tuple[int, int]] = []
+    with DurableFile(directory / SHARD_NAME.format(rank=rank), algorithm=algorithm) as file, _without_checksums():
+        for _, tensor in staged:
             start = file.num_bytes
             # DCP's reader calls `torch.load` on a chunk's range of the file, so each chunk is an archive of its own.
             torch.save(tensor, file)  # type: ignore[arg-type]  # torch.save needs only write and flush
-            ranges.append((part, start, file.num_bytes - start))
+            ranges.append((start, file.num_bytes - start))
         file.drain()
-        chunks = []
-        for part, start, length in ranges:
-            data_offset, _ = find_elements(file.read_back, start, length)
-            chunks.append((part.name, ChunkRecord(part.offsets, part.sizes, name, start, length, data_offset)))
-        return Receipt((file.finish(rank=rank),), tuple(chunks))
+        places = [(start, length, find_elements(file.read_back, start, length)[0]) for start, length in ranges]
+        return file.finish(rank=rank), np.array(places, dtype=np.int64)

@@ -1,0 +1,118 @@
+"""Context parallelism: ranks share the tokens of each row, and exchange them for heads where tokens meet (Ulysses).
+
+Everything but a sequence mixer computes this rank's tokens alone. Before a mixer's tokens read each other, one
+all-to-all gives each rank all tokens of some of the heads, and a second one brings the results back. The metadata of
+the mixers is that of whole rows, so that documents, windows and offsets need no cutting: every rank reads whole rows.
+
+B  sequences     s  tokens of this rank     S  tokens of a row     H  heads     h  heads of this rank     E  width
+
+References:
+    Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
+"""
+
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd, wait_tensor
+from torch.nn.functional import pad
+
+from genesis.base.errors import UserError
+from genesis.model.exchange import HeadExchange
+from genesis.objectives.vocabulary import Vocabulary
+from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.run_options import RunOptions
+
+
+class ContextExchange(HeadExchange):
+    """The ranks of a group share the tokens of each row, in the order of the row.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.size(), group.rank())
+        self._group = group
+
+    def place(self, of_tokens: Float[Tensor, " N"], num_rows: int) -> Float[Tensor, " M"]:
+        """Returns values of whole rows that are 0 for the tokens of other ranks, with all dimensions in one."""
+        own = of_tokens.view(num_rows, -1)
+        before = self.rank * own.shape[1]
+        return pad(own, (before, (self.size - 1) * own.shape[1] - before)).flatten()
+
+    def sum_over_row(self, counts: Tensor) -> Tensor:
+        """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
+        summed: Tensor = wait_tensor(all_reduce(counts, "sum", self._group))  # type: ignore[no-untyped-call]  # torch's
+        return summed
+
+    def sum_terms(self, sums: Tensor) -> Tensor:
+        """Returns sums over whole rows, the same on every rank. Communicates.
+
+        The gradient of this rank's addend is that of the sum: all ranks compute the same of it, and FSDP2's reduction
+        adds what their own tokens give to the parameters.
+        """
+        return sums + (self.sum_over_row(sums.detach()) - sums.detach())
+
+    def swap(self, packed: Float[Tensor, "ranks B s width"]) -> Float[Tensor, "ranks B s width"]:
+        """Returns what the ranks have packed for this one."""
+        ones = [1] * self.size
+        sent = packed.contiguous().flatten(1)
+        # The wait is a part of the graph. Without it, a compiled block would take the tensor with its pending
+        # communication for an input, and cut its gradient in silence.
+        arrived: Tensor = wait_tensor(all_to_all_single_autograd(sent, ones, ones, self._group))  # type: ignore[no-untyped-call]
+        return arrived.view(packed.shape)
+
+
+class ContextVocabulary(Vocabulary):
+    """The losses of whole rows, the same on every rank that shares their tokens; each computes those of its tokens.
+
+    Args:
+        exchange: The ranks.
+        inner: Computes the losses of this rank's tokens.
+    """
+
+    def __init__(self, exchange: ContextExchange, inner: Vocabulary) -> None:
+        self._exchange, self._inner = exchange, inner
+
+    def sum_cross_entropy(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns the sum of -log p(label) over the labels that are not ignored, in nats. Communicates."""
+        return self.sum_over_rows(self._inner.sum_cross_entropy(hidden, weight, self._exchange.cut(labels)))
+
+    def token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Returns -log p(label) of this rank's tokens, and 0 for the others, with all leading dimensions in one."""
+        losses = self._inner.token_losses(hidden, weight, self._exchange.cut(labels))
+        return self._exchange.place(losses, labels.shape[0])
+
+    def sum_over_rows(self, sums: Tensor) -> Tensor:
+        """Returns the sums of the tokens of all ranks, the same on each. Communicates."""
+        return self._exchange.sum_terms(sums)
+
+
+def check_context(run: RunOptions, degrees: Degrees) -> None:
+    """Checks that ranks can share the rows of a run, and the heads of every mixer.
+
+    Raises:
+        UserError: They cannot; the message has the nearest number of ranks that can.
+    """
+    if "context" not in run.objective.trains_under:
+        raise UserError(
+            f"context_parallel is {degrees.cp}, and {type(run.objective).__name__} does not train under context "
+            "parallelism, where a rank has a part of each row: set context_parallel to 1"
+        )
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
+    for mixer, _ in run.decoder.list_mixers():
+        num_heads = mixer.count_shared_heads()
+        if num_heads is None:
+            raise UserError(
+                f"context_parallel is {degrees.cp}, and {type(mixer).__name__} does not know how ranks could share its "
+                "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
+            )
+        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
+    for what, number in sizes.items():
+        if number % (degrees.cp * degrees.tp):
+            fitting = (cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0)
+            of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
+            raise UserError(
+                f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to "
+                f"{max(fitting, default=1)}"
+            )

@@ -1,0 +1,185 @@
+"""Tensor parallelism: ranks share the matrices of each layer, and between layers the tokens of each row.
+
+    weights that are cut    rows of the matrices that read the stream, columns of those that write to it, rows of the
+                            vocabulary: DTensors over tp, which FSDP2 shards further over the ranks that read other data
+    the other weights       sharded by FSDP2 over all of these ranks; each rank has the gradient of its own tokens or
+                            heads, and FSDP2's reduction adds them
+
+A part that is cut gets whole rows of all ranks, and the sum of all outputs is scattered: two collectives in the
+forward and two in the backward of each part. Norms, dropout, the residual stream and mixtures of experts see this
+rank's tokens alone (sequence parallelism).
+
+Every collective is waited for where it begins: a result that torch still waits for loses its gradient in a compiled
+block, without an error.
+
+B  sequences     S  tokens of a row     T  tokens of this rank in a row     D  model width
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from genesis.base.errors import UserError
+from genesis.model.adapter import AdaptedLinear, use_rows
+from genesis.model.cut import find_indivisible
+from genesis.strategies.run_options import RunOptions
+
+
+class RowShare:
+    """This rank's share of the tokens of each row: a `SequenceShare`.
+
+    Args:
+        group: The ranks that share rows, in the order of their tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Returns this rank's tokens of whole rows (B S ...). Does not communicate.
+
+        Raises:
+            UserError: The ranks do not divide the tokens of a row.
+        """
+        if rows.shape[1] % self.size:
+            raise UserError(
+                f"rows have {rows.shape[1]} tokens, which {self.size} ranks cannot share: make data.seq_len a multiple "
+                f"of {self.size}"
+            )
+        return rows.chunk(self.size, dim=1)[self.rank]
+
+    def gather(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B S D"]:
+        """Returns whole rows of the tokens of all ranks. Communicates, like its backward, which adds gradients."""
+        return _wait(functional.all_gather_single_autograd(x.contiguous(), 1, self.group))
+
+    def scatter(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B T D"]:
+        """Returns this rank's tokens of the sum of all ranks' rows. Communicates, like its backward."""
+        return _wait(functional.reduce_scatter_single_autograd(x.contiguous(), "sum", 1, self.group))
+
+    def sum_over_row(self, counts: Tensor) -> Tensor:
+        """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
+        return _wait(functional.all_reduce(counts.detach(), "sum", self.group))
+
+
+class MatrixCutter:
+    """Cuts the parameters of parts among ranks: the `MatrixShares` of this rank.
+
+    Args:
+        mesh: The ranks, one axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+
+    def cut(self, module: nn.Module, name: str, dim: int = 0) -> None:
+        """Replaces a parameter by a DTensor, of which this rank holds an even part along `dim`."""
+        parameter = module.get_parameter(name)
+        assert parameter.shape[dim] % self.size == 0, "check_tensor_share has checked the sizes"
+        part = distribute_tensor(parameter.data, self._mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    def cut_linear(self, layer: nn.Linear, dim: int) -> None:
+        """Leaves this rank even rows (0) or columns (1) of a linear layer and its adapter."""
+        assert dim == 0 or layer.bias is None, "each rank would add the bias"
+        self.cut(layer, "weight", dim)
+        if layer.bias is not None:
+            self.cut(layer, "bias")
+        if isinstance(layer, AdaptedLinear):
+            self.cut(layer, "lora_B" if dim == 0 else "lora_A", dim)
+        else:
+            use_rows(layer, None)
+
+    def use_rows(self, layer: nn.Linear, rows: slice | Tensor) -> None:
+        """Makes a linear layer multiply some rows; its gradient is 0 in the others, and FSDP2 adds those of ranks."""
+        use_rows(layer, rows)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks, and sums its gradient. Communicates."""
+        total: Tensor = _Sum.apply(x, self._mesh.get_group())  # type: ignore[no-untyped-call]  # torch's
+        return total
+
+
+def _wait(pending: Tensor) -> Tensor:
+    waited: Tensor = functional.wait_tensor(pending)  # type: ignore[no-untyped-call]  # torch's
+    return waited
+
+
+class _Sum(torch.autograd.Function):
+    """A sum of which each rank makes another use, so that the gradient of an addend is the sum of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _wait(functional.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _wait(functional.all_reduce(grads[0].contiguous(), "sum", ctx.group)), None
+
+
+def place_by_cut(uncut: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Returns where FSDP2 shards each parameter: cut ones over the mesh of their unit, the others over `uncut`.
+
+    So the gradient of a parameter that is not cut, of which each rank has its own tokens' or heads' part, is summed by
+    the reduction that shards it.
+    """
+    if uncut.ndim == 1:
+        info = _fsdp_common.FSDPMeshInfo(uncut, shard_mesh_dim=0)
+    else:
+        info = _fsdp_common.HSDPMeshInfo(uncut, replicate_mesh_dim=0, shard_mesh_dim=1)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return Shard(0) if isinstance(parameter, DTensor) else _fsdp_common.ShardPlacementResult(Shard(0), info)
+
+    return place
+
+
+def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
+    """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
+
+    Args:
+        run: The run.
+        num_ranks: `tensor_parallel`, at least 2.
+        num_available: The ranks of the run.
+
+    Raises:
+        UserError: They cannot; the message has the nearest number that can.
+    """
+    given = f"tensor_parallel is {num_ranks}"
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):  # nor has torch the autograd of these collectives
+        raise UserError(f"{given}, which needs torch 2.13; this is {torch.__version__}: set it to 1")
+    if run.unshared:
+        raise UserError(f"{given}, and {run.unshared[0]} needs whole layers: leave out one of the two")
+    if run.whole_matrices is not None:
+        raise UserError(
+            f"{given}, and the optimizer is {run.whole_matrices}, which needs whole matrices: set tensor_parallel to "
+            "1, or give another optimizer, such as adamw"
+        )
+    if "tensor" not in run.objective.trains_under:
+        raise UserError(
+            f"{given}, and {type(run.objective).__name__} does not train under tensor parallelism: set it to 1"
+        )
+    found = _find_uncut(run, num_ranks)
+    if found is not None:
+        fitting = [n for n in range(1, num_available + 1) if num_available % n == 0 and _find_uncut(run, n) is None]
+        nearest = min(fitting, key=lambda number: abs(number - num_ranks))
+        raise UserError(f"{given}, and so many ranks cannot share {found}: set it to {nearest}")
+
+
+def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
+    """Returns what `num_ranks` ranks cannot share."""
+    if num_ranks == 1:
+        return None
+    mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
+    found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
+    sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
+    return found[0] if found else find_indivisible(sizes, num_ranks)

@@ -1,0 +1,155 @@
+"""What a plan knows of axes beside data parallelism: memory of stages, time by link, the choice among layouts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from genesis.base.errors import UserError
+from genesis.cli.plan import main
+from genesis.model.decoder import DecoderConfig
+from genesis.operations.plan.axes import is_in_node, list_places, time_axes
+from genesis.operations.plan.bandwidths import Bandwidth, Bandwidths
+from genesis.operations.plan.bill import GATHERED, RECEIVED
+from genesis.operations.plan.choose import Recommendation, recommend
+from genesis.operations.plan.layout import Layout, Workload
+from genesis.operations.plan.remedies import Budget
+from genesis.operations.plan.speed import Rate, time_step
+from genesis.operations.plan.state import build_model
+from genesis.operations.plan.timeline import play_step
+
+GB = 10**9
+CONFIG = Path(__file__).parents[3] / "configs" / "genesis-1b.yaml"
+RATE = Rate(400e12, "a test", is_assumed=True)
+SMALL = DecoderConfig(dim=256, num_layers=8, num_heads=4, num_kv_heads=2, ffn_dim=768, max_seq_len=512, vocab_size=1024)
+SEVEN_BILLION = DecoderConfig(
+    dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, max_seq_len=4096, vocab_size=128256,
+    has_tied_embeddings=False,
+)  # fmt: skip
+SEVENTY_BILLION = replace(SEVEN_BILLION, dim=8192, num_layers=80, num_heads=64, ffn_dim=28672)
+SERVERS = Bandwidths(between_devices=Bandwidth(300e9), between_nodes=Bandwidth(40e9))
+
+
+def workload(decoder: DecoderConfig, **options: object) -> Workload:
+    given = {"seq_len": decoder.max_seq_len, "global_batch_size": 64, **options}
+    return replace(Workload(decoder), **given)
+
+
+def choose(work: Workload, num_ranks: int, gigabytes: float, bandwidths: Bandwidths = SERVERS) -> Recommendation:
+    return recommend(work, Layout(), num_ranks, Budget(int(gigabytes * GB), GB, 0.05), RATE, bandwidths)
+
+
+# ---- memory of stages
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_stages_together_hold_every_parameter_and_a_tied_embedding_twice(rounds: int, is_tied: bool) -> None:
+    work = workload(replace(SMALL, has_tied_embeddings=is_tied))
+    layout = Layout("full", 4, 1, pipeline_parallel=4, stages_per_rank=rounds)
+    places = list_places(work, layout)
+    held = [parameter.name for place in places for parameter in build_model(work).parameters if place.has(parameter)]
+    again = ["embedding.weight"] if is_tied else []
+    assert sorted(held) == sorted([*(parameter.name for parameter in build_model(work).parameters), *again])
+    assert [place.num_inputs for place in places] == [rounds - 1, rounds, rounds, rounds]
+    assert [place.num_outputs for place in places] == [rounds, rounds, rounds, rounds - 1]
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages_and_the_last_one_one() -> None:
+    places = list_places(workload(SMALL), Layout("full", 4, 1, pipeline_parallel=4))
+    assert [place.count_in_flight(16) for place in places] == [4, 3, 2, 1]
+    assert [place.count_in_flight(2) for place in places] == [2, 2, 2, 1]
+
+
+def test_a_pipeline_keeps_its_stage_gathered_and_buffers_for_every_micro_batch() -> None:
+    work = workload(SMALL, global_batch_size=16)
+    timeline = play_step(work, Layout("full", 8, 4, pipeline_parallel=2))
+    fewer = play_step(replace(work, global_batch_size=8), Layout("full", 8, 4, pipeline_parallel=2))
+    stage = list_places(work, Layout("full", 8, 4, pipeline_parallel=2))[timeline.stage]
+    whole = sum(2 * one.num_elements for one in build_model(work).parameters if stage.has(one))
+    peak = timeline.peaks["backward"]
+    assert peak[GATHERED] == pytest.approx(whole, rel=0.01), "bf16 weights of the whole stage"
+    stream = SMALL.dim * work.seq_len * 2
+    assert peak[RECEIVED] - fewer.peaks["backward"][RECEIVED] == 2 * stream
+    assert len(timeline.stage_peaks) == 2
+    assert max(timeline.stage_peaks) == timeline.peak_bytes
+
+
+# ---- time
+
+
+def test_the_bubble_is_the_formula_s_share_of_a_window() -> None:
+    work = workload(replace(SMALL, vocab_size=1), global_batch_size=8)
+    times = time_axes(work, Layout("full", 8, 1, pipeline_parallel=8), SERVERS, compute=4.0, passes=2.0)
+    assert times.bubble / (4.0 + times.bubble) == pytest.approx(7 / 15, rel=1e-3)
+    twice = time_axes(
+        replace(work, global_batch_size=8),
+        Layout("full", 4, 1, pipeline_parallel=4, stages_per_rank=2),
+        SERVERS,
+        compute=4.0,
+        passes=2.0,
+    )
+    assert twice.bubble == pytest.approx(4.0 * 3 / 16, rel=1e-3)
+
+
+def test_ranks_that_read_the_same_data_share_its_products() -> None:
+    work = workload(SMALL)
+    alone = time_step(work, Layout("full", 2, 2), RATE, SERVERS)
+    staged = time_step(work, Layout("full", 4, 2, pipeline_parallel=2), RATE, SERVERS)
+    assert staged.compute_seconds == pytest.approx(alone.compute_seconds / 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "is_within"),
+    [
+        (Layout("full", 16, 16, tensor_parallel=8), "tensor", True),
+        (Layout("full", 16, 16, tensor_parallel=16), "tensor", False),
+        (Layout("full", 16, 16, tensor_parallel=4, context_parallel=4), "context", False),
+        (Layout("full", 16, 8, tensor_parallel=8, pipeline_parallel=2), "shards", True),
+        (Layout("full", 16, 8, tensor_parallel=8, pipeline_parallel=2), "pipeline", False),
+        (Layout("full", 6, 6), "shards", True),
+    ],
+)
+def test_an_axis_uses_the_network_if_its_ranks_are_in_several_nodes(layout: Layout, axis: str, is_within: bool) -> None:
+    assert is_in_node(axis, layout, SERVERS) is is_within
+
+
+# ---- the command
+
+
+def test_a_recipe_s_degrees_are_planned_and_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.strategy.init_args.pipeline_parallel", "2", "--memory", "80GB"]
+    assert main(["--config", str(CONFIG), "--gpus", "8", *options]) == 0
+    out = capsys.readouterr().out
+    assert "memory of a rank: full, pipeline 2 on 8" in out
+    assert "busy for 97% of the time at most; GB of its ranks: " in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trainer.strategy.init_args.pipeline_parallel", "3"], "pipeline_parallel 3 do not divide 8 ranks"),
+        (["--trainer.strategy.init_args.pipeline_parallel", "8", "--data.global_batch_size", "4"], "at least 8"),
+        (["--choose"], "needs --device_name, --rates or --tokens_per_second"),
+        (["--choose", "--tokens_per_second", "1e5"], "needs --memory"),
+        (["--network", "pigeons"], "--network is 'pigeons': it must be ethernet, roce, infiniband, or GB/s"),
+    ],
+)
+def test_a_plan_refuses_in_words(options: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        main(["--config", str(CONFIG), "--gpus", "8", *options])
+
+
+def test_a_plan_prints_the_layouts_that_fit_and_the_options_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", str(CONFIG), "--gpus", "16", "--memory", "24GB", "--tokens_per_second", "5e5", "--choose"]
+    given += ["--link", "nvswitch", "--network", "roce"]
+    assert main([*given, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["recommendations"]
+    best = found["choices"][0]
+    assert best["strategy"] == "hybrid"
+    assert best["options"]["trainer.strategy.ranks_per_shard_group"] == 8
+    assert any("groups of shards" in reason for reason in found["reasons"])
+    assert main(given) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "take it by: --data.micro_batch_size 1 --trainer.strategy sharded" in out
