@@ -92,7 +92,7 @@ def test_a_degree_that_is_no_number_of_ranks_is_refused(name: str) -> None:
         Degrees(**{name: 0})
 
 
-@pytest.mark.parametrize(("name", "kind"), [("cp", "context"), ("tp", "tensor"), ("pp", "pipeline")])
+@pytest.mark.parametrize(("name", "kind"), [("cp", "context"), ("pp", "pipeline")])
 def test_a_kind_of_parallelism_that_is_not_there_yet_is_refused_by_name(name: str, kind: str) -> None:
     with pytest.raises(UserError, match=f"{kind}_parallel is 2, and {kind} parallelism is not supported yet; leave it"):
         Degrees(**{name: 2}).resolve(4).check_available()

@@ -209,7 +209,7 @@ def test_a_run_whose_data_ranks_are_not_the_global_ranks_goes_on_bit_for_bit(
 
 class Unsupported(Sharded):
     def _plan_degrees(self) -> Degrees:
-        return Degrees(tp=self.num_processes).resolve(self.num_processes)
+        return Degrees(cp=self.num_processes).resolve(self.num_processes)
 
 
 def refuse(strategy: str) -> str:
@@ -222,7 +222,7 @@ def refuse(strategy: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("degrees", "tensor_parallel is 2, and tensor parallelism is not supported yet; leave it at 1"),
+        ("degrees", "context_parallel is 2, and context parallelism is not supported yet; leave it at 1"),
         ("lightning", "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"),
     ],
 )
