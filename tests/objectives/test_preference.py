@@ -135,10 +135,10 @@ def test_the_reference_draws_no_dropout_and_leaves_the_policy_in_training() -> N
     window = window_of(make_pairs(3), 3)
     policy = make_adapted(make_decoder(0), dropout=0.5).train()
     state = torch.get_rng_state()
-    first = prepare(DPO(), policy, window.micro_batches[0])
+    first = prepare(DPO(), policy, window.micro_batches[0], WHOLE)
     assert policy.training
     assert torch.equal(torch.get_rng_state(), state)
-    second = prepare(DPO(), policy, window.micro_batches[0])
+    second = prepare(DPO(), policy, window.micro_batches[0], WHOLE)
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 

@@ -181,9 +181,11 @@ def by_aot_eager() -> Iterator[None]:
 def compiled_gradients(waits: bool) -> Found:
     with ExitStack() as stack:
         stack.enter_context(by_aot_eager())
-        if not waits:
-            stack.enter_context(mock.patch.object(tensor_parallel, "_wait", lambda pending: pending))
-        return first_gradients(COMPILED, 2)
+        if waits:
+            return first_gradients(COMPILED, 2)
+        stack.enter_context(mock.patch.object(tensor_parallel, "_wait", lambda pending: pending))
+        # Without recomputation, in which a wait within a graph may keep Python's lock for ever.
+        return first_gradients((COMPILED[0], None, {"compile_blocks": True}), 2)
 
 
 @pytest.mark.slow
@@ -227,6 +229,9 @@ def test_the_faults_that_would_be_silent_change_gradients(wanted: dict[str, Foun
 # ---- whole runs
 
 
+ALLOWED = ("--checkpoint.allow_changed", '["trainer.max_steps"]')
+
+
 def train(corpus: Path, run: Path, max_steps: int, ranks: int) -> dict[tuple[str, int], float]:
     """Trains by the command line on one process, or on pairs of ranks that share matrices; returns the log."""
     changes: dict[str, Any] = {"trainer.max_steps": max_steps, "model.decoder.num_layers": 2}
@@ -237,7 +242,7 @@ def train(corpus: Path, run: Path, max_steps: int, ranks: int) -> dict[tuple[str
             "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": options},
         }
     recipe = write_recipe(run.with_suffix(".yaml"), build_recipe(corpus, run), changes)
-    done = run_genesis("fit", "--config", recipe, "--ckpt_path", "latest", cwd=run.parent)
+    done = run_genesis("fit", "--config", recipe, "--ckpt_path", "latest", *ALLOWED, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     keys = ("train/loss", "train/grad_norm", "train/valid_tokens", "counters/tokens_seen", "validation/loss")
     with (run / "metrics.csv").open() as file:

@@ -285,12 +285,10 @@ def _read_layout(read: Reader, num_ranks: int) -> Layout:
     options = read.get("trainer.strategy.init_args", {})
     if not isinstance(options, Mapping):
         raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
-    for kind in ("tensor", "context", "pipeline"):
-        degree = read.count(f"trainer.strategy.init_args.{kind}_parallel", 1)
+    for option in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+        degree = read.count(f"trainer.strategy.init_args.{option}", 1)
         if degree > 1:
-            raise UserError(
-                f"{kind}_parallel is {degree}, and a plan knows data and expert parallelism alone: set it to 1"
-            )
+            raise UserError(f"{option} is {degree}, and a plan knows data and expert parallelism alone: set it to 1")
     common = _read_common(read, options, num_ranks)
     if name == "replicated":
         is_zero = options.get("optimizer_states") == "sharded"
