@@ -77,6 +77,7 @@ USED: dict[str, str] = {
     "_fsdp_common": FSDP,
     "_fsdp_param_group": f"{FSDP}._fsdp_state:FSDPState",
     "_fsdp_param_groups": f"{FSDP}._fsdp_state:FSDPState",
+    "_fully_shard": "torch.distributed.fsdp",
     "_functional_collectives": "torch.distributed",
     "_get_backend": "torch.distributed:ProcessGroup",
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule",

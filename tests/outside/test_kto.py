@@ -177,7 +177,7 @@ def expected_loss(decoder: Decoder, documents: list[Example], beta: float) -> tu
 def test_the_loss_is_that_of_the_definition(answers: Path, packing: str) -> None:
     window = open_data(answers, packing).window(0)
     decoder, objective = make_policy(), KTO(beta=0.5)
-    micro_batch = prepare(objective, decoder, window.micro_batches[0])
+    micro_batch = prepare(objective, decoder, window.micro_batches[0], WHOLE)
     result = decoder(
         micro_batch.input_ids,
         document_ids=micro_batch.document_ids,
