@@ -20,6 +20,8 @@ from genesis.operations.plan.timeline import Timeline, play_step
 _MOST_LISTED: Final = 5
 _RECOMPUTED: Final[tuple[Checkpointing, ...]] = ("none", "block")
 _MOST_STAGES_PER_RANK: Final = 2
+_MOST_SEQUENCES: Final = 8
+"""Of a micro-batch: larger ones seldom make products quicker."""
 _MOST_CONTEXT: Final = 8
 _LEAST_CONTEXT_TOKENS: Final = 8192
 """Tokens of a row that a rank of context parallelism keeps: a shorter share is not worth its exchanges."""
@@ -58,7 +60,7 @@ class Choice:
         found: dict[str, object] = {"data.micro_batch_size": self.workload.micro_batch_size}
         if layout.num_ranks == 1:
             return {**found, **_checkpointing(layout)}
-        found["trainer.strategy"] = "sharded" if layout.is_sharded else "replicated"
+        found["trainer.strategy"] = f"genesis.strategies.{'Sharded' if layout.is_sharded else 'Replicated'}"
         if layout.is_sharded:
             found["trainer.strategy.shard"] = layout.strategy
         if layout.strategy == "hybrid":
@@ -114,15 +116,11 @@ def recommend(
         rate: The rate of each.
         bandwidths: What moves how fast.
     """
-    tried: list[Choice] = []
-    for size, layout in _list_candidates(workload, own, num_ranks, bandwidths):
-        changed = replace(workload, micro_batch_size=size)
-        try:
-            timeline = play_step(changed, layout)
-        except UserError:  # numbers that do not divide each other
-            continue
-        step = time_step(changed, layout, rate, bandwidths)
-        tried.append(Choice(changed, layout, timeline, budget.needed(timeline.peak_bytes), step))
+    tried = [
+        choice
+        for layout in _list_candidates(workload, own, num_ranks, bandwidths)
+        for choice in _try_sizes(workload, layout, budget, rate, bandwidths)
+    ]
     fitting = [one for one in tried if budget.fits(one.timeline.peak_bytes)]
     least = min((one.needed_bytes for one in tried), default=0)
     if not fitting:
@@ -140,12 +138,25 @@ def recommend(
     return Recommendation(tuple(listed), len(tried), reasons, tuple(_warn(best, alone, bandwidths)), least)
 
 
-def _list_candidates(
-    workload: Workload, own: Layout, num_ranks: int, bandwidths: Bandwidths
-) -> Iterator[tuple[int, Layout]]:
-    """Yields sizes of micro-batches and layouts that are worth a try."""
+def _try_sizes(
+    workload: Workload, layout: Layout, budget: Budget, rate: Rate, bandwidths: Bandwidths
+) -> Iterator[Choice]:
+    """Yields a layout with micro-batches from the smallest on, up to the first that does not fit."""
+    for size in sorted({*_powers_of_two(_MOST_SEQUENCES), workload.micro_batch_size}):
+        changed = replace(workload, micro_batch_size=size)
+        try:
+            timeline = play_step(changed, layout)
+        except UserError:  # numbers that do not divide each other
+            continue
+        step = time_step(changed, layout, rate, bandwidths)
+        yield Choice(changed, layout, timeline, budget.needed(timeline.peak_bytes), step)
+        if not budget.fits(timeline.peak_bytes):
+            return
+
+
+def _list_candidates(workload: Workload, own: Layout, num_ranks: int, bandwidths: Bandwidths) -> Iterator[Layout]:
+    """Yields layouts that are worth a try."""
     decoder = workload.decoder
-    sizes = [size for size in _powers_of_two(workload.micro_batch_size) if workload.micro_batch_size % size == 0]
     contexts = [
         degree for degree in _powers_of_two(_MOST_CONTEXT) if workload.seq_len // degree >= _LEAST_CONTEXT_TOKENS
     ]
@@ -162,7 +173,7 @@ def _list_candidates(
             for recomputed, rounds in product(_RECOMPUTED, range(1, _MOST_STAGES_PER_RANK + 1)):
                 if rounds > 1 and (pipeline == 1 or pipeline * rounds > decoder.num_layers):
                     continue
-                layout = replace(
+                yield replace(
                     own,
                     strategy=strategy,
                     num_ranks=num_ranks,
@@ -179,7 +190,6 @@ def _list_candidates(
                     keeps_gathered=False,
                     expert_parallel=own.expert_parallel if group > 1 else 1,
                 )
-                yield from ((size, layout) for size in sizes)
 
 
 def _list_strategies(per_stage: int, shared: int, bandwidths: Bandwidths) -> Iterator[tuple[Strategy, int]]:

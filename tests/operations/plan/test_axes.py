@@ -1,13 +1,16 @@
 """What a plan knows of axes beside data parallelism: memory of stages, time by link, the choice among layouts."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genesis.base.errors import UserError
 from genesis.cli.plan import main
+from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.plan.axes import is_in_node, list_places, time_axes
 from genesis.operations.plan.bandwidths import Bandwidth, Bandwidths
@@ -38,6 +41,89 @@ def workload(decoder: DecoderConfig, **options: object) -> Workload:
 
 def choose(work: Workload, num_ranks: int, gigabytes: float, bandwidths: Bandwidths = SERVERS) -> Recommendation:
     return recommend(work, Layout(), num_ranks, Budget(int(gigabytes * GB), GB, 0.05), RATE, bandwidths)
+
+
+PCI = Bandwidths(between_devices=Bandwidth(20e9), between_nodes=Bandwidth(10e9))
+ETHERNET = Bandwidths(between_devices=Bandwidth(12e9), between_nodes=Bandwidth(1.2e9), devices_per_node=1)
+SLOW_NETWORK = Bandwidths(between_devices=Bandwidth(300e9), between_nodes=Bandwidth(2.5e9))
+LORA = AdapterConfig(rank=16)
+
+
+# ---- the choice, as books on training systems give it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "given", "strategy", "recomputed", "words"),
+    [
+        # Five situations.
+        (workload(SEVEN_BILLION, adapter=LORA, base_bytes=2), (1, 24), "one device", "block", "recomputed blocks"),
+        (workload(SEVEN_BILLION), (4, 80, PCI), "full", "block", "sharded parameters: without, a device needs at"),
+        (
+            workload(SEVENTY_BILLION, global_batch_size=1024),
+            (64, 80),
+            "full, tensor 4, pipeline 8",
+            "none",
+            "tensor parallelism: without, a device needs at least",
+        ),
+        (
+            workload(replace(SEVEN_BILLION, max_seq_len=131072), global_batch_size=8),
+            (8, 80),
+            "full, context 4",
+            "block",
+            "recomputed blocks: without, a device needs at least",
+        ),
+        (
+            workload(replace(SEVEN_BILLION, dim=2048, num_heads=16, ffn_dim=5632, num_layers=20, vocab_size=32768)),
+            (8, 48, ETHERNET),
+            "full, pipeline 4",
+            "none",
+            "independent runs on the 8 devices, such as a sweep or several models, train",
+        ),
+        # Five rules: what to do if a model fits; if its states do not; if a layer is too large; if there are too many
+        # layers; if activations are too many, which the long rows above are.
+        (
+            workload(replace(SEVEN_BILLION, dim=768, num_heads=12, num_kv_heads=4, num_layers=12, ffn_dim=2048)),
+            (8, 80),
+            "replicated",
+            "none",
+            "the model fits whole on each device",
+        ),
+        (workload(SEVEN_BILLION), (8, 80), "full", "none", "sharded parameters: without, a device needs at least 19"),
+        (
+            workload(replace(SEVEN_BILLION, dim=16384, num_layers=4, num_heads=128, ffn_dim=53248)),
+            (8, 80),
+            "full, tensor 4",
+            "none",
+            "tensor parallelism: without, a device needs at least",
+        ),
+        (
+            workload(replace(SEVEN_BILLION, dim=2048, num_heads=16, num_layers=96, ffn_dim=8192)),
+            (32, 40, SLOW_NETWORK),
+            "full, tensor 2, pipeline 4",
+            "none",
+            "a pipeline: a step takes 2",
+        ),
+    ],
+    ids=[
+        "one device", "several devices", "a large model", "long rows", "devices far apart",
+        "it fits", "states", "wide layers", "many layers",
+    ],
+)  # fmt: skip
+def test_the_recommended_layout_and_its_reason(
+    work: Workload, given: tuple[Any, ...], strategy: str, recomputed: str, words: str
+) -> None:
+    found = choose(work, *given)
+    best = found.choices[0]
+    assert (best.layout.name, best.layout.activation_checkpointing) == (strategy, recomputed)
+    assert any(words in line for line in (*found.reasons, *found.warnings))
+    assert all(one.step.seconds >= best.step.seconds / 1.03 for one in found.choices)
+
+
+def test_where_nothing_fits_the_least_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--memory", "1GB", "--tokens_per_second", "1e4", "--choose"]
+    assert main(["--config", str(CONFIG), "--gpus", "1", *words]) == 1
+    assert "on 1 device fits: a device needs at least" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- memory of stages
@@ -152,4 +238,5 @@ def test_a_plan_prints_the_layouts_that_fit_and_the_options_of_the_best(capsys: 
     assert any("groups of shards" in reason for reason in found["reasons"])
     assert main(given) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "take it by: --data.micro_batch_size 1 --trainer.strategy sharded" in out
+    options = "--trainer.strategy genesis.strategies.Sharded --trainer.strategy.shard hybrid"
+    assert re.search(rf"take it by: --data.micro_batch_size \d {options}", out)
