@@ -1,14 +1,12 @@
 """A cross-entropy that weighs conversations by a field of their records: this file is all that it needs."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.data.loader import VALUES
 from genesis.data.window import MicroBatch
-from genesis.model.loss import token_losses
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums
+from genesis.objectives.vocabulary import Vocabulary
 
 
 class Rated(Objective):
@@ -25,12 +23,12 @@ class Rated(Objective):
             raise UserError(f"best is {best}: give the best rating, at least 1")
         self.best = best
 
-    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+    def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head that sums the weighted losses."""
         shares = micro_batch.extra[VALUES].flatten() / self.best
 
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
-            losses = token_losses(hidden, weight, micro_batch.labels)  # 0 where nothing is learned
+            losses = vocabulary.token_losses(hidden, weight, micro_batch.labels)  # 0 where nothing is learned
             return HeadResult({TOKENS: (shares * losses).sum()}, {"plain": losses.detach().sum()})
 
         return compute

@@ -17,11 +17,12 @@ from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
+from genesis.model.shares import share_context
 from genesis.objectives.objective import ObjectiveSums, prepare
 from genesis.objectives.preference import DPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
-from genesis.strategies.context_parallel import ContextVocabulary, share_context
+from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
 from genesis_callbacks.testing import run_ranks
 from tests.objectives.support import make_adapted, make_decoder, make_pairs, slow_log_prob, window_of
 
@@ -110,7 +111,10 @@ def test_loss_and_gradients_equal_the_slow_reference(options: str, micro_batch_s
 def share_answers(options: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     """Computes the loss on ranks that share the tokens of each answer, with the sum of their gradients."""
     decoder, objective = make_adapted(make_decoder(0)), DPO(**options)
-    vocabulary = ContextVocabulary(share_context(decoder, dist.group.WORLD), WHOLE)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    exchange = ContextExchange(dist.group.WORLD)
+    share_context(decoder, exchange)
+    vocabulary = ContextVocabulary(exchange, WHOLE)
     loss, sums = run(objective, decoder, window_of(make_pairs(4), 2, is_padded=True), vocabulary)
     gradients = gradients_of(decoder, loss)
     for gradient in gradients.values():

@@ -181,7 +181,7 @@ def test_bandwidths_are_the_slowest_that_the_doctor_measured_by_pinned_memory() 
     disk = [figure("write, with fsync", 1.5), figure("read", 3.0)]
     found = find_bandwidths({"parts": [{"name": "copies", "figures": copies}, {"name": "disk", "figures": disk}]}, "x")
     assert [one.bytes_per_second for one in found.named().values() if one.is_measured] == [360e9, 55e9, 8e9, 1.5e9]
-    assert all(one.is_measured for one in found.named().values())
+    assert [name for name, one in found.named().items() if not one.is_measured] == ["between nodes"]
     broken = find_bandwidths({"parts": [{"figures": [figure("cuda 0 to cuda 1", "nan")]}]}, "x")
     assert broken == Bandwidths() == find_bandwidths({"parts": 3}, "x")
     assert not any(one.is_measured for one in broken.named().values())
@@ -439,11 +439,6 @@ def test_units_are_chosen_at_even_distances_and_at_least_the_share(num_units: in
 def test_a_share_of_blocks_beyond_its_range_is_refused_by_plan_and_strategy(value: Any) -> None:
     with pytest.raises(UserError, match=f"cpu_offload is {value!r}; it must be a share from 0 to 1"):
         read_cpu_offload(value)
-
-
-def test_a_kind_of_parallelism_that_a_plan_does_not_know_is_refused() -> None:
-    with pytest.raises(UserError, match="tensor_parallel is 2, and a plan knows data and expert parallelism alone"):
-        read("genesis-1b", ("trainer.strategy.init_args.tensor_parallel", "2"))
 
 
 def test_an_option_of_a_class_may_leave_out_init_args_as_in_fit() -> None:
