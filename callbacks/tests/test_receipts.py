@@ -15,9 +15,8 @@ from hypothesis import given
 
 from genesis_callbacks.base.checkpoint_errors import SaveFailedError
 from genesis_callbacks.base.local_shards import TensorShard, local_shards
-from genesis_callbacks.base.manifest import FileRecord, read_manifest
+from genesis_callbacks.base.manifest import FileRecord, Manifest, read_manifest
 from genesis_callbacks.checkpoint import Ranks, Retention, SaveTarget, Snapshot
-from genesis_callbacks.checkpoint.assemble import ManifestHeader
 from genesis_callbacks.checkpoint.job import (
     CommitOrder,
     RankReceipt,
@@ -61,7 +60,7 @@ def write_rank(staging: Path, plan: SavePlan, rank: int, states: tuple[TensorSha
 
 
 def order_commit(plan: SavePlan) -> CommitOrder:
-    header = ManifestHeader(1, 1, {}, len(plan.held), {}, {}, {}, {}, None, True, "blake3")
+    header = Manifest(1, 1, {}, len(plan.held), {}, {}, {}, {}, None)
     return CommitOrder(header, plan, Retention(), 0, frozenset())
 
 

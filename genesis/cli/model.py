@@ -49,7 +49,9 @@ def describe_main(argv: list[str]) -> int:
     description = describe(read_decoder_config(arguments.config))
     adapter = read_recipe_adapter(arguments.config)
     with warned_in_one_line():
-        check_choices(ResolvedRecipe.read([arguments.config]), description.config)
+        recipe = ResolvedRecipe.read([arguments.config])
+        recipe.check_classes()
+        check_choices(recipe, description.config)
     try:
         family, obstacle = find_family(description.config).model_type, None
     except UserError as error:

@@ -24,7 +24,7 @@ from genesis.recipe.deprecated import (
 )
 from genesis.recipe.options import CLASS_KEYS, CLASS_PATH, INIT_ARGS, Option, Options, hint_key, is_declared
 from genesis.recipe.run_length import OPTIONS, find_replaced, replace_in_files, shorten
-from genesis.recipe.values import explain_text, fits, write_plain
+from genesis.recipe.values import explain_text, explain_value, fits, write_plain
 from genesis.recipe.yaml import load_yaml
 from genesis_callbacks.base.untrusted import read_text
 
@@ -436,6 +436,7 @@ def _check_option(name: str, path: str, value: Any) -> None:
         if not is_declared(key, path):
             raise UserError(f"unknown key {name}{hint_key(key, list(scope))}")
     elif not fits(value, option.types):
-        raise UserError(explain_text(name, write_plain(value), option.types))
+        is_word = isinstance(value, str)
+        raise UserError((explain_text if is_word else explain_value)(name, write_plain(value), option.types))
     elif option.base is not None:
         _check(name, option, value)

@@ -5,8 +5,8 @@ from torch.nn.functional import cross_entropy
 
 from genesis.data.loader import VALUES
 from genesis.data.window import IGNORE_INDEX, MicroBatch
-from genesis.model.loss import sum_cross_entropy
 from genesis.objectives.objective import BYTES, TOKENS, ObjectiveSums
+from genesis.objectives.vocabulary import WHOLE
 from tests.extend.rated import Rated
 
 
@@ -17,7 +17,7 @@ def test_a_conversation_counts_by_its_rating() -> None:
     ratings = torch.tensor([[5, 5, -1, 2, 2, 0]], dtype=torch.int32)
     batch = MicroBatch(labels, labels, torch.tensor([[0, 0, 1, 1, 1, 2]], dtype=torch.int32), extra={VALUES: ratings})
     objective = Rated(best=5)
-    found = objective.head(batch, lambda _: lambda h, w: sum_cross_entropy(h, w, labels))(hidden, weight)
+    found = objective.head(batch, WHOLE)(hidden, weight)
     losses = cross_entropy(hidden[0] @ weight.T, labels[0].clamp_min(0), reduction="none")
     expected = (losses * torch.tensor([1.0, 1.0, 0.0, 0.4, 0.4, 0.0])).sum()
     torch.testing.assert_close(found.terms[TOKENS], expected)

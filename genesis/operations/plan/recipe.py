@@ -9,7 +9,6 @@ from genesis.base.determinism import check_deterministic
 from genesis.base.errors import UserError
 from genesis.data.sizes import resolve_recipe
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
-from genesis.model.compilation import check_compilation
 from genesis.model.decoder import DecoderConfig
 from genesis.model.float8 import check_float8
 from genesis.model.precision import FULL, MIXED
@@ -202,15 +201,12 @@ def _count_steps(recipe: ResolvedRecipe, seq_len: int, global_batch_size: int) -
 
 
 def check_choices(recipe: ResolvedRecipe, decoder: DecoderConfig) -> None:
-    """Refuses float8, kernels and compilation that are no choice, of which a plan or a description needs no value.
+    """Refuses float8 and kernels that are no choice, of which a plan or a description needs no value.
 
     Raises:
         UserError: A value is invalid, or a pattern of float8 matches no layer.
     """
     check_deterministic(recipe.get("trainer.deterministic"))
-    compilation = recipe.get("trainer.strategy.init_args.compile_blocks")
-    if compilation is not None:
-        check_compilation(compilation)
     check_float8(decoder, read_float8_options(recipe.content, recipe.where))
 
 
