@@ -1,4 +1,4 @@
-"""Runs whose ranks share rows: killed and resumed, hanging, and from the command line."""
+"""Runs whose ranks share rows or matrices: killed and resumed, hanging, and from the command line."""
 
 import os
 import signal
@@ -28,13 +28,21 @@ from tests.train.support import build_module, build_trainer, loader
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 CP2: dict[str, Any] = {"context_parallel": 2}
+TP2: dict[str, Any] = {"tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, CP2), (4, CP2), (4, CP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"})],
+    [
+        (2, CP2),
+        (4, CP2),
+        (4, CP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}),
+        (4, TP2),
+        (4, TP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}),
+        (4, TP2 | CP2),
+    ],
 )
-def test_ranks_that_share_rows_go_on_bit_for_bit_after_a_kill(
+def test_ranks_that_share_rows_or_matrices_go_on_bit_for_bit_after_a_kill(
     tmp_path: Path, tiny_corpus: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     straight = run_ranks(train_alike, world_size, "adamw", tmp_path / "straight", tiny_corpus, options, STEPS)
@@ -58,15 +66,16 @@ class Stick(pl.Callback):
             output.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def stick(run_dir: Path) -> None:
+def stick(run_dir: Path, options: dict[str, Any]) -> None:
     callbacks = [TokenCounters(), Stick(), Heartbeat(run_dir), HangWatch(timeout_seconds=4.0)]
-    trainer = build_trainer(Sharded(**CP2), 2, 6, callbacks)
+    trainer = build_trainer(Sharded(**options), 2, 6, callbacks)
     trainer.fit(build_module(DECODER), loader(6, 0, 1))
 
 
-def test_a_rank_that_sticks_in_an_exchange_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [CP2, TP2], ids=["context", "tensor"])
+def test_a_rank_that_sticks_in_an_exchange_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="rank"):
-        run_ranks(stick, 2, tmp_path / "run", timeout_seconds=60.0)
+        run_ranks(stick, 2, tmp_path / "run", options, timeout_seconds=60.0)
     (verdict,) = (tmp_path / "run").rglob("verdict.txt")
     assert verdict.read_text().startswith("rank 1 is missing")
 

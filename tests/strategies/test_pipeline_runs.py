@@ -67,7 +67,7 @@ def train(
     return {
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.training.data_position,
+        "position": data.training.cursor.position,
         "from": None if latest is None else read_manifest(Path(latest)).step,
     }
 
