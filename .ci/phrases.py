@@ -66,7 +66,7 @@ RULES = (
     Rule(r"\bplaces\b", "positions, logits_to_keep", ("genesis/model/",)),
     Rule(r'"""Wh(o|at) ', "the subject itself: the client, the rank, the tensor", PLAIN),
     Rule(r"\bclass (Part|LocalPart)\b", "TensorShard, LocalShard", ("callbacks/src/",)),
-    Rule(r"\bclass (Heading|Origin|Kept)\b", "ManifestHeader, RunMetadata, CommittedCheckpoint", PACKAGES),
+    Rule(r"\bclass (Heading|Origin|Kept)\b", "RunMetadata, CommittedCheckpoint", PACKAGES),
     Rule(r"\bclass Layout\b", "AttentionMetadata", ("genesis/model/",)),
     Rule(r"\bclass Window\b", "AccumulationWindow", PACKAGES),
 )

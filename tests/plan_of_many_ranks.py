@@ -70,7 +70,7 @@ def main() -> None:
     begin, begin_processor = time.perf_counter(), time.process_time()
     plan = plan_save(reports)
     seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - begin_processor
-    num_parts = sum(map(len, plan.shards_by_writer))
+    num_parts = sum(map(len, plan.written))
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(f"{len(places)} ranks, {sum(map(len, reports))} reported parts, {num_parts} written")
     print(f"plan_save: {seconds:.1f} s, {processor_seconds:.1f} s of the processor; peak memory {memory_mb:.0f} MB")

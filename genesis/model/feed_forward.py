@@ -36,7 +36,8 @@ class FeedForward(Part):
     def share_matrices(self, ranks: MatrixShares) -> bool:
         """Cuts the freshly built part among ranks, and returns whether it is cut.
 
-        A part that is cut gets whole rows and adds to the sum of all outputs. One that is not gets this rank's tokens.
+        A part that is cut gets whole rows and adds to the sum of all outputs. It has no statistics, because `counted`
+        is of this rank's tokens. One that is not cut gets this rank's tokens.
 
         Args:
             ranks: The ranks that share the part.

@@ -48,9 +48,10 @@ class Vocabulary:
         return sum_distillation(hidden, weight, labels, classes, temperature=temperature, share=share)
 
     def sum_over_rows(self, sums: Float32[Tensor, " A"]) -> Float32[Tensor, " A"]:
-        """Returns sums over tokens of a row, such as those of an answer, of all ranks that share the row's tokens.
+        """Returns sums over tokens, such as those of an answer, of all ranks that share the rows' tokens.
 
-        An objective calls it before it computes anything of such a sum that is not linear.
+        An objective that trains where ranks share rows calls it for each sum of `token_losses` that becomes a term, a
+        figure, or a part of anything that is not linear: terms and figures are those of whole rows on every rank.
         """
         return sums
 

@@ -10,6 +10,8 @@ References:
     Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
+from typing import Any, NoReturn
+
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
@@ -19,8 +21,6 @@ from torch.nn.functional import pad
 from genesis.base.errors import UserError
 from genesis.model.exchange import HeadExchange
 from genesis.objectives.vocabulary import Vocabulary
-from genesis.strategies.degrees import Degrees, list_divisors
-from genesis.strategies.run_options import RunOptions
 
 
 class ContextExchange(HeadExchange):
@@ -87,32 +87,10 @@ class ContextVocabulary(Vocabulary):
         """Returns the sums of the tokens of all ranks, the same on each. Communicates."""
         return self._exchange.sum_terms(sums)
 
+    def sum_distillation(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses: a teacher's probabilities are those of whole rows and of the whole vocabulary.
 
-def check_context(run: RunOptions, degrees: Degrees) -> None:
-    """Checks that ranks can share the rows of a run, and the heads of every mixer.
-
-    Raises:
-        UserError: They cannot; the message has the nearest number of ranks that can.
-    """
-    if "context" not in run.objective.trains_under:
-        raise UserError(
-            f"context_parallel is {degrees.cp}, and {type(run.objective).__name__} does not train under context "
-            "parallelism, where a rank has a part of each row: set context_parallel to 1"
-        )
-    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
-    for mixer, _ in run.decoder.list_mixers():
-        num_heads = mixer.count_shared_heads()
-        if num_heads is None:
-            raise UserError(
-                f"context_parallel is {degrees.cp}, and {type(mixer).__name__} does not know how ranks could share its "
-                "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
-            )
-        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
-    for what, number in sizes.items():
-        if number % (degrees.cp * degrees.tp):
-            fitting = (cp for cp in list_divisors(degrees.cp) if number % (cp * degrees.tp) == 0)
-            of_matrices = f" * tensor_parallel {degrees.tp}" if degrees.tp > 1 else ""
-            raise UserError(
-                f"context_parallel {degrees.cp}{of_matrices} does not divide {what}; set context_parallel to "
-                f"{max(fitting, default=1)}"
-            )
+        Raises:
+            UserError: Always.
+        """
+        raise UserError("distillation does not train where ranks share rows or the vocabulary: set the degrees to 1")

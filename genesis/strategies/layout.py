@@ -15,10 +15,10 @@ from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.run_options import RunOptions
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.run_options import RunOptions
 from genesis_callbacks.host_group import HostGroup
 
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from genesis.base.device import CPU, is_host, record_timer
 from genesis.base.errors import UserError
-from genesis.data.loader import plan_micro_batches
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Block, Decoder
 from genesis.model.part import Statistics
@@ -33,9 +32,7 @@ from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubb
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
 from genesis.objectives.vocabulary import Vocabulary
-from genesis.strategies.degrees import Degrees
 from genesis.strategies.micro_batches import add_result, scale_terms
-from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
 
@@ -147,25 +144,6 @@ class StagedWindow:
     timing: Callable[[StepPart], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     sums: HeadResult = field(default_factory=lambda: HeadResult({}, {}))
     part_sums: dict[str, Tensor] = field(default_factory=dict)
-
-
-def check_pipeline(run: RunOptions, degrees: Degrees, stages_per_rank: int) -> None:
-    """Checks that a pipeline can train a run.
-
-    Raises:
-        UserError: It cannot.
-    """
-    remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
-    if "pipeline" not in run.objective.trains_under:
-        raise UserError(
-            f"pipeline_parallel is {degrees.pp}, and {type(run.objective).__name__} does not train under pipeline "
-            f"parallelism: {remedy}"
-        )
-    if "model.float8" in run.unshared:
-        raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
-    if run.batch_sizes is not None:
-        num_micro_batches = plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
-        check_micro_batches(num_micro_batches, degrees.pp, stages_per_rank)
 
 
 def cut_stages(decoder: Decoder, divided: Sequence[range], own: Sequence[int]) -> list[Stage]:

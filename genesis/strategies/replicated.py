@@ -21,13 +21,13 @@ from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.run_options import RunOptions
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.run_options import RunOptions
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.timeouts import choose_timeout, read_timeout, set_timeout
 from genesis.strategies.wrap import apply_wrappers

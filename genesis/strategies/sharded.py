@@ -12,17 +12,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
 from genesis.base.errors import UserError
+from genesis.data.loader import plan_micro_batches
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder
 from genesis.model.expert_share import check_expert_share
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.model.shares import share_context, share_matrices
-from genesis.model.stages import divide_layers
+from genesis.model.stages import check_micro_batches, divide_layers
 from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
-from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary, check_context
+from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
 from genesis.strategies.cut_vocabulary import CutVocabulary
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
 from genesis.strategies.desync import DesyncWatchdog
@@ -32,10 +34,9 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.pipeline import Pipeline, Stage, StageClock, StagedWindow, check_pipeline, cut_stages
-from genesis.strategies.run_options import RunOptions
+from genesis.strategies.pipeline import Pipeline, Stage, StageClock, StagedWindow, cut_stages
 from genesis.strategies.start import Launcher, Start
-from genesis.strategies.tensor_parallel import MatrixCutter, RowShare, check_tensor_share
+from genesis.strategies.tensor_parallel import MatrixCutter, RowShare, check_torch
 from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, allocate_sharded, apply_wrappers, set_resharding
 from genesis_callbacks.step_parts import timing
@@ -44,7 +45,7 @@ DType = Literal["float32", "bfloat16"]
 
 
 class Sharded(ModelParallelStrategy):
-    """FSDP2 over all ranks, one or many; all of them read different data.
+    """FSDP2 over all ranks, one or many, which read different data unless they share rows, matrices or layers.
 
     Args:
         shard: `full` frees a unit's parameters after its forward and gathers them again in backward; `grad_op` keeps
@@ -187,10 +188,11 @@ class Sharded(ModelParallelStrategy):
         num_ranks = self.num_nodes * self.num_processes
         if self.shard != "hybrid":
             return Degrees(**self._axes).resolve(num_ranks)
-        num_stages = self._axes["pp"]
-        of_stage = num_ranks // num_stages
+        of_stage, rest = divmod(num_ranks, self._axes["pp"])
+        if rest or not of_stage:
+            return Degrees(**self._axes).resolve(num_ranks)  # which refuses them
         group = self.ranks_per_shard_group or min(self.num_processes, of_stage)
-        if num_ranks % num_stages == 0 and (group < 1 or of_stage % group):
+        if group < 1 or of_stage % group:
             raise UserError(
                 f"ranks_per_shard_group {group} does not divide {of_stage} ranks; one of {list_divisors(of_stage)} does"
             )
@@ -218,30 +220,29 @@ class Sharded(ModelParallelStrategy):
         ranks_of_group = axes["efsdp"] * axes["ep"]
         check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
+            check_torch(degrees.tp)
             check_tensor_share(run, degrees.tp, degrees.world_size)
         if degrees.cp > 1:
-            check_context(run, degrees)
+            check_context_share(run, degrees.cp, degrees.tp)
         if degrees.pp > 1:
-            check_pipeline(run, degrees, self.stages_per_rank)
-            divide_layers(run.decoder, self._num_stages, self.layers_per_stage)
-            self._check_pipeline_options()
+            self._check_pipeline(run, degrees)
 
-    def _check_pipeline_options(self) -> None:
-        if self.gradient_reduction == "micro_batch":
-            raise UserError(
-                "gradient_reduction is micro_batch, and a pipeline reduces gradients after its last backward alone: "
-                "set it to window, or pipeline_parallel to 1"
-            )
-        if self.keep_gathered is True:
-            raise UserError(
-                "keep_gathered is true, and a pipeline itself keeps parameters gathered from the first backward of a "
-                "window to the last: set it to auto, or pipeline_parallel to 1"
-            )
+    def _check_pipeline(self, run: RunOptions, degrees: Degrees) -> None:
+        divide_layers(run.decoder, self._num_stages, self.layers_per_stage)
+        check_pipeline(
+            run,
+            degrees.pp,
+            reduces_each=self.gradient_reduction == "micro_batch",
+            keeps_gathered=self.keep_gathered is True,
+        )
         if not self._save_distributed_checkpoint:
             raise UserError(
                 "save_distributed_checkpoint is false, which saves the layers of one stage alone: save by "
                 "AsyncProcessCheckpoint, or set pipeline_parallel to 1"
             )
+        if run.batch_sizes is not None:
+            num_micro_batches = plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
+            check_micro_batches(num_micro_batches, degrees.pp, self.stages_per_rank)
 
     @property
     def _num_stages(self) -> int:

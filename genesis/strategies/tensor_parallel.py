@@ -29,8 +29,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genesis.base.errors import UserError
 from genesis.model.adapter import AdaptedLinear, use_rows
-from genesis.model.cut import find_indivisible
-from genesis.strategies.run_options import RunOptions
 
 
 class RowShare:
@@ -143,43 +141,13 @@ def place_by_cut(uncut: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     return place
 
 
-def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
-    """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
-
-    Args:
-        run: The run.
-        num_ranks: `tensor_parallel`, at least 2.
-        num_available: The ranks of the run.
+def check_torch(num_ranks: int) -> None:
+    """Checks that torch has what tensor parallelism needs.
 
     Raises:
-        UserError: They cannot; the message has the nearest number that can.
+        UserError: It has not.
     """
-    given = f"tensor_parallel is {num_ranks}"
     if not hasattr(_fsdp_common, "ShardPlacementResult"):  # nor has torch the autograd of these collectives
-        raise UserError(f"{given}, which needs torch 2.13; this is {torch.__version__}: set it to 1")
-    if run.unshared:
-        raise UserError(f"{given}, and {run.unshared[0]} needs whole layers: leave out one of the two")
-    if run.whole_matrices is not None:
         raise UserError(
-            f"{given}, and the optimizer is {run.whole_matrices}, which needs whole matrices: set tensor_parallel to "
-            "1, or give another optimizer, such as adamw"
+            f"tensor_parallel is {num_ranks}, which needs torch 2.13; this is {torch.__version__}: set it to 1"
         )
-    if "tensor" not in run.objective.trains_under:
-        raise UserError(
-            f"{given}, and {type(run.objective).__name__} does not train under tensor parallelism: set it to 1"
-        )
-    found = _find_uncut(run, num_ranks)
-    if found is not None:
-        fitting = [n for n in range(1, num_available + 1) if num_available % n == 0 and _find_uncut(run, n) is None]
-        nearest = min(fitting, key=lambda number: abs(number - num_ranks))
-        raise UserError(f"{given}, and so many ranks cannot share {found}: set it to {nearest}")
-
-
-def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
-    """Returns what `num_ranks` ranks cannot share."""
-    if num_ranks == 1:
-        return None
-    mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
-    found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
-    sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
-    return found[0] if found else find_indivisible(sizes, num_ranks)

@@ -261,6 +261,11 @@ class CorpusDataModule(pl.LightningDataModule):
         return "trainer.limit_val_batches is 0" if is_off else None
 
     @property
+    def has_ragged_pairs(self) -> bool:
+        """Whether the option asks for rows of several lengths."""
+        return self._pads_pairs_option is False
+
+    @property
     def pads_pairs(self) -> bool:
         """Whether each answer of a pair has a row of its own."""
         if self._pads_pairs_option is not None or self.trainer is None:

@@ -40,12 +40,12 @@ from genesis.model.initial import is_unset, mark_unset
 from genesis.model.precision import product_dtype
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
+from genesis.objectives.run_options import RunOptions
 from genesis.optim import AdamW, Algorithm, build_optimizer
 from genesis.strategies.agree import agree_on_kernel, attempt_on_all
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.pipeline import StageClock
-from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
@@ -164,13 +164,17 @@ class GenesisModule(pl.LightningModule):
         options = data.training.options if isinstance(data, CorpusDataModule) else None
         run = RunOptions(
             self.decoder_config,
-            self.objective,
+            type(self.objective),
             whole_matrices=self.algorithm.whole_name if is_training else None,
             seq_len=None if options is None else options.seq_len,
             batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
             unshared=[name for name, is_given in unshared.items() if is_given],
         )
         layout_strategy(strategy).check_options(run)
+        if getattr(strategy, "shares_rows", False) and isinstance(data, CorpusDataModule) and data.has_ragged_pairs:
+            raise UserError(
+                "data.pads_pairs is false, and ranks that share the tokens of rows need rows of one length: remove it"
+            )
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.

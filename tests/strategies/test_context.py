@@ -23,11 +23,11 @@ from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
+from genesis.objectives.run_options import RunOptions
 from genesis.objectives.vocabulary import WHOLE
 from genesis.strategies import Sharded, context_parallel, wrap
 from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
 from genesis.strategies.degrees import AXIS_NAMES, Degrees, groups_along
-from genesis.strategies.run_options import RunOptions
 from genesis.train.module import GenesisModule
 from genesis_callbacks import SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
@@ -268,7 +268,7 @@ def test_a_layer_and_pass_has_two_exchanges_and_a_mixture_one_small_sum() -> Non
 def check(decoder: DecoderConfig = BASE, objective: Objective | None = None, seq_len: int = 60, **options: Any) -> None:
     strategy = Sharded(**options)
     strategy._plan_degrees = lambda: Degrees(**strategy._axes).resolve(12)  # type: ignore[method-assign]
-    strategy.check_options(RunOptions(decoder, objective or CrossEntropy(), seq_len=seq_len))
+    strategy.check_options(RunOptions(decoder, objective or CrossEntropy, seq_len=seq_len))
 
 
 LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads=None, num_kv_heads=None)
@@ -294,7 +294,7 @@ LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads
             "context_parallel is 2, and LatentAttentionConfig does not know how ranks could share its heads",
         ),
         (
-            {"objective": GSPO(), "context_parallel": 2},
+            {"objective": GSPO, "context_parallel": 2},
             "context_parallel is 2, and GSPO does not train under context parallelism, where a rank has a part of each",
         ),
     ],

@@ -69,8 +69,8 @@ def test_groups_along_several_axes_keep_the_order_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("degrees", "world_size", "message"),
     [
-        ({"dp_replicate": 3}, 4, r"dp_replicate 3 = 3 does not divide 4 ranks; one of \[1, 2, 4\] does"),
-        ({"dp_replicate": 2, "tp": 4}, 12, "dp_replicate 2 [*] tp 4 = 8 does not divide 12 ranks"),
+        ({"dp_replicate": 3}, 4, "dp_replicate 3 does not divide 4 ranks: lower it to one of 1, 2, 4, or change"),
+        ({"dp_replicate": 2, "tp": 4}, 12, "dp_replicate 2 [*] tensor_parallel 4 = 8 does not divide 12 ranks"),
         ({"dp_shard": 2, "dp_replicate": 2}, 12, "dp_shard is 2, but the other degrees leave 6 of 12 ranks; give 6"),
         (
             {"ep": 3},

@@ -24,10 +24,10 @@ from genesis.model.stages import check_micro_batches, divide_layers, ideal_bubbl
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
+from genesis.objectives.run_options import RunOptions
 from genesis.strategies import Sharded, pipeline
 from genesis.strategies.pipeline import StageClock
 from genesis.strategies.recompute import apply_recomputation
-from genesis.strategies.run_options import RunOptions
 from genesis.strategies.wrap import list_units
 from genesis.train import module as module_file
 from genesis.train.module import GenesisModule
@@ -435,14 +435,14 @@ def test_options_that_a_pipeline_cannot_have_are_refused_before_ranks_start(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_strategy(**options).check_options(RunOptions(DEEP, CrossEntropy()))
+        build_strategy(**options).check_options(RunOptions(DEEP, CrossEntropy))
 
 
 def test_lightnings_whole_saves_are_refused() -> None:
     strategy = build_strategy()
     strategy._save_distributed_checkpoint = False
     with pytest.raises(UserError, match="saves the layers of one stage alone: save by AsyncProcessCheckpoint"):
-        strategy.check_options(RunOptions(DEEP, CrossEntropy()))
+        strategy.check_options(RunOptions(DEEP, CrossEntropy))
 
 
 @pytest.mark.parametrize(
@@ -465,17 +465,17 @@ def test_options_of_stages_without_a_pipeline_are_refused(options: dict[str, Any
     ("run", "message"),
     [
         (
-            RunOptions(DEEP, CrossEntropy(), batch_sizes=(4, 4)),
+            RunOptions(DEEP, CrossEntropy, batch_sizes=(4, 4)),
             "the micro-batches of a window are 1, and pipeline_parallel is 2",
         ),
-        (RunOptions(DEEP, DPO()), "pipeline_parallel is 2, and DPO does not train under pipeline parallelism"),
-        (RunOptions(DEEP, GSPO()), "pipeline_parallel is 2, and GSPO does not train under pipeline parallelism"),
-        (RunOptions(DEEP, CrossEntropy(), unshared=["model.float8"]), "model.float8 is given, whose scales a pipeline"),
+        (RunOptions(DEEP, DPO), "pipeline_parallel is 2, and DPO does not train under pipeline parallelism"),
+        (RunOptions(DEEP, GSPO), "pipeline_parallel is 2, and GSPO does not train under pipeline parallelism"),
+        (RunOptions(DEEP, CrossEntropy, unshared=["model.float8"]), "model.float8 is given, whose scales a pipeline"),
     ],
 )
 def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(run: RunOptions, message: str) -> None:
     strategy = build_strategy()
-    strategy.check_options(RunOptions(DEEP, CrossEntropy(), batch_sizes=(8, 4), unshared=["model.adapter.dora"]))
+    strategy.check_options(RunOptions(DEEP, CrossEntropy, batch_sizes=(8, 4), unshared=["model.adapter.dora"]))
     with pytest.raises(UserError, match=message):
         strategy.check_options(run)
 

@@ -30,13 +30,13 @@ from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.model.shares import share_matrices
 from genesis.objectives import DPO, CrossEntropy
+from genesis.objectives.run_options import RunOptions, check_tensor_share
 from genesis.strategies import Sharded, tensor_parallel
 from genesis.strategies.cut_vocabulary import CutVocabulary
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.run_options import RunOptions
-from genesis.strategies.tensor_parallel import MatrixCutter, RowShare, check_tensor_share
+from genesis.strategies.tensor_parallel import MatrixCutter, RowShare
 from genesis.train.module import GenesisModule
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
@@ -344,25 +344,25 @@ LATENT = replace(DENSE, num_heads=None, num_kv_heads=None, mixers=(LatentAttenti
 @pytest.mark.parametrize(
     ("run", "ranks", "message"),
     [
-        (RunOptions(DENSE, CrossEntropy()), 8, "so many ranks cannot share num_heads 4: set it to 4"),
-        (RunOptions(with_attention(2), CrossEntropy()), 3, "cannot share num_kv_heads 2: set it to 2"),
-        (RunOptions(replace(DENSE, ffn_dim=50), CrossEntropy()), 4, "cannot share ffn_dim 50: set it to 2"),
-        (RunOptions(TINY, CrossEntropy()), 2, "cannot share vocab_size 61: set it to 1"),
-        (RunOptions(DELTA, CrossEntropy()), 4, "cannot share num_key_heads 2: set it to 2"),
+        (RunOptions(DENSE, CrossEntropy), 8, "so many ranks cannot share num_heads 4: set it to 4"),
+        (RunOptions(with_attention(2), CrossEntropy), 3, "cannot share num_kv_heads 2: set it to 2"),
+        (RunOptions(replace(DENSE, ffn_dim=50), CrossEntropy), 4, "cannot share ffn_dim 50: set it to 2"),
+        (RunOptions(TINY, CrossEntropy), 2, "cannot share vocab_size 61: set it to 1"),
+        (RunOptions(DELTA, CrossEntropy), 4, "cannot share num_key_heads 2: set it to 2"),
         (
-            RunOptions(with_attention(1, qk_norm="projection"), CrossEntropy()),
+            RunOptions(with_attention(1, qk_norm="projection"), CrossEntropy),
             2,
             "cannot share num_kv_heads 1 with qk_norm 'projection': set it to 1",
         ),
         (
-            RunOptions(DENSE, CrossEntropy(), seq_len=18),
+            RunOptions(DENSE, CrossEntropy, seq_len=18),
             4,
             "cannot share data.seq_len 18: set it to 2",
         ),
-        (RunOptions(LATENT, CrossEntropy()), 2, "cannot share a LatentAttentionConfig, which has no `find_uncut`"),
-        (RunOptions(DENSE, CrossEntropy(), whole_matrices="muon"), 2, "the optimizer is muon, which needs whole"),
-        (RunOptions(DENSE, DPO()), 2, "DPO does not train under tensor parallelism: set it to 1"),
-        (RunOptions(DENSE, CrossEntropy(), unshared=["model.float8"]), 2, "model.float8 needs whole layers"),
+        (RunOptions(LATENT, CrossEntropy), 2, "cannot share a LatentAttentionConfig, which has no `find_uncut`"),
+        (RunOptions(DENSE, CrossEntropy, whole_matrices="muon"), 2, "the optimizer is muon, which needs whole"),
+        (RunOptions(DENSE, DPO), 2, "DPO does not train under tensor parallelism: set it to 1"),
+        (RunOptions(DENSE, CrossEntropy, unshared=["model.float8"]), 2, "model.float8 needs whole layers"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_with_the_nearest_number_that_works(

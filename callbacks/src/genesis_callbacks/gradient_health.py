@@ -355,8 +355,8 @@ def watching_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def _find_bad_weight(module: nn.Module) -> str | None:
     """Returns the first parameter of which this rank's part is not finite. It waits."""
-    parameters = dict(module.named_parameters())
-    is_finite = measure_norms([parameter.detach() for parameter in parameters.values()]).isfinite().tolist()
+    parameters = {name: one.detach() for name, one in module.named_parameters() if one.is_floating_point()}
+    is_finite = measure_norms(list(parameters.values())).isfinite().tolist()
     return next((name for name, finite in zip(parameters, is_finite, strict=True) if not finite), None)
 
 

@@ -12,12 +12,21 @@ from typing import Final
 from genesis.base.errors import UserError
 from genesis.operations.plan.axes import is_in_node
 from genesis.operations.plan.bandwidths import Bandwidths
-from genesis.operations.plan.layout import Checkpointing, Layout, Strategy, Workload
+from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Checkpointing, Layout, Strategy, Workload
 from genesis.operations.plan.remedies import Budget, list_layouts
 from genesis.operations.plan.speed import Rate, StepTime, time_step
 from genesis.operations.plan.timeline import Timeline, play_step
 
 _MOST_LISTED: Final = 5
+_KEPT: Final = (
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline_parallel",
+    "stages_per_rank",
+    "expert_parallel",
+    "optimizer_offload",
+)
+_DTYPES: Final = {FLOAT32_BYTES: "float32", HALF_BYTES: "bfloat16"}
 _RECOMPUTED: Final[tuple[Checkpointing, ...]] = ("none", "block")
 _MOST_STAGES_PER_RANK: Final = 2
 _MOST_SEQUENCES: Final = 8
@@ -56,19 +65,25 @@ class Choice:
     @property
     def options(self) -> dict[str, object]:
         """The options of a recipe that make it, as `genesis fit` takes them."""
-        layout = self.layout
+        layout, usual = self.layout, Layout()
         found: dict[str, object] = {"data.micro_batch_size": self.workload.micro_batch_size}
-        if layout.num_ranks == 1:
-            return {**found, **_checkpointing(layout)}
-        found["trainer.strategy"] = f"genesis.strategies.{'Sharded' if layout.is_sharded else 'Replicated'}"
+        if layout.is_sharded or layout.num_ranks > 1:
+            found["trainer.strategy"] = f"genesis.strategies.{'Sharded' if layout.is_sharded else 'Replicated'}"
         if layout.is_sharded:
             found["trainer.strategy.shard"] = layout.strategy
         if layout.strategy == "hybrid":
             found["trainer.strategy.ranks_per_shard_group"] = layout.ranks_per_shard_group
-        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "stages_per_rank"):
-            if getattr(layout, name) > 1:
-                found[f"trainer.strategy.{name}"] = getattr(layout, name)
-        return {**found, **_checkpointing(layout)}
+        if layout.strategy == "zero1":
+            found["trainer.strategy.optimizer_states"] = "sharded"
+        # A class that is given anew has the defaults of its other options.
+        kept = {name: getattr(layout, name) for name in _KEPT if getattr(layout, name) != getattr(usual, name)}
+        kept["activation_checkpointing"] = layout.activation_checkpointing
+        kept |= {"compile_blocks": "true"} if layout.has_compiled_blocks else {}
+        if layout.is_sharded:
+            kept |= {} if layout.gather_bytes is None else {"gather_dtype": _DTYPES[layout.gather_bytes]}
+            kept |= {} if layout.reduce_bytes == usual.reduce_bytes else {"reduce_dtype": _DTYPES[layout.reduce_bytes]}
+            kept |= {"gradient_reduction": "micro_batch"} if layout.reduces_each else {}
+        return found | {f"trainer.strategy.{name}": value for name, value in kept.items()}
 
 
 @dataclass(frozen=True)
@@ -185,6 +200,8 @@ def _list_candidates(workload: Workload, own: Layout, num_ranks: int, bandwidths
                     layers_per_stage=None,
                     activation_checkpointing=recomputed,
                     blocks_per_recomputation=1,
+                    blocks_per_unit=1,
+                    max_gathers_in_flight=2,
                     activation_offload=False,
                     cpu_offload=0.0,
                     keeps_gathered=False,
@@ -261,8 +278,3 @@ def _warn(best: Choice, alone: float | None, bandwidths: Bandwidths) -> Iterator
 
 _WORTH: Final = 1.5
 """So many times as many tokens of independent runs are worth a word."""
-
-
-def _checkpointing(layout: Layout) -> dict[str, object]:
-    name = "trainer.strategy.activation_checkpointing"
-    return {name: layout.activation_checkpointing}

@@ -11,6 +11,7 @@ from genesis.model.expert_share import check_expert_share
 from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
+from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
@@ -113,19 +114,6 @@ class Layout:
         blocks: set[int | None] = {index for index in range(num_blocks) if units[index // self.blocks_per_unit]}
         return blocks | {None} if self.cpu_offload >= 1.0 else blocks
 
-    def check_experts(self, decoder: DecoderConfig, optimizer: Algorithm) -> None:
-        """Checks that ranks can share the experts.
-
-        Args:
-            decoder: The model.
-            optimizer: The algorithm, which may need whole matrices.
-
-        Raises:
-            UserError: The model has no experts, or numbers do not divide each other.
-        """
-        ranks, whole = self.ranks_per_shard_group, optimizer.whole_name
-        check_expert_share(decoder.parts.feed_forward, self.expert_parallel, ranks, whole)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -195,6 +183,32 @@ class Workload:
         if layout.pipeline_parallel > 1:
             check_micro_batches(count, layout.pipeline_parallel, layout.stages_per_rank)
         return count
+
+
+def check_layout(workload: Workload, layout: Layout) -> None:
+    """Refuses what a fit would refuse before its ranks start.
+
+    Raises:
+        UserError: Ranks cannot share the model, the rows or the objective, or numbers do not divide each other.
+    """
+    whole = workload.optimizer.whole_name
+    check_expert_share(workload.decoder.parts.feed_forward, layout.expert_parallel, layout.ranks_per_shard_group, whole)
+    has_dora = workload.adapter is not None and workload.adapter.dora
+    run = RunOptions(
+        workload.decoder,
+        workload.objective,
+        whole_matrices=whole,
+        seq_len=workload.seq_len,
+        unshared=["model.adapter.dora"] if has_dora else [],
+    )
+    if layout.tensor_parallel > 1:
+        check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
+    if layout.context_parallel > 1:
+        check_context_share(run, layout.context_parallel, layout.tensor_parallel)
+    if layout.pipeline_parallel > 1:
+        check_pipeline(
+            run, layout.pipeline_parallel, reduces_each=layout.reduces_each, keeps_gathered=layout.keeps_gathered
+        )
 
 
 def parameter_bytes(workload: Workload) -> int:

@@ -288,7 +288,12 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
     per_unit = _count(options, "blocks_per_unit")
     common = _read_common(options, num_ranks, per_unit)
     degrees: dict[str, Any] = {name: _count(options, name) for name in _DEGREES}
-    per_stage = num_ranks // degrees["pipeline_parallel"]
+    per_stage, rest = divmod(num_ranks, degrees["pipeline_parallel"])
+    if rest or not per_stage:
+        raise UserError(
+            f"pipeline_parallel {degrees['pipeline_parallel']} does not divide {num_ranks} ranks: lower it, or change "
+            "the number of devices"
+        )
     shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
     group = (group or min(per_stage, 8)) if shard == "hybrid" else per_stage
     if type(group) is not int or group < 1 or per_stage % group:
@@ -301,6 +306,8 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
             "number of devices"
         )
     gather, layers = options.pop("gather_dtype"), options.pop("layers_per_stage")
+    if layers is not None and not (isinstance(layers, list) and all(type(number) is int for number in layers)):
+        raise UserError(f"trainer.strategy.layers_per_stage is {layers!r}: it must be a list of whole numbers")
     return replace(
         common,
         strategy=shard,

@@ -125,21 +125,10 @@ def build_model(workload: Workload) -> Model:
 
 @lru_cache(maxsize=32)
 def build_shared_model(workload: Workload, num_ranks: int) -> Model:
-    """Returns the model of a workload whose matrices a number of ranks share.
-
-    Raises:
-        UserError: So many ranks cannot share them.
-    """
+    """Returns the model of a workload whose matrices a number of ranks share, which `check_layout` has allowed."""
     model = build_model(workload)
     if num_ranks == 1:
         return model
-    decoder = workload.decoder
-    uncut = [mixer.find_uncut(num_ranks) for mixer, _ in decoder.list_mixers()]
-    for found in (*uncut, decoder.parts.feed_forward.find_uncut(num_ranks)):
-        if found is not None:
-            raise UserError(f"tensor_parallel is {num_ranks}, and so many ranks cannot share {found}: lower it")
-    if decoder.vocab_size % num_ranks:
-        raise UserError(f"tensor_parallel {num_ranks} does not divide vocab_size {decoder.vocab_size}: lower it")
     cut, cutter = copy.deepcopy(model.decoder), EvenMatrices(num_ranks)
     share_matrices(cut, EvenRows(num_ranks), cutter)
     names = {module: name for name, module in cut.named_modules()}

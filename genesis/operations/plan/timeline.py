@@ -25,7 +25,7 @@ from genesis.operations.plan.bill import (
     Bill,
 )
 from genesis.operations.plan.gathers import Gathers, Unit
-from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes
+from genesis.operations.plan.layout import HALF_BYTES, Layout, Workload, check_layout, forward_weight_bytes
 from genesis.operations.plan.other_models import count_answers, count_teacher
 from genesis.operations.plan.record import ACTIVATIONS, CASTS, GRADIENTS, LOSS, Bytes
 from genesis.operations.plan.sections import IDS_BYTES, Section, Sections, Setting, build_sections, build_setting
@@ -99,7 +99,7 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     Raises:
         UserError: Micro-batches do not divide the global batch, or the model cannot be spread like this.
     """
-    layout.check_experts(workload.decoder, workload.optimizer)
+    check_layout(workload, layout)
     num_micro_batches = workload.num_micro_batches(layout)
     places = list_places(workload, layout)
     played = [_play_place(workload, layout, place, num_micro_batches) for place in places]

@@ -23,6 +23,7 @@ from genesis.operations.plan.state import build_model
 from genesis.operations.plan.timeline import play_step
 
 GB = 10**9
+SHARDED = "genesis.strategies.Sharded"
 CONFIG = Path(__file__).parents[3] / "configs" / "genesis-1b.yaml"
 RATE = Rate(400e12, "a test", is_assumed=True)
 SMALL = DecoderConfig(dim=256, num_layers=8, num_heads=4, num_kv_heads=2, ffn_dim=768, max_seq_len=512, vocab_size=1024)
@@ -215,7 +216,7 @@ def test_a_recipe_s_degrees_are_planned_and_not_ignored(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--trainer.strategy.init_args.pipeline_parallel", "3"], "pipeline_parallel 3 do not divide 8 ranks"),
+        (["--trainer.strategy.init_args.pipeline_parallel", "3"], "pipeline_parallel 3 does not divide 8 ranks"),
         (["--trainer.strategy.init_args.pipeline_parallel", "8", "--data.global_batch_size", "4"], "at least 8"),
         (["--choose"], "needs --device_name, --rates or --tokens_per_second"),
         (["--choose", "--tokens_per_second", "1e5"], "needs --memory"),
@@ -225,6 +226,31 @@ def test_a_recipe_s_degrees_are_planned_and_not_ignored(capsys: pytest.CaptureFi
 def test_a_plan_refuses_in_words(options: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         main(["--config", str(CONFIG), "--gpus", "8", *options])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        ("finetune/smollm2-135m-lora", {"context_parallel": 2}, "does not divide the 9 heads"),
+        ("finetune/smollm2-135m-dpo", {"tensor_parallel": 3}, "DPO does not train under tensor parallelism"),
+        ("finetune/smollm2-135m-dpo", {"pipeline_parallel": 2}, "DPO does not train under pipeline parallelism"),
+        ("genesis-1b", {"pipeline_parallel": 2, "gradient_reduction": "micro_batch"}, "gradient_reduction is micro_b"),
+        ("genesis-1b", {"tensor_parallel": 3}, "cannot share num_"),
+        ("genesis-1b", {"pipeline_parallel": 2, "layers_per_stage": 3}, "layers_per_stage"),
+    ],
+)
+def test_a_plan_refuses_the_layouts_that_a_fit_refuses(recipe: str, options: dict[str, Any], words: str) -> None:
+    given = [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
+    with pytest.raises(UserError, match=words):
+        main(["--config", str(CONFIG.parent / f"{recipe}.yaml"), "--gpus", "6", "--trainer.strategy", SHARDED, *given])
+
+
+def test_a_choice_never_has_what_the_objective_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIG.parent / "finetune" / "smollm2-135m-dpo.yaml"
+    words = ["--gpus", "4", "--memory", "24GB", "--tokens_per_second", "1e5", "--choose", "--json"]
+    assert main(["--config", str(config), *words]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["recommendations"]
+    assert {one["strategy"] for one in found["choices"]} <= {"replicated", "full"}
 
 
 def test_a_plan_prints_the_layouts_that_fit_and_the_options_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,131 @@
+"""What decides, beside the number of ranks, whether ranks can share a run: for strategies, and for plans."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from genesis.base.errors import UserError
+from genesis.model.cut import find_indivisible
+from genesis.model.decoder import DecoderConfig
+from genesis.objectives.objective import Objective
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What decides whether ranks can share a run.
+
+    Args:
+        decoder: The model.
+        objective: The class of what training minimises.
+        whole_matrices: The optimizer's algorithm if it needs whole matrices, and the command trains; else None.
+        seq_len: The tokens of a row; None if the data is not known.
+        batch_sizes: The sequences of a step over all ranks, and those of a micro-batch; None if the command does not
+            train, or the data is not known.
+        unshared: The options of the run by name that work on whole layers alone, such as float8.
+    """
+
+    decoder: DecoderConfig
+    objective: type[Objective]
+    whole_matrices: str | None = None
+    seq_len: int | None = None
+    batch_sizes: tuple[int, int] | None = None
+    unshared: Sequence[str] = ()
+
+
+def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
+    """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
+
+    Args:
+        run: The run.
+        num_ranks: `tensor_parallel`, at least 2.
+        num_available: The ranks of the run.
+
+    Raises:
+        UserError: They cannot; the message has the nearest number that can.
+    """
+    given = f"tensor_parallel is {num_ranks}"
+    if run.unshared:
+        raise UserError(f"{given}, and {run.unshared[0]} needs whole layers: leave out one of the two")
+    if run.whole_matrices is not None:
+        raise UserError(
+            f"{given}, and the optimizer is {run.whole_matrices}, which needs whole matrices: set tensor_parallel to "
+            "1, or give another optimizer, such as adamw"
+        )
+    if "tensor" not in run.objective.trains_under:
+        raise UserError(f"{given}, and {run.objective.__name__} does not train under tensor parallelism: set it to 1")
+    found = _find_uncut(run, num_ranks)
+    if found is not None:
+        fitting = [n for n in range(1, num_available + 1) if num_available % n == 0 and _find_uncut(run, n) is None]
+        nearest = min(fitting, key=lambda number: abs(number - num_ranks))
+        raise UserError(f"{given}, and so many ranks cannot share {found}: set it to {nearest}")
+
+
+def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
+    """Returns what `num_ranks` ranks cannot share."""
+    if num_ranks == 1:
+        return None
+    mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
+    found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
+    sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
+    return found[0] if found else find_indivisible(sizes, num_ranks)
+
+
+def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> None:
+    """Checks that ranks can share the rows of a run, and the heads of every mixer.
+
+    Raises:
+        UserError: They cannot; the message has the nearest number of ranks that can.
+    """
+    if "context" not in run.objective.trains_under:
+        raise UserError(
+            f"context_parallel is {num_ranks}, and {run.objective.__name__} does not train under context "
+            "parallelism, where a rank has a part of each row: set context_parallel to 1"
+        )
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
+    for mixer, _ in run.decoder.list_mixers():
+        num_heads = mixer.count_shared_heads()
+        if num_heads is None:
+            raise UserError(
+                f"context_parallel is {num_ranks}, and {type(mixer).__name__} does not know how ranks could share its "
+                "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
+            )
+        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
+    for what, number in sizes.items():
+        if number % (num_ranks * tensor_ranks):
+            fitting = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0 if number % (cp * tensor_ranks) == 0)
+            of_matrices = f" * tensor_parallel {tensor_ranks}" if tensor_ranks > 1 else ""
+            raise UserError(
+                f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to "
+                f"{max(fitting, default=1)}"
+            )
+
+
+def check_pipeline(run: RunOptions, num_ranks: int, *, reduces_each: bool, keeps_gathered: bool) -> None:
+    """Checks that a pipeline can train a run.
+
+    Args:
+        run: The run.
+        num_ranks: `pipeline_parallel`, at least 2.
+        reduces_each: Whether gradients are to be reduced after each micro-batch.
+        keeps_gathered: Whether parameters are to stay gathered by the strategy's own option.
+
+    Raises:
+        UserError: It cannot.
+    """
+    remedy = "set pipeline_parallel to 1, and share the model by FSDP2 alone"
+    if "pipeline" not in run.objective.trains_under:
+        raise UserError(
+            f"pipeline_parallel is {num_ranks}, and {run.objective.__name__} does not train under pipeline "
+            f"parallelism: {remedy}"
+        )
+    if "model.float8" in run.unshared:
+        raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
+    if reduces_each:
+        raise UserError(
+            "gradient_reduction is micro_batch, and a pipeline reduces gradients after its last backward alone: "
+            "set it to window, or pipeline_parallel to 1"
+        )
+    if keeps_gathered:
+        raise UserError(
+            "keep_gathered is true, and a pipeline itself keeps parameters gathered from the first backward of a "
+            "window to the last: set it to auto, or pipeline_parallel to 1"
+        )
