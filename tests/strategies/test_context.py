@@ -265,10 +265,12 @@ def test_a_layer_and_pass_has_two_exchanges_and_a_mixture_one_small_sum() -> Non
 # ---- what is refused
 
 
-def check(decoder: DecoderConfig = BASE, objective: Objective | None = None, seq_len: int = 60, **options: Any) -> None:
+def check(
+    decoder: DecoderConfig = BASE, objective: type[Objective] = CrossEntropy, seq_len: int = 60, **options: Any
+) -> None:
     strategy = Sharded(**options)
     strategy._plan_degrees = lambda: Degrees(**strategy._axes).resolve(12)  # type: ignore[method-assign]
-    strategy.check_options(RunOptions(decoder, objective or CrossEntropy, seq_len=seq_len))
+    strategy.check_options(RunOptions(decoder, objective, seq_len=seq_len))
 
 
 LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads=None, num_kv_heads=None)

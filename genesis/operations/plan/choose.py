@@ -75,7 +75,7 @@ class Choice:
             found["trainer.strategy.ranks_per_shard_group"] = layout.ranks_per_shard_group
         if layout.strategy == "zero1":
             found["trainer.strategy.optimizer_states"] = "sharded"
-        # A class that is given anew has the defaults of its other options.
+        # A class that is given again has the defaults of its other options.
         kept = {name: getattr(layout, name) for name in _KEPT if getattr(layout, name) != getattr(usual, name)}
         kept["activation_checkpointing"] = layout.activation_checkpointing
         kept |= {"compile_blocks": "true"} if layout.has_compiled_blocks else {}
