@@ -94,6 +94,7 @@ USED: dict[str, str] = {
     "_first_loop_iter": "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector",
     "_logger_connector": "lightning.pytorch:Trainer",
     "_Loop": f"{LOOPS}.loop",
+    "_save_distributed_checkpoint": "lightning.pytorch.strategies:ModelParallelStrategy",
     "_SubprocessScriptLauncher": "lightning.pytorch.strategies.launchers.subprocess_script",
     "_batches_that_stepped": f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop",
     "_broadcast_sigterm_tensor": f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop",

@@ -64,12 +64,12 @@ class Degrees:
         others = {name: getattr(self, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         num_others = prod(others.values())
         if world_size % num_others:
-            names = {axis: f"{kind}_parallel" for axis, kind in AXIS_NAMES.items()}
+            names = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel"}
             given = [f"{names.get(axis, axis)} {value}" for axis, value in others.items() if value > 1]
             product = f" = {num_others}" if len(given) > 1 else ""
             raise UserError(
                 f"{' * '.join(given)}{product} does not divide {world_size} ranks: lower it to one of "
-                f"{', '.join(map(str, list_divisors(world_size)))}, or change the number of devices"
+                f"{', '.join(map(str, list_divisors(world_size)))}, or change trainer.devices"
             )
         num_left = world_size // num_others
         if self.dp_shard not in (_REST, num_left):

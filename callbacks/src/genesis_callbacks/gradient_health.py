@@ -200,7 +200,9 @@ class GradientHealth(pl.Callback):
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._counters = next(iter(find_callbacks(trainer, TokenCounters)), None)
         # The ranks of other stages of a pipeline hold other parameters.
-        stages = self._group.gather(read_rank_role(trainer.strategy).stage)
+        stages = [0] * trainer.world_size
+        stages[trainer.global_rank] = read_rank_role(trainer.strategy).stage
+        stages = list(self._group.sum(stages).wait())
         self._num_stage_ranks = stages.count(stages[trainer.global_rank])
 
     def on_train_batch_start(

@@ -49,6 +49,7 @@ class Choice:
         timeline: Its memory.
         needed_bytes: Memory that a device must have.
         step: The time of a step.
+        num_nodes: Nodes of the devices.
     """
 
     workload: Workload
@@ -56,6 +57,7 @@ class Choice:
     timeline: Timeline
     needed_bytes: int
     step: StepTime
+    num_nodes: int
 
     @property
     def complexity(self) -> int:
@@ -67,6 +69,9 @@ class Choice:
         """The options of a recipe that make it, as `genesis fit` takes them."""
         layout, usual = self.layout, Layout()
         found: dict[str, object] = {"data.micro_batch_size": self.workload.micro_batch_size}
+        if self.num_nodes > 1:
+            found["trainer.num_nodes"] = self.num_nodes
+        found["trainer.devices"] = layout.num_ranks // self.num_nodes
         if layout.is_sharded or layout.num_ranks > 1:
             found["trainer.strategy"] = f"genesis.strategies.{'Sharded' if layout.is_sharded else 'Replicated'}"
         if layout.is_sharded:
@@ -164,7 +169,8 @@ def _try_sizes(
         except UserError:  # numbers that do not divide each other
             continue
         step = time_step(changed, layout, rate, bandwidths)
-        yield Choice(changed, layout, timeline, budget.needed(timeline.peak_bytes), step)
+        nodes = -(-layout.num_ranks // bandwidths.devices_per_node)
+        yield Choice(changed, layout, timeline, budget.needed(timeline.peak_bytes), step, nodes)
         if not budget.fits(timeline.peak_bytes):
             return
 

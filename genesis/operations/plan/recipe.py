@@ -268,6 +268,13 @@ def _read_layout(recipe: ResolvedRecipe, num_ranks: int, assumptions: list[str])
     defaults = {name: option.default for name, option in Options.read().classes[path].items()}
     options = {**defaults, **({} if choice is None else choice.options)}
     layout = _read_sharded(options, num_ranks) if path == _SHARDED else _read_replicated(options, num_ranks)
+    if recipe.get("model.float8") is not None:
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(layout, name) > 1:
+                raise UserError(
+                    f"trainer.strategy.{name} is {getattr(layout, name)}, which does not train with model.float8: "
+                    "leave out one of the two"
+                )
     assumptions += [
         f"trainer.strategy.{name} {value} is not counted"
         for name, value in options.items()
@@ -291,8 +298,8 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
     per_stage, rest = divmod(num_ranks, degrees["pipeline_parallel"])
     if rest or not per_stage:
         raise UserError(
-            f"pipeline_parallel {degrees['pipeline_parallel']} does not divide {num_ranks} ranks: lower it, or change "
-            "the number of devices"
+            f"trainer.strategy: pipeline_parallel {degrees['pipeline_parallel']} does not divide {num_ranks} ranks: "
+            "lower it, or change trainer.devices (--gpus)"
         )
     shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
     group = (group or min(per_stage, 8)) if shard == "hybrid" else per_stage
@@ -300,12 +307,16 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
         raise UserError(f"ranks_per_shard_group {group} does not divide {per_stage} ranks")
     shared = prod(degrees[name] for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"))
     if num_ranks % shared or group % (degrees["tensor_parallel"] * degrees["context_parallel"]):
-        given = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        given = " * ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        groups = f" in shard groups of {group}" if shard == "hybrid" else ""
         raise UserError(
-            f"{given} do not divide {num_ranks} ranks in shard groups of {group}: lower one of them, or change the "
-            "number of devices"
+            f"trainer.strategy: {given} does not divide {num_ranks} ranks{groups}: lower a degree, or change "
+            "trainer.devices (--gpus)"
         )
     gather, layers = options.pop("gather_dtype"), options.pop("layers_per_stage")
+    if degrees["pipeline_parallel"] == 1 and (degrees["stages_per_rank"] > 1 or layers is not None):
+        option = "layers_per_stage" if layers is not None else "stages_per_rank"
+        raise UserError(f"{option} is given, and pipeline_parallel is 1: set it to 2 or more, or remove {option}")
     if layers is not None and not (isinstance(layers, list) and all(type(number) is int for number in layers)):
         raise UserError(f"trainer.strategy.layers_per_stage is {layers!r}: it must be a list of whole numbers")
     return replace(

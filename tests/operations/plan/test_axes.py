@@ -236,6 +236,7 @@ def test_a_plan_refuses_in_words(options: list[str], words: str) -> None:
         ("finetune/smollm2-135m-dpo", {"pipeline_parallel": 2}, "DPO does not train under pipeline parallelism"),
         ("genesis-1b", {"pipeline_parallel": 2, "gradient_reduction": "micro_batch"}, "gradient_reduction is micro_b"),
         ("genesis-1b", {"tensor_parallel": 3}, "cannot share num_"),
+        ("genesis-1b", {"stages_per_rank": 2}, "stages_per_rank is given, and pipeline_parallel is 1"),
         ("genesis-1b", {"pipeline_parallel": 2, "layers_per_stage": 3}, "layers_per_stage"),
     ],
 )
@@ -265,4 +266,6 @@ def test_a_plan_prints_the_layouts_that_fit_and_the_options_of_the_best(capsys: 
     assert main(given) == 0
     out = " ".join(capsys.readouterr().out.split())
     options = "--trainer.strategy genesis.strategies.Sharded --trainer.strategy.shard hybrid"
-    assert re.search(rf"take it by: --data.micro_batch_size \d {options}", out)
+    assert re.search(
+        rf"take it by: --data.micro_batch_size \d --trainer.num_nodes 2 --trainer.devices 8 {options}", out
+    )
