@@ -11,7 +11,6 @@ from torch import nn
 from genesis.base.errors import UserError
 from genesis.base.progress import numbered
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.part import Part
 
 
 def ideal_bubble_share(num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> float:
@@ -56,23 +55,28 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
     return list(_divide(*_count_costs(decoder), num_stages))
 
 
+@lru_cache(maxsize=64)
+def count_operations(decoder: DecoderConfig, seq_len: int) -> tuple[tuple[int, ...], int]:
+    """Returns the floating-point operations of a token's forward and backward in each block, and in the head."""
+    with torch.device("meta"):
+        model = Decoder(decoder)
+    blocks = [0] * decoder.num_layers
+    for name, part in model.parts.items():
+        if name.startswith("blocks."):
+            blocks[int(name.split(".")[1])] += part.flops_per_token + part.context_flops_per_token(seq_len)
+    return tuple(blocks), 6 * model.output_weight.numel()
+
+
 @lru_cache(maxsize=32)
 def _count_costs(decoder: DecoderConfig) -> tuple["_Costs", "_Costs"]:
     """Returns the operations and the parameters."""
     with torch.device("meta"):
         model = Decoder(decoder)
-    operations = [
-        sum(
-            part.flops_per_token + part.context_flops_per_token(decoder.max_seq_len)
-            for part in block.modules()
-            if isinstance(part, Part)
-        )
-        for block in model.blocks
-    ]
+    operations, of_head = count_operations(decoder, decoder.max_seq_len)
     parameters = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
     table = model.output_weight.numel()
     return (
-        _Costs(tuple(accumulate(operations, initial=0)), 0, 6 * table),
+        _Costs(tuple(accumulate(operations, initial=0)), 0, of_head),
         _Costs(tuple(accumulate(parameters, initial=0)), table, table),
     )
 

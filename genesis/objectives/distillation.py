@@ -21,6 +21,7 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.distillation_loss import sum_distillation
 from genesis.objectives.objective import (
     TOKENS,
     FitContext,
@@ -171,7 +172,7 @@ class Distillation(Objective):
             return CrossEntropy().head(micro_batch, vocabulary)
 
         def sum_both(hidden: Tensor, weight: Tensor) -> HeadResult:
-            sums = vocabulary.sum_distillation(
+            sums = sum_distillation(
                 *(hidden, weight, micro_batch.labels, classes),
                 temperature=self.temperature,
                 share=self.teacher_share,

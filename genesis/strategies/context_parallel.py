@@ -10,15 +10,12 @@ References:
     Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
-from typing import Any, NoReturn
-
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd, wait_tensor
 from torch.nn.functional import pad
 
-from genesis.base.errors import UserError
 from genesis.model.exchange import HeadExchange
 from genesis.objectives.vocabulary import Vocabulary
 
@@ -86,11 +83,3 @@ class ContextVocabulary(Vocabulary):
     def sum_over_rows(self, sums: Tensor) -> Tensor:
         """Returns the sums of the tokens of all ranks, the same on each. Communicates."""
         return self._exchange.sum_terms(sums)
-
-    def sum_distillation(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: a teacher's probabilities are those of whole rows and of the whole vocabulary.
-
-        Raises:
-            UserError: Always.
-        """
-        raise UserError("distillation does not train where ranks share rows or the vocabulary: set the degrees to 1")

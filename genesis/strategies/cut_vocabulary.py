@@ -3,7 +3,7 @@
 N  tokens (all leading dimensions together)     D  model width     R  rows of the vocabulary on this rank
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from genesis.base.errors import UserError
 from genesis.model.cut import held
 from genesis.model.loss import IGNORE_INDEX, add_product, find_product_dtype, split_chunks
 from genesis.objectives.vocabulary import Vocabulary
@@ -43,14 +42,6 @@ class CutVocabulary(Vocabulary):
                 rows, held(weight), labels.flatten(), dtype, self._share
             )
         return losses
-
-    def sum_distillation(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: a teacher's probabilities are those of whole rows and of the whole vocabulary.
-
-        Raises:
-            UserError: Always.
-        """
-        raise UserError("distillation does not train where ranks share rows or the vocabulary: set the degrees to 1")
 
 
 class _CutTokenLosses(torch.autograd.Function):

@@ -34,7 +34,7 @@ from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
 from tests.mixtures import mix
 from tests.model.latent_attention import LatentAttentionConfig
-from tests.strategies.test_pipeline import Watch, distance
+from tests.strategies.test_pipeline import Watch, compare_fits, distance
 from tests.train.support import (
     TINY,
     build_trainer,
@@ -117,18 +117,7 @@ def expected(model: str) -> dict[str, Any]:
 
 
 def check_fit(model: str, of_ranks: list[dict[str, Any]], tolerance: float) -> None:
-    reference = expected(model)
-    names = {name for found in of_ranks for name in found["gradients"]}
-    assert names == reference["gradients"].keys()
-    for found in of_ranks:
-        assert distance(found["gradients"], reference["gradients"]) <= tolerance
-        # Adam turns the rounding of a gradient near zero into a part of a step.
-        assert distance(found["weights"], reference["weights"]) <= 2e-3
-        assert found["skips"] == reference["skips"] == [None, "no_valid_tokens", None]
-        assert found["counters"] == reference["counters"]
-        assert found["validation"] == pytest.approx(reference["validation"], rel=1e-5)
-        for row, expected_row in zip(found["rows"], reference["rows"], strict=True):
-            assert row == pytest.approx(expected_row, rel=1e-5, abs=1e-9)
+    compare_fits(of_ranks, expected(model), tolerance, of_weights=2e-3)
 
 
 def plant(fault: str) -> None:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-import torch
-
-from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.mixture import MixtureConfig
-from genesis.model.stages import divide_layers
+from genesis.model.decoder import DecoderConfig
+from genesis.model.stages import count_operations, divide_layers
 from genesis.operations.plan.bandwidths import Bandwidths, Link
 from genesis.operations.plan.layout import Layout, Workload, product_bytes
-from genesis.operations.plan.state import Parameter
+from genesis.operations.plan.state import Parameter, build_shared_model
 
 _ENTRY_AND_EXIT: Final = 2
 """Collectives around a part that tensor parallelism cuts: rows are gathered before it and summed after it."""
@@ -95,7 +92,7 @@ def time_axes(workload: Workload, layout: Layout, bandwidths: Bandwidths, comput
     if tensor > 1:
         link = find_link("tensor", layout, bandwidths)
         one = link.time(stream / context * (tensor - 1) / tensor)
-        found["tensor"] = of_stage * _ENTRY_AND_EXIT * _count_cut_parts(decoder) * one
+        found["tensor"] = of_stage * _ENTRY_AND_EXIT * build_shared_model(workload, tensor).num_cut_parts * one
     if context > 1:
         link = find_link("context", layout, bandwidths)
         share = (context - 1) / context
@@ -112,17 +109,6 @@ def time_axes(workload: Workload, layout: Layout, bandwidths: Bandwidths, comput
         found["imbalance"] = (heaviest - 1.0) * compute
         found["bubble"] = heaviest * compute * (stages - 1) / (layout.stages_per_rank * num_micro_batches)
     return AxisTimes(**found)
-
-
-def _count_cut_parts(decoder: DecoderConfig) -> int:
-    """Returns the parts of all blocks that tensor parallelism cuts: a mixture works on each rank's own tokens."""
-    mixture = decoder.parts.feed_forward
-    mixtures = (
-        sum(mixture.is_mixture(layer) for layer in range(decoder.num_layers))
-        if isinstance(mixture, MixtureConfig)
-        else 0
-    )
-    return 2 * decoder.num_layers - mixtures
 
 
 def _list_exchanged(decoder: DecoderConfig) -> list[tuple[int, int]]:
@@ -215,19 +201,7 @@ def list_places(workload: Workload, layout: Layout) -> tuple[Place, ...]:
 
 def _share_of_heaviest(workload: Workload, layout: Layout) -> float:
     """Returns the share of a step's products that the rank of the pipeline with the most has."""
-    blocks, head = count_block_flops(workload.decoder, workload.seq_len)
+    blocks, head = count_operations(workload.decoder, workload.seq_len)
     places = list_places(workload, layout)
     most = max(sum(blocks[block] for block in place.blocks) + head * place.has_head for place in places)
     return most / (sum(blocks) + head)
-
-
-@lru_cache(maxsize=64)
-def count_block_flops(decoder: DecoderConfig, seq_len: int) -> tuple[tuple[int, ...], int]:
-    """Returns the floating-point operations of a token's forward and backward in each block, and in the head."""
-    with torch.device("meta"):
-        model = Decoder(decoder)
-    blocks = [0] * decoder.num_layers
-    for name, part in model.parts.items():
-        if name.startswith("blocks."):
-            blocks[int(name.split(".")[1])] += part.flops_per_token + part.context_flops_per_token(seq_len)
-    return tuple(blocks), 6 * model.output_weight.numel()

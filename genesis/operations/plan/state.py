@@ -79,10 +79,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder on the meta device and its parameters."""
+    """A decoder on the meta device and its parameters.
+
+    Args:
+        decoder: The decoder.
+        parameters: Its parameters.
+        num_cut_parts: The parts of its blocks that tensor parallelism cuts.
+    """
 
     decoder: Decoder
     parameters: tuple[Parameter, ...]
+    num_cut_parts: int = 0
 
     @property
     def trained(self) -> tuple[Parameter, ...]:
@@ -136,7 +143,10 @@ def build_shared_model(workload: Workload, num_ranks: int) -> Model:
     parameters = (
         replace(one, cut=(num_ranks, dims[one.name])) if one.name in dims else one for one in model.parameters
     )
-    return replace(model, parameters=tuple(parameters))
+    shares = [
+        share for block in cut.numbered_blocks.values() for share in (block.mixer_share, block.feed_forward_share)
+    ]
+    return replace(model, parameters=tuple(parameters), num_cut_parts=sum(share is not None for share in shares))
 
 
 @dataclass(frozen=True)
