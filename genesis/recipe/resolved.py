@@ -425,6 +425,12 @@ def _check(name: str, option: Option, value: Any) -> None:
         options, path = (entry.get(INIT_ARGS) or {}, entry.get(CLASS_PATH)) if is_choice else (entry, option.base)
         if not isinstance(options, Mapping):
             raise UserError(f"{name}.{INIT_ARGS} is {options!r}: it must be a mapping of options")
+        # Where a name may stand for a class, as for a strategy, it has no options.
+        if is_choice and options and _TEXT in option.types and "." not in str(path):
+            raise UserError(
+                f"{name}.{next(iter(options))} is an option of a class, and {name} has none: give --{name} CLASS "
+                "before it"
+            )
         for key, of_it in options.items() if path in known.classes else ():
             _check_option(f"{name}.{key}", str(path), of_it)
 

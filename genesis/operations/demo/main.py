@@ -109,7 +109,8 @@ def run_demo(num_steps: int | None = None) -> int:
     """
     directory = Path("runs/demo")
     demo = Demo(directory, num_steps)
-    move_aside(directory / "run")
+    for name in ("run", "corpus", "tokenizer"):  # of an earlier demo, which may have been interrupted
+        move_aside(directory / name)
     try:
         demo.run()
     except StepFailedError as error:

@@ -47,9 +47,13 @@ def test_too_few_steps_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.process
 @pytest.mark.timeout(900)
 def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path) -> None:
+    interrupted = tmp_path / "runs/demo/tokenizer"  # of an earlier demo
+    interrupted.mkdir(parents=True)
+    (interrupted / "tokenizer.model").touch()
     command = [sys.executable, "-m", "genesis", "demo", "--steps", str(STEPS)]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
+    assert (tmp_path / "runs/demo/tokenizer.before-1/tokenizer.model").exists()
     said = re.search(r"SIGKILL at step (\d+); the newest checkpoint is step-(\d+)", done.stdout)
     assert said, done.stdout
     killed_at, resumed_from = map(int, said.groups())

@@ -246,6 +246,12 @@ def test_a_plan_refuses_the_layouts_that_a_fit_refuses(recipe: str, options: dic
         main(["--config", str(CONFIG.parent / f"{recipe}.yaml"), "--gpus", "6", "--trainer.strategy", SHARDED, *given])
 
 
+@pytest.mark.parametrize("option", ["tensor_paralel", "tensor_parallel"])
+def test_an_option_of_a_strategy_that_is_no_class_is_not_ignored(option: str) -> None:
+    with pytest.raises(UserError, match=f"trainer.strategy.{option} is an option of a class, and trainer.strategy has"):
+        main(["--config", str(CONFIG.parent / "genesis-10m.yaml"), f"--trainer.strategy.{option}=2"])
+
+
 def test_a_choice_never_has_what_the_objective_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG.parent / "finetune" / "smollm2-135m-dpo.yaml"
     words = ["--gpus", "4", "--memory", "24GB", "--tokens_per_second", "1e5", "--choose", "--json"]
