@@ -266,11 +266,6 @@ def adapters_off(decoder: nn.Module) -> Iterator[None]:
             layer.is_on = True
 
 
-def has_adapters(decoder: nn.Module) -> bool:
-    """Returns whether a decoder has adapters."""
-    return any(isinstance(module, AdaptedLinear | AdaptedExperts) for module in decoder.modules())
-
-
 def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
     """Returns the linear layers that get adapters, by name: only layers of the blocks, and no routers.
 

@@ -21,7 +21,6 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
-from genesis.objectives.distillation_loss import sum_distillation
 from genesis.objectives.objective import (
     TOKENS,
     FitContext,
@@ -57,8 +56,9 @@ class Distillation(Objective):
     """The cross-entropy of the labels and the divergence from a teacher: (1 - a) CE + a T^2 KL for each valid token.
 
     Probabilities are those at temperature T of the teacher's `top_k` most probable ids, and of all other ids together.
-    The teacher runs before each forward of the student, replicated on each rank, or its probabilities come from a cache
-    that `genesis data distill` made. Validation computes the cross-entropy alone.
+    The teacher runs before each forward of the student, on whole rows, replicated on each rank or, in a pipeline, on
+    each that has the last stage; or its probabilities come from a cache that `genesis data distill` made. Validation
+    computes the cross-entropy alone.
 
     Args:
         teacher: A run, a checkpoint or an export with the student's tokenizer; may be left out beside a cache.
@@ -75,6 +75,7 @@ class Distillation(Objective):
     label_options = MappingProxyType[str, Any]({"teacher_share": 0.0})
     head_memory = "distributions"
     has_teacher = True
+    trains_under = frozenset({"tensor", "context", "pipeline"})
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class Distillation(Objective):
             return CrossEntropy().head(micro_batch, vocabulary)
 
         def sum_both(hidden: Tensor, weight: Tensor) -> HeadResult:
-            sums = sum_distillation(
+            sums = vocabulary.sum_distillation(
                 *(hidden, weight, micro_batch.labels, classes),
                 temperature=self.temperature,
                 share=self.teacher_share,

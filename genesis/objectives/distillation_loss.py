@@ -19,7 +19,8 @@ References:
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int32, Int64
@@ -98,6 +99,7 @@ def sum_distillation(
     *,
     temperature: float,
     share: float,
+    compare: "Comparisons | None" = None,
 ) -> DistillationSums:
     """Returns the sums over the labels that are not `IGNORE_INDEX`.
 
@@ -110,6 +112,7 @@ def sum_distillation(
         classes: The teacher's, for the same tokens, at the same temperature.
         temperature: T.
         share: a, from 0 (cross-entropy alone) to 1 (the teacher alone).
+        compare: How logits are compared if this rank has those of some rows of the weight; None if it has all.
     """
     # As in `genesis.model.loss`: autocast does not cast a custom Function; inside it would cast float32 products.
     device_type = hidden.device.type
@@ -119,7 +122,7 @@ def sum_distillation(
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         sums = _SumDistillation.apply(  # type: ignore[no-untyped-call]  # torch's
             *(hidden.flatten(0, -2), weight, labels.flatten(), flat, temperature, share, dtype),
-            *(needs_grad, needs_grad and weight.requires_grad),
+            *(needs_grad, needs_grad and weight.requires_grad, compare or _WHOLE),
         )
     return DistillationSums(*sums)
 
@@ -139,6 +142,7 @@ class _SumDistillation(torch.autograd.Function):
         dtype: torch.dtype,
         needs_grad: bool,
         needs_weight_grad: bool,  # not where the output weight is frozen
+        compare: "Comparisons",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
@@ -148,13 +152,13 @@ class _SumDistillation(torch.autograd.Function):
             chunk, target = hidden[run].to(dtype), labels[run, None]
             is_ignored = target == IGNORE_INDEX
             logits = (chunk @ low_weight.t()).float()
-            of_label, grad_logits = _compare_label(logits, target.masked_fill(is_ignored, 0))
+            of_label, grad_logits = compare.label(logits, target.masked_fill(is_ignored, 0))
             of_chunk = TeacherClasses(
                 classes.ids[run].long(),
                 classes.log_probs[run].masked_fill(is_ignored, 0),
                 classes.log_rest[run, None].masked_fill(is_ignored, 0),
             )
-            of_teacher = _compare_teacher(
+            of_teacher = compare.teacher(
                 logits.div_(temperature),  # the last use of the logits at temperature 1
                 of_chunk,
                 # d(a T^2 KL) / d(logits) = a T d(KL) / d(logits / T)
@@ -183,7 +187,7 @@ class _SumDistillation(torch.autograd.Function):
         # In place, which saves two copies; autograd refuses a second backward, since the saved tensors have changed.
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
-        return grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale), *(None,) * 7
+        return grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale), *(None,) * 8
 
 
 def _compare_label(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,7 +213,7 @@ def _compare_teacher(logits: Tensor, teacher: TeacherClasses, grad_logits: Tenso
         log_top = top - log_normaliser
         if grad_logits is not None:
             grad_logits.scatter_add_(1, teacher.ids, (log_top.exp() - probs).mul_(factor))
-        return _weigh(probs, teacher.log_probs, log_top)
+        return weigh(probs, teacher.log_probs, log_top)
     # The softmax over the rest alone: one exponential for each logit serves the normaliser, the rest and the gradient,
     # and a rest far below the largest logit keeps its digits.
     rest = logits.scatter_(1, teacher.ids, -math.inf)
@@ -220,10 +224,26 @@ def _compare_teacher(logits: Tensor, teacher: TeacherClasses, grad_logits: Tenso
         # d(KL)/d(z_i) = q_i - p_i for the teacher's classes, and softmax-within-the-rest times q_rest - p_rest.
         grad_logits.addcmul_(within, log_rest.exp() - rest_prob, value=factor)
         grad_logits.scatter_add_(1, teacher.ids, (log_top.exp() - probs).mul_(factor))
-    return _weigh(probs, teacher.log_probs, log_top) + _weigh(rest_prob, teacher.log_rest, log_rest)
+    return weigh(probs, teacher.log_probs, log_top) + weigh(rest_prob, teacher.log_rest, log_rest)
 
 
-def _weigh(probs: Tensor, log_probs: Tensor, log_student: Tensor) -> Tensor:
+class Comparisons(NamedTuple):
+    """How the logits of a chunk of tokens are compared with the label and with the teacher.
+
+    Args:
+        label: Returns -log p(label) of each row as a column, and its gradient in the logits.
+        teacher: Returns the divergence of each row as a column, and adds its gradient times a factor to the gradient in
+            the logits, unless that is None; it may overwrite the logits, which are those at the temperature.
+    """
+
+    label: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    teacher: Callable[[Tensor, TeacherClasses, Tensor | None, float], Tensor]
+
+
+_WHOLE: Final = Comparisons(_compare_label, _compare_teacher)
+
+
+def weigh(probs: Tensor, log_probs: Tensor, log_student: Tensor) -> Tensor:
     """Returns the sum of p (log p - log q) over each row as a column, in which a class with p = 0 counts as 0."""
     terms = probs * (log_probs - log_student)
     return terms.masked_fill_(probs == 0, 0).sum(1, keepdim=True)

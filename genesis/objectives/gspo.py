@@ -77,7 +77,9 @@ class GSPO(Objective):
 
     learns_from = "prompts"
     compares_forwards = True
+    runs_model = True
     reports_loss = False
+    trains_under = frozenset({"tensor", "context", "pipeline"})
     memory_note = "the reference of GSPO's KL is a forward without adapters: no second model is in memory"
 
     def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, kl: float = 0.0) -> None:

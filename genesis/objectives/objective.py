@@ -160,9 +160,11 @@ class Objective(ABC):
             `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
+        runs_model: Whether `prepare` runs the trained model: in a pipeline all ranks then call it before a window, else
+            the rank with the last stage alone before each forward.
         trains_under: The kinds of parallelism beside those of data and experts under which it trains. `tensor`: its
             losses are those of a `Vocabulary`. `context`: its terms are sums over tokens, of which a rank has some.
-            `pipeline`: it does not run the trained model itself, in `prepare`, in `start` or to write texts.
+            `pipeline`: it runs the trained model as `runs_model` says, and by heads that return one tensor.
     """
 
     learns_from: ClassVar[DataKind] = "text"
@@ -174,6 +176,7 @@ class Objective(ABC):
     head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
+    runs_model: ClassVar[bool] = False
     trains_under: ClassVar[frozenset[Literal["tensor", "context", "pipeline"]]] = frozenset()
 
     # ---- before a fit

@@ -96,7 +96,8 @@ class DPO(Objective):
 
     learns_from = "pairs"
     compares_forwards = True
-    trains_under = frozenset({"context"})
+    runs_model = True
+    trains_under = frozenset({"tensor", "context", "pipeline"})
     initial_loss = math.log(2)
     memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 

@@ -9,6 +9,8 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from genesis.model import loss
+from genesis.objectives import distillation_loss
+from genesis.objectives.distillation_loss import DistillationSums, TeacherClasses
 
 
 class Vocabulary:
@@ -32,6 +34,19 @@ class Vocabulary:
         Ranks that share the tokens of rows return 0 for the tokens of the others; `sum_over_rows` adds the sums.
         """
         return loss.token_losses(hidden, weight, labels)
+
+    def sum_distillation(
+        self,
+        hidden: Float[Tensor, "*N D"],
+        weight: Float[Tensor, "V D"],
+        labels: Int64[Tensor, "*N"],
+        classes: TeacherClasses,
+        *,
+        temperature: float,
+        share: float,
+    ) -> DistillationSums:
+        """Returns the sums of `genesis.objectives.distillation_loss`, over the labels that are not ignored."""
+        return distillation_loss.sum_distillation(hidden, weight, labels, classes, temperature=temperature, share=share)
 
     def sum_over_rows(self, sums: Float32[Tensor, " A"]) -> Float32[Tensor, " A"]:
         """Returns sums over tokens, such as those of an answer, of all ranks that share the rows' tokens.

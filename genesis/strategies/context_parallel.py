@@ -10,6 +10,7 @@ References:
     Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509, section 3.
 """
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.nn.functional import pad
 
 from genesis.model.exchange import HeadExchange
+from genesis.objectives.distillation_loss import DistillationSums, TeacherClasses
 from genesis.objectives.vocabulary import Vocabulary
 
 
@@ -79,6 +81,24 @@ class ContextVocabulary(Vocabulary):
         """Returns -log p(label) of this rank's tokens, and 0 for the others, with all leading dimensions in one."""
         losses = self._inner.token_losses(hidden, weight, self._exchange.cut(labels))
         return self._exchange.place(losses, labels.shape[0])
+
+    def sum_distillation(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        classes: TeacherClasses,
+        *,
+        temperature: float,
+        share: float,
+    ) -> DistillationSums:
+        """Returns the sums of `genesis.objectives.distillation_loss` of the tokens of all ranks. Communicates."""
+        labels, *cut = map(self._exchange.cut, (labels, *classes))
+        own = self._inner.sum_distillation(
+            hidden, weight, labels, TeacherClasses(*cut), temperature=temperature, share=share
+        )
+        loss, *figures = self.sum_over_rows(torch.stack(own)).unbind()
+        return DistillationSums(loss, *(figure.detach() for figure in figures))
 
     def sum_over_rows(self, sums: Tensor) -> Tensor:
         """Returns the sums of the tokens of all ranks, the same on each. Communicates."""

@@ -126,6 +126,10 @@ class Degrees:
         """
         return groups_along(self.data_axes(), ("dp",))
 
+    def peer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Returns groups of ranks that read the same rows."""
+        return groups_along(self.data_axes(), ("pp", "cp", "tp"))
+
     def seed_place(self, rank: int) -> tuple[int, ...]:
         """Returns what the seed of dropout depends on: ranks with other tokens or other layers draw other masks."""
         place = place_on(self.data_axes(), rank)

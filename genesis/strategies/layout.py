@@ -39,6 +39,7 @@ class ParallelLayout:
         token_group: Sums counts of this rank's rows over the ranks that together read every row once.
         token_process_group: The same ranks, for tensors on the device; None for all ranks.
         gradient_divisor: The divisor that the gradients' reduction applies to their sum over ranks: 1 for a plain sum.
+        pipeline_process_group: The ranks of this rank's pipeline, for tensors on the device; None without one.
     """
 
     degrees: Degrees
@@ -50,6 +51,7 @@ class ParallelLayout:
     token_group: HostGroup
     token_process_group: dist.ProcessGroup | None
     gradient_divisor: int
+    pipeline_process_group: dist.ProcessGroup | None = None
 
 
 def lay_out(
@@ -58,6 +60,7 @@ def lay_out(
     *,
     gradient_divisor: int,
     token_process_group: dist.ProcessGroup | None = None,
+    pipeline_process_group: dist.ProcessGroup | None = None,
 ) -> ParallelLayout:
     """Returns the layout of one rank. Does not communicate.
 
@@ -66,6 +69,7 @@ def lay_out(
         rank: The global rank.
         gradient_divisor: See `ParallelLayout`.
         token_process_group: See `ParallelLayout`.
+        pipeline_process_group: See `ParallelLayout`.
     """
     return ParallelLayout(
         degrees=degrees,
@@ -77,6 +81,7 @@ def lay_out(
         token_group=HostGroup(degrees.token_groups()),
         token_process_group=token_process_group,
         gradient_divisor=gradient_divisor,
+        pipeline_process_group=pipeline_process_group,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int32, Int64
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
@@ -30,8 +31,7 @@ from genesis.model.decoder import Block, Decoder
 from genesis.model.part import Statistics
 from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
-from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, prepare
-from genesis.objectives.vocabulary import Vocabulary
+from genesis.objectives.objective import TOKENS, HeadResult
 from genesis.strategies.micro_batches import add_result, scale_terms
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
@@ -80,10 +80,7 @@ class Stage(nn.Module):
     def _compute(self, x: Tensor | None, window: "StagedWindow") -> Tensor:
         decoder: Decoder = vars(self)["decoder"]
         micro_batch = window.micro_batches[self.number]
-        head: Head | None = None
-        if self.is_last:
-            micro_batch = prepare(window.objective, decoder, micro_batch, window.vocabulary)
-            head = window.objective.head(micro_batch, window.vocabulary)
+        head = window.build_head(micro_batch) if self.is_last else None
         if x is None:
             x = decoder.embed(micro_batch.input_ids)
         counted = micro_batch.labels != IGNORE_INDEX if window.is_training else None
@@ -98,8 +95,11 @@ class Stage(nn.Module):
             add_statistics(window.part_sums, statistics)
         if head is not None:
             result = decoder.finish(x, head)
+            if not window.is_training:
+                window.results.append(result)
+                return x
             window.sums = add_result(window.sums, result)
-            return torch.stack((scale_terms(result.terms, statistics, window.scales),)) if window.is_training else x
+            return torch.stack((scale_terms(result.terms, statistics, window.scales),))
         losses = list_auxiliary_losses(statistics) if window.is_training else []
         if losses:
             joined: Tensor = _JoinLoss.apply(x, torch.stack(losses).sum() * window.scales[TOKENS])  # type: ignore[no-untyped-call]
@@ -125,23 +125,23 @@ class StagedWindow:
 
     Args:
         micro_batches: The same on all ranks of a pipeline.
-        objective: What training minimises.
-        vocabulary: What computes losses with the output weight.
+        build_head: Returns the head of the forward of a micro-batch; called on the rank with the last stage alone.
         forward_context: The context of a forward: torch's schedules run forwards and backwards in one call.
         scales: The factor of each term before its backward, by unit.
         is_training: Whether backwards follow.
         timing: Counts the time of a `with` block as a part of the step.
+        results: What the heads returned for each micro-batch, on the rank with the last stage, without backwards.
         sums: The objective's sums, on the rank with the last stage.
         part_sums: The statistics of the parts of this rank's stages.
     """
 
     micro_batches: Sequence[MicroBatch]
-    objective: Objective
-    vocabulary: Vocabulary
+    build_head: Callable[[MicroBatch], Callable[[Tensor, Tensor], Any]]
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]]
     scales: Mapping[str, float] = field(default_factory=dict)
     is_training: bool = False
     timing: Callable[[StepPart], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    results: list[Any] = field(default_factory=list)
     sums: HeadResult = field(default_factory=lambda: HeadResult({}, {}))
     part_sums: dict[str, Tensor] = field(default_factory=dict)
 
@@ -296,6 +296,7 @@ class Pipeline:
         self._schedule: Any = None
         self._schedule_key: tuple[int, tuple[int, int, int]] | None = None
         self._names: dict[bool, tuple[list[str], list[str], dict[str, torch.Size]]] = {}
+        decoder.forward = self.run  # type: ignore[method-assign]
 
     # ---- training
 
@@ -406,6 +407,37 @@ class Pipeline:
                     made = None if stage.is_last else out
         for stage in self.stages:
             free_gathered_parameters(stage)
+
+    def run(
+        self,
+        input_ids: Int64[Tensor, "B S"],
+        *,
+        document_ids: Int32[Tensor, "B S"] | None = None,
+        document_offsets: Int32[Tensor, " num_documents+1"] | None = None,
+        head: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Returns the tensor that `head` returns on the last stage: the decoder's forward, without a graph.
+
+        All ranks of the pipeline call it for the same tokens, and it waits for all stages. See `Decoder.forward`.
+
+        Raises:
+            UserError: A stage calls it in a window, when the other stages compute other forwards.
+        """
+        if any(stage.window is not None for stage in self.stages):
+            _refuse_forward()
+        documents = torch.zeros_like(input_ids, dtype=torch.int32) if document_ids is None else document_ids
+        # A forward without statistics reads no labels.
+        micro_batch = MicroBatch(input_ids, input_ids, documents, document_offsets)
+        window = StagedWindow([micro_batch], lambda _: head, contextlib.nullcontext)
+        self.evaluate(window)
+        last = self._num_ranks - 1
+        described: list[Any] = [(result.shape, result.dtype) for result in window.results] or [None]
+        dist.broadcast_object_list(described, group=self._group, group_src=last)
+        ((shape, dtype),) = described
+        (found,) = window.results or [torch.empty(shape, dtype=dtype, device=self._device)]
+        found = found.contiguous()
+        dist.broadcast(found, group=self._group, group_src=last)
+        return found
 
     def _find_work(self, turn: int, num_micro_batches: int) -> tuple[int, Stage | None]:
         """Returns the micro-batch and the stage of this rank's turn; the stage is None where it has nothing to do."""

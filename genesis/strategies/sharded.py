@@ -20,7 +20,7 @@ from genesis.model.expert_share import check_expert_share
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import check_micro_batches, divide_layers
-from genesis.objectives.objective import HeadResult, Objective
+from genesis.objectives.objective import Head, HeadResult, Objective, prepare
 from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
@@ -33,7 +33,7 @@ from genesis.strategies.gathered import GatheringChoice, KeepGathered
 from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.micro_batches import WindowLoss, add_result, sum_in_turn, train_in_turn
 from genesis.strategies.pipeline import Pipeline, Stage, StageClock, StagedWindow, cut_stages
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.tensor_parallel import MatrixCutter, RowShare, check_torch
@@ -199,9 +199,9 @@ class Sharded(ModelParallelStrategy):
         return Degrees(dp_replicate=of_stage // group, **self._axes).resolve(num_ranks)
 
     @property
-    def shares_rows(self) -> bool:
-        """Whether ranks share the tokens of rows, whose length they must divide."""
-        return self._axes["cp"] * self._axes["tp"] > 1
+    def needs_fixed_rows(self) -> bool:
+        """Whether all rows of a run have one length: ranks divide it, and a pipeline's schedule has one shape."""
+        return self._axes["cp"] * self._axes["tp"] * self._axes["pp"] > 1
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
@@ -326,15 +326,7 @@ class Sharded(ModelParallelStrategy):
         if self.pipeline is not None:
             assert self.lightning_module is not None
             timed = partial(timing, self.lightning_module.trainer)
-            staged = StagedWindow(
-                micro_batches,
-                objective,
-                self.vocabulary,
-                self.precision_plugin.forward_context,
-                scales,
-                is_training=True,
-                timing=timed,
-            )
+            staged = self._stage(decoder, micro_batches, objective, scales=scales, is_training=True, timing=timed)
             with timed("communication"):  # all but the forwards and backwards of this rank
                 self.pipeline.train(staged)
             sums, part_sums = self.pipeline.share_figures(staged)
@@ -360,6 +352,20 @@ class Sharded(ModelParallelStrategy):
             set_resharding(decoder, after_forward=self._frees_after_forward, after_backward=True)
         return window._replace(sums=self._take_share(window.sums))
 
+    def _stage(
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, **options: Any
+    ) -> StagedWindow:
+        """Returns the window of a pipeline; an objective that runs the model has then run it on all ranks."""
+        if objective.runs_model:
+            micro_batches = [prepare(objective, decoder, one, self.vocabulary) for one in micro_batches]
+
+        def build_head(micro_batch: MicroBatch) -> Head:
+            if not objective.runs_model:
+                micro_batch = prepare(objective, decoder, micro_batch, self.vocabulary)
+            return objective.head(micro_batch, self.vocabulary)
+
+        return StagedWindow(micro_batches, build_head, self.precision_plugin.forward_context, **options)
+
     def _take_share(self, sums: HeadResult) -> HeadResult:
         """Returns this rank's share in a sum over all ranks: ranks that share matrices or rows have the same sums."""
         place = place_on(self.layout.degrees.data_axes(), self.global_rank)
@@ -377,8 +383,10 @@ class Sharded(ModelParallelStrategy):
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
-            window = StagedWindow(micro_batches, objective, self.vocabulary, self.precision_plugin.forward_context)
+            window = self._stage(decoder, micro_batches, objective)
             self.pipeline.evaluate(window)
+            for result in window.results:
+                window.sums = add_result(window.sums, result)
             sums, _ = self.pipeline.share_figures(window)
             return self._take_share(sums)
         return self._take_share(sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary))
@@ -406,7 +414,10 @@ class Sharded(ModelParallelStrategy):
     def _lay_out(self, degrees: Degrees, mesh: WorldMesh) -> ParallelLayout:
         # If all ranks together read every row once, they need no further process group.
         tokens = mesh.tokens.get_group() if len(degrees.token_groups()) > 1 else None
-        return lay_out(degrees, self.global_rank, gradient_divisor=1, token_process_group=tokens)
+        stages = mesh.dense.get_group("pp") if degrees.pp > 1 else None
+        return lay_out(
+            degrees, self.global_rank, gradient_divisor=1, token_process_group=tokens, pipeline_process_group=stages
+        )
 
     def _setup_distributed(self) -> None:
         # Before the mesh is created, which is a collective: ranks of another start must not take part in one.

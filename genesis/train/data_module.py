@@ -261,6 +261,13 @@ class CorpusDataModule(pl.LightningDataModule):
         return "trainer.limit_val_batches is 0" if is_off else None
 
     @property
+    def batch_sizes(self) -> tuple[int, int]:
+        """The rows of a step over all ranks, and those of a micro-batch; a prompt has one row for each answer."""
+        options = self.training.options
+        num_answers = 1 if self._prompts is None else self._prompts.prompt_options.group_size
+        return num_answers * options.global_batch_size, options.micro_batch_size
+
+    @property
     def has_ragged_pairs(self) -> bool:
         """Whether the option asks for rows of several lengths."""
         return self._pads_pairs_option is False

@@ -27,7 +27,6 @@ from genesis.model.adapter import (
     AdapterConfig,
     attach_adapters,
     fill_trained,
-    has_adapters,
     init_adapters,
     is_adapter_tensor,
 )
@@ -167,13 +166,15 @@ class GenesisModule(pl.LightningModule):
             type(self.objective),
             whole_matrices=self.algorithm.whole_name if is_training else None,
             seq_len=None if options is None else options.seq_len,
-            batch_sizes=(options.global_batch_size, options.micro_batch_size) if is_training and options else None,
+            batch_sizes=data.batch_sizes if is_training and isinstance(data, CorpusDataModule) else None,
             unshared=[name for name, is_given in unshared.items() if is_given],
         )
         layout_strategy(strategy).check_options(run)
-        if getattr(strategy, "shares_rows", False) and isinstance(data, CorpusDataModule) and data.has_ragged_pairs:
+        needs_fixed_rows = getattr(strategy, "needs_fixed_rows", False)
+        if needs_fixed_rows and isinstance(data, CorpusDataModule) and data.has_ragged_pairs:
             raise UserError(
-                "data.pads_pairs is false, and ranks that share the tokens of rows need rows of one length: remove it"
+                "data.pads_pairs is false, and ranks that share the tokens of rows, or a pipeline, need rows of one "
+                "length: remove it"
             )
 
     def configure_model(self) -> None:
@@ -274,7 +275,8 @@ class GenesisModule(pl.LightningModule):
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             score = partial(score_pairs, decoder=self._model, trainer=self.trainer, data=data)
-            self.objective.start(has_adapters=has_adapters(self._model), score_pairs=score)
+            # Not from the layers of this rank: a stage of a pipeline may have none with an adapter.
+            self.objective.start(has_adapters=self.adapter_config is not None, score_pairs=score)
 
     # ---- the step: `train_window` has its arithmetic, and each hook resumes it
 

@@ -7,6 +7,7 @@ of the run, and the live ones return afterwards, bit for bit.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -143,10 +144,17 @@ def _weights_of(checkpoint: Path, decoder: nn.Module, *, is_reader: bool) -> Ite
         raise UserError(f"the reference {checkpoint} cannot be used: {error}") from None
 
 
+def _name_elsewhere(decoder: Any) -> Iterator[str]:
+    """Yields the names of the parameters of blocks that other ranks of a pipeline hold."""
+    for number, block in decoder.blocks_elsewhere.items():
+        yield from (f"{DECODER_PREFIX}blocks.{number}.{name}" for name, _ in block.named_parameters())
+
+
 def _list_shards(decoder: nn.Module, manifest: Manifest, checkpoint: Path) -> Iterator[LocalShard]:
     """Yields this rank's parts of the parameters that the reference replaces."""
     names = {name: DECODER_PREFIX + name for name, _ in decoder.named_parameters()}
-    lost = next((name for name in manifest.tensors if is_adapter_tensor(name) and name not in names.values()), None)
+    known = {*names.values(), *_name_elsewhere(decoder)}
+    lost = next((name for name in manifest.tensors if is_adapter_tensor(name) and name not in known), None)
     if lost is not None:
         raise UserError(
             f"the reference {checkpoint} has an adapter ({lost}) that this run has not: give a checkpoint without "

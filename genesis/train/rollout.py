@@ -5,9 +5,12 @@ their group. Their log-probabilities by these weights come from the training for
 training, so that the ratio of the first step is 1 and not a difference between two kinds of forward.
 
 An answer's random numbers depend on the seed, the position of its prompt and its number alone: ranks share the prompts
-of each global batch, and any number of ranks gives the same answers up to the rounding of other matrix shapes. Nothing
-here keeps state: the answers are part of the data's state, so that a run killed in a rollout repeats the rollout, and a
-run killed after it continues with the saved answers.
+of each global batch, and any number of ranks gives the same answers up to the rounding of other matrix shapes. Ranks
+that read the same prompts, because they share rows, matrices or layers, divide the answers: one of them writes and
+scores each, and gives it to the others, so that all train on the same rewards.
+
+Nothing here keeps state: the answers are part of the data's state, so that a run killed in a rollout repeats the
+rollout, and a run killed after it continues with the saved answers.
 """
 
 import hashlib
@@ -46,7 +49,6 @@ from genesis.objectives.gspo import (
     compare_rewards,
     score_tokens,
 )
-from genesis.objectives.vocabulary import WHOLE
 from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
@@ -86,15 +88,15 @@ class Rollouts:
 
     def fill(self, window: AccumulationWindow) -> AccumulationWindow:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
-        data, group = self._data, layout_strategy(self._trainer.strategy).layout.token_group
+        data = self._data
         position = window.data_position - data.options.global_batch_size
-        (num_missing,) = group.sum((len(data.plan_rollout(position)),)).wait()
+        (num_missing,) = HostGroup().sum((len(data.plan_rollout(position)),)).wait()
         if num_missing:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
             # have equally many: under sharding they run the same forwards.
             data.groups = {}
             with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
-                self._answer(data.plan_rollout(position), group)
+                self._answer(data.plan_rollout(position))
         rows = self._rows_at(data.own_positions(position))
         micro_batches, num_bytes = [], 0
         for chunk in self._chunks(rows):
@@ -109,12 +111,11 @@ class Rollouts:
 
         Nothing random is drawn and nothing is kept, so that a run trains the same with and without a validation.
         """
-        group = layout_strategy(self._trainer.strategy).layout.token_group
         requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
         # Answers take longer than the forwards of other validations: they have the limit of generation.
         with in_phase(self._trainer, "generate"), self._evaluating():
             answers, rewards = self._write(
-                requests, lambda index, answer: self._reward.score(prompts[index], self._text(answer), 1), group
+                requests, lambda index, answer: self._reward.score(prompts[index], self._text(answer), 1)
             )
         free_gathered_parameters(self._decoder)
         num_tokens = sum(map(len, answers))
@@ -128,7 +129,7 @@ class Rollouts:
 
     # ---- a rollout
 
-    def _answer(self, positions: Sequence[int], group: HostGroup) -> None:
+    def _answer(self, positions: Sequence[int]) -> None:
         """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data."""
         data, decoder = self._data, self._decoder
         options = data.prompt_options
@@ -144,7 +145,7 @@ class Rollouts:
             return self._reward.score(prompt, self._text(answer), number + 1)
 
         with self._evaluating():
-            answers, rewards = self._write(requests, score, group)
+            answers, rewards = self._write(requests, score)
             rows = [
                 _Row(position, number, prompt.ids, answer)
                 for (position, number, prompt), answer in zip(asked, answers, strict=True)
@@ -172,29 +173,36 @@ class Rollouts:
         return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
 
     def _write(
-        self, requests: Sequence[Request], score: Callable[[int, NDArray[np.int32]], float], group: HostGroup
+        self, requests: Sequence[Request], score: Callable[[int, NDArray[np.int32]], float]
     ) -> tuple[list[NDArray[np.int32]], list[float]]:
-        """Returns the answers to this rank's requests, and their rewards. All ranks of the group call it together."""
-        answers, rewards = list[NDArray[np.int32]](), list[float]()
+        """Returns the answers to this rank's requests, and their rewards. All ranks call it together."""
+        layout = layout_strategy(self._trainer.strategy).layout
+        groups = layout.degrees.peer_groups()
+        peers = next(group for group in groups if self._trainer.global_rank in group)
+        own = range(peers.index(self._trainer.global_rank), len(requests), len(peers))
+        written: dict[int, tuple[NDArray[np.int32], float]] = {}
         failure: UserError | None = None
-        whole = gather_decoder(self._decoder, self._adapter)
+        whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
             # Compiled blocks would be compiled again for nearly every length of a prompt.
             with torch.compiler.set_stance("force_eager"):
-                answers = self._generate(whole, requests)
-            for index, answer in enumerate(answers):
-                rewards.append(score(index, answer))
+                answers = self._generate(whole, [requests[index] for index in own])
+            for index, answer in zip(own, answers, strict=True):
+                written[index] = answer, score(index, answer)
                 note_progress(self._trainer)  # a reward function may take long
         except UserError as error:
             failure = error
         del whole
         # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
-        (num_failed,) = group.sum((int(failure is not None),)).wait()
+        (num_failed,) = HostGroup().sum((int(failure is not None),)).wait()
         if failure is not None:
             raise failure
         if num_failed:
             raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
-        return answers, rewards
+        # Peers that scored an answer each would train on other rewards where a reward function is not deterministic.
+        of_peers = {index: one for given in HostGroup(groups).gather(written) for index, one in given.items()}
+        ordered = [of_peers[index] for index in range(len(requests))]
+        return [answer for answer, _ in ordered], [reward for _, reward in ordered]
 
     def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
         """Returns the answers in the order of the requests."""
@@ -221,11 +229,17 @@ class Rollouts:
         """Returns the sum of the log-probabilities of each answer, by a forward as in training."""
         micro_batch = self._build(rows).micro_batches[0].to(self._trainer.strategy.root_device)
         temperature = self._temperature.to(micro_batch.labels.device)
+        vocabulary = layout_strategy(self._trainer.strategy).vocabulary
+
+        def head(hidden: Tensor, weight: Tensor) -> Tensor:
+            of_tokens = score_tokens(hidden, weight, micro_batch.labels, temperature, vocabulary)
+            return vocabulary.sum_over_rows(of_tokens.sum(1))
+
         sums: Tensor = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=lambda hidden, weight: score_tokens(hidden, weight, micro_batch.labels, temperature, WHOLE).sum(1),
+            head=head,
         )
         return sums.float().cpu().numpy()
 
@@ -245,7 +259,8 @@ class Rollouts:
     def _write_samples(self, positions: Sequence[int]) -> None:
         """Writes the answers to a few prompts into the run's directory; a repeated rollout replaces its file."""
         checkpoints = [c for c in vars(self._trainer)["callbacks"] if isinstance(c, AsyncProcessCheckpoint)]
-        if not positions or not checkpoints:
+        layout = layout_strategy(self._trainer.strategy).layout
+        if not positions or not checkpoints or not layout.reports_rows:
             return
         lines = []
         for position in positions:
@@ -263,7 +278,7 @@ class Rollouts:
                 }
                 lines.append(json.dumps(sample, ensure_ascii=False, default=repr))
         run = RunDirectory(checkpoints[0].directory.parent)
-        path = run.rollout(positions[0], self._trainer.global_rank)
+        path = run.rollout(positions[0], layout.data_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
 

@@ -21,7 +21,6 @@ from genesis.model.loss import token_losses
 from genesis.model.shares import share_context
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.cross_entropy import CrossEntropy
-from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import Objective
 from genesis.objectives.run_options import RunOptions
 from genesis.objectives.vocabulary import WHOLE
@@ -34,6 +33,7 @@ from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
 from tests.mixtures import mix
 from tests.model.latent_attention import LatentAttentionConfig
+from tests.outside.kto import KTO
 from tests.strategies.test_pipeline import Watch, compare_fits, distance
 from tests.train.support import (
     TINY,
@@ -285,8 +285,8 @@ LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads
             "context_parallel is 2, and LatentAttentionConfig does not know how ranks could share its heads",
         ),
         (
-            {"objective": GSPO, "context_parallel": 2},
-            "context_parallel is 2, and GSPO does not train under context parallelism, where a rank has a part of each",
+            {"objective": KTO, "context_parallel": 2},
+            "context_parallel is 2, and KTO does not train under context parallelism, where a rank has a part of each",
         ),
     ],
 )

@@ -29,7 +29,7 @@ from genesis.model.loss import IGNORE_INDEX, token_losses
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.model.shares import share_matrices
-from genesis.objectives import DPO, CrossEntropy
+from genesis.objectives import CrossEntropy
 from genesis.objectives.run_options import RunOptions, check_tensor_share
 from genesis.strategies import Sharded, tensor_parallel
 from genesis.strategies.cut_vocabulary import CutVocabulary
@@ -44,6 +44,7 @@ from tests.algorithms import algorithm_of
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
 from tests.model.latent_attention import LatentAttentionConfig
+from tests.outside.kto import KTO
 from tests.train.support import COMPILE_SECONDS, TINY, KeepGradients, build_trainer, loader, run_in_turn
 
 DENSE = replace(TINY, vocab_size=64)
@@ -361,7 +362,7 @@ LATENT = replace(DENSE, num_heads=None, num_kv_heads=None, mixers=(LatentAttenti
         ),
         (RunOptions(LATENT, CrossEntropy), 2, "cannot share a LatentAttentionConfig, which has no `find_uncut`"),
         (RunOptions(DENSE, CrossEntropy, whole_matrices="muon"), 2, "the optimizer is muon, which needs whole"),
-        (RunOptions(DENSE, DPO), 2, "DPO does not train under tensor parallelism: set it to 1"),
+        (RunOptions(DENSE, KTO), 2, "KTO does not train under tensor parallelism: set it to 1"),
         (RunOptions(DENSE, CrossEntropy, unshared=["model.float8"]), 2, "model.float8 needs whole layers"),
     ],
 )

@@ -21,6 +21,7 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
+from genesis.strategies.degrees import Degrees
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import list_committed, verify
@@ -164,6 +165,66 @@ def test_two_ranks_equal_one(straight: Straight, strategy: str) -> None:
             assert other[f"train/{name}"] == pytest.approx(one[f"train/{name}"], abs=1e-5)
 
 
+# ---- ranks that share the rows, matrices or layers of the same prompts
+
+AXES = [("tensor", 2), ("context", 2), ("pipeline", 2), ("tensor, context", 4), ("tensor, pipeline", 4)]
+
+
+def list_answers(batches: list[list[Any]]) -> list[list[list[int]]]:
+    """Returns the labels of each step without padding, whose length depends on the strategy."""
+    return [[[label for label in row if label >= 0] for batch in step for row in batch] for step in batches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), AXES)
+def test_ranks_that_share_prompts_train_on_the_answers_of_one_process(
+    straight: Straight, strategy: str, world_size: int
+) -> None:
+    directory, (alone,) = straight(1)
+    shared, ranks = straight(world_size, strategy)
+    for rank in ranks:
+        assert list_answers(rank["batches"]) == list_answers(alone["batches"])
+        assert rank["extras"] == ranks[0]["extras"]
+        for name, tensor in rank["weights"].items():  # a rank of a pipeline has those of its layers
+            assert float((tensor - alone["weights"][name]).abs().max()) < 5e-5, name
+    assert {name for rank in ranks for name in rank["weights"]} == alone["weights"].keys()
+    for one, other in zip(read_log(directory), read_log(shared), strict=True):
+        # Exactly: the old log-probabilities come from the same forward, also of ranks that share it.
+        assert (one["train/ratio"] == 1.0) == (other["train/ratio"] == 1.0)
+        for name in ("reward", "reward_spread", "ratio", "clipped", "answer_tokens", "entropy", "finished", "loss"):
+            assert other[f"train/{name}"] == pytest.approx(one[f"train/{name}"], abs=1e-5)
+    assert len(list((shared / "rollouts").iterdir())) == 2
+
+
+COUNTED = """
+import random
+from pathlib import Path
+
+def reward(messages, text, columns):
+    with (Path(__file__).parent / "calls").open("a") as calls:
+        calls.write("x")
+    return random.SystemRandom().random()
+"""
+
+
+def answer_by_chance(directory: str, case: str, strategy: str, is_alone: bool) -> dict[str, Any]:
+    if is_alone:
+        Degrees.peer_groups = lambda self: tuple((rank,) for rank in range(self.world_size))  # type: ignore[method-assign]
+    return answer(directory, case, strategy, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "context", "pipeline"])
+def test_an_answer_is_scored_once_and_a_rank_that_rolls_out_alone_is_seen(tmp_path: Path, strategy: str) -> None:
+    seen = []
+    for is_alone in (False, True):
+        case = write_case(tmp_path / str(is_alone), COUNTED)
+        first, second = run_ranks(answer_by_chance, 2, str(case / "run"), str(case), strategy, is_alone)
+        calls = len((case / "calls").read_text())
+        seen.append((first["extras"] == second["extras"], calls // (3 * 2 * GROUP_SIZE)))
+    assert seen == [(True, 1), (False, 2)]
+
+
 def learn_in_form(case: str, form: str) -> set[str]:
     """Trains two steps and returns the names of the tensors that changed."""
     data = build_data(Path(case))
@@ -268,6 +329,29 @@ def test_a_killed_run_ends_with_the_same_bits(
     restored: tuple[int, ...],
     strategy: str,
     world_size: int,
+) -> None:
+    check_killed(tmp_path, case, straight, strategy, world_size, killer, mode, restored)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "killer"), [("tensor", KillInGeneration), ("context", KillBeforeStep), ("pipeline", KillInGeneration)]
+)
+def test_ranks_that_share_prompts_end_with_the_same_bits_after_a_kill(
+    tmp_path: Path, case: Path, straight: Straight, strategy: str, killer: type[pl.Callback]
+) -> None:
+    check_killed(tmp_path, case, straight, strategy, 2, killer, "sync", (3, 4))
+
+
+def check_killed(
+    tmp_path: Path,
+    case: Path,
+    straight: Straight,
+    strategy: str,
+    world_size: int,
+    killer: type[pl.Callback],
+    mode: str,
+    restored: tuple[int, ...],
 ) -> None:
     directory, ranks = straight(world_size, strategy)
     arguments = (str(tmp_path), str(case), strategy, STEPS)
@@ -378,7 +462,7 @@ def hold_to_base(directory: str, case: str, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("full", 2)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("full", 2), *AXES[:3]])
 def test_the_kl_to_the_base_begins_at_zero_and_grows(
     tmp_path: Path, case: Path, strategy: str, world_size: int
 ) -> None:
@@ -477,16 +561,19 @@ def mean_greedy_reward(decoder: Decoder, data: CorpusDataModule, prompts: Any) -
     return sum(rewards) / len(rewards)
 
 
-def validate_some(directory: str, case: str) -> None:
-    answer(directory, case, prompts={"validation_share": 0.4, "num_rows": 1}, val_check_interval=2)
+def validate_some(directory: str, case: str, strategy: str) -> None:
+    answer(directory, case, strategy, prompts={"validation_share": 0.4, "num_rows": 1}, val_check_interval=2)
 
 
 @pytest.mark.slow
 def test_two_ranks_validate_as_one(case: Path, tmp_path: Path) -> None:
-    for world_size in (1, 2):
-        run_ranks(validate_some, world_size, str(tmp_path / str(world_size)), str(case))
-    one, two = (read_rewards(tmp_path / str(world_size)) for world_size in (1, 2))
-    assert one == pytest.approx(two, rel=1e-4)
+    found = []
+    for world_size, strategy in ((1, "replicated"), (2, "replicated"), (2, "tensor"), (2, "pipeline")):
+        directory = tmp_path / f"{strategy} {world_size}"
+        run_ranks(validate_some, world_size, str(directory), str(case), strategy)
+        found.append(read_rewards(directory))
+    for rewards in found[1:]:
+        assert rewards == pytest.approx(found[0], rel=1e-4)
 
 
 def test_a_share_that_holds_out_nothing_or_everything_is_refused(case: Path) -> None:
