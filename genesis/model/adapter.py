@@ -19,10 +19,11 @@ from typing import Final, Literal, TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout, linear
 
 from genesis.base.errors import UserError, check_is_named
-from genesis.model.cut import held, take_rows
+from genesis.model.cut import MatrixShares, held, take_rows
 from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts
@@ -125,6 +126,7 @@ class AdaptedLinear(nn.Linear, Part):
     Attributes:
         is_on: Whether the adapter takes part; without it this is the base's layer (`adapters_off`).
         rows: The rows that this rank multiplies of a layer that is not cut, where ranks share its part; None for all.
+        column_ranks: The ranks that share the columns of the weight; None for all columns on this rank.
     """
 
     lora_magnitude: nn.Parameter | None
@@ -135,6 +137,7 @@ class AdaptedLinear(nn.Linear, Part):
         self.scaling, self.dropout = config.scaling, config.dropout
         self.is_on = True
         self.rows: slice | Tensor | None = None
+        self.column_ranks: MatrixShares | None = None
         self.draws_random_numbers = config.dropout > 0.0
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
@@ -154,8 +157,14 @@ class AdaptedLinear(nn.Linear, Part):
 
     @torch.no_grad()
     def fill_magnitude(self) -> None:
-        """Fills DoRA's magnitude with the length of each row of the weight. Does not communicate."""
+        """Fills DoRA's magnitude with the length of each row of the weight. Communicates if ranks share columns."""
         if self.lora_magnitude is None:
+            return
+        if self.column_ranks is not None:
+            assert isinstance(self.weight, DTensor)
+            of_all = self.weight.float().square().sum(1).full_tensor().sqrt()
+            for own in local_shards("magnitude", self.lora_magnitude, "parameter"):
+                own.data.copy_(of_all.narrow(0, own.part.offsets[0], own.part.sizes[0]))
             return
         # Weight and magnitude have the same sharding of rows, so that each rank has the rows that it needs.
         rows = local_shards("weight", self.weight, "parameter")
@@ -190,20 +199,23 @@ class AdaptedLinear(nn.Linear, Part):
         update = linear(low * self.scaling, take_rows(self.lora_B, self.rows))
         if self.lora_magnitude is None:
             return base + update.to(base.dtype)
-        scale = self.lora_magnitude / self._row_lengths()
+        scale = take_rows(self.lora_magnitude, self.rows) / self._row_lengths(weight)
         changed = base + update
         if self.training and self.dropout > 0.0:
             # As in PEFT: what DoRA adds to the base's output, `(scale - 1) W x + scale * update`, sees the dropout.
-            again = linear(dropped.to(base.dtype), self.weight)
+            again = linear(dropped.to(base.dtype), weight)
             changed = again + update
             out: Tensor = (base + changed * scale - again).to(base.dtype)
         else:
             out = (changed * scale).to(base.dtype)
-        return out if self.bias is None else out + self.bias
+        return out if bias is None else out + bias
 
     @torch.no_grad()  # a constant in the gradient: section 4.3 of the paper
-    def _row_lengths(self) -> Float[Tensor, " O"]:
-        lengths: Tensor = (self.weight + self.scaling * (self.lora_B @ self.lora_A)).norm(dim=1)
+    def _row_lengths(self, weight: Float[Tensor, "O I"]) -> Float[Tensor, " O"]:
+        changed = weight + self.scaling * (take_rows(self.lora_B, self.rows) @ held(self.lora_A))
+        if self.column_ranks is not None:
+            return self.column_ranks.sum(changed.square().sum(1)).sqrt()
+        lengths: Tensor = changed.norm(dim=1)
         return lengths
 
 

@@ -1,6 +1,5 @@
 """What decides, beside the number of ranks, whether ranks can share a run: for strategies, and for plans."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from genesis.base.errors import UserError
@@ -20,7 +19,7 @@ class RunOptions:
         seq_len: The tokens of a row; None if the data is not known.
         batch_sizes: The sequences of a step over all ranks, and those of a micro-batch; None if the command does not
             train, or the data is not known.
-        unshared: The options of the run by name that work on whole layers alone, such as float8.
+        has_float8: Whether products run in float8, which needs whole layers on each rank.
     """
 
     decoder: DecoderConfig
@@ -28,7 +27,7 @@ class RunOptions:
     whole_matrices: str | None = None
     seq_len: int | None = None
     batch_sizes: tuple[int, int] | None = None
-    unshared: Sequence[str] = ()
+    has_float8: bool = False
 
 
 def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
@@ -43,13 +42,8 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> N
         UserError: They cannot; the message has the nearest number that can.
     """
     given = f"tensor_parallel is {num_ranks}"
-    if run.unshared:
-        raise UserError(f"{given}, and {run.unshared[0]} needs whole layers: leave out one of the two")
-    if run.whole_matrices is not None:
-        raise UserError(
-            f"{given}, and the optimizer is {run.whole_matrices}, which needs whole matrices: set tensor_parallel to "
-            "1, or give another optimizer, such as adamw"
-        )
+    if run.has_float8:
+        raise UserError(f"{given}, and model.float8 needs whole layers: leave out one of the two")
     if "tensor" not in run.objective.trains_under:
         raise UserError(f"{given}, and {run.objective.__name__} does not train under tensor parallelism: set it to 1")
     found = _find_uncut(run, num_ranks)
@@ -117,7 +111,7 @@ def check_pipeline(run: RunOptions, num_ranks: int, *, reduces_each: bool, keeps
             f"pipeline_parallel is {num_ranks}, and {run.objective.__name__} does not train under pipeline "
             f"parallelism: {remedy}"
         )
-    if "model.float8" in run.unshared:
+    if run.has_float8:
         raise UserError(f"model.float8 is given, whose scales a pipeline does not compute: remove it, or {remedy}")
     if reduces_each:
         raise UserError(

@@ -179,24 +179,95 @@ def _to_wide(matrix: Tensor) -> Tensor:
 
 
 def direct_sharded(direct: Direct, updates: Sequence[Tensor], parameters: Sequence[DTensor]) -> list[Tensor]:
-    """Returns this rank's rows of the directions of matrices whose rows are spread over ranks.
+    """Returns this rank's part of the directions of matrices that are spread over ranks.
 
     Each matrix has one owner, which gathers it, computes its direction and sends the rows back: two all-to-alls for all
     matrices together, and no rank repeats another's work. If the shards are replicated (hybrid), the replicas of an
-    owner share its matrices and exchange the results. Every rank of the mesh calls it with the same parameters in the
-    same order.
+    owner share its matrices and exchange the results. Ranks that share each matrix (tensor parallelism) first divide
+    the matrices, by two more all-to-alls. Every rank of the meshes calls it with the same parameters in the same order.
 
     Args:
         direct: The algorithm's.
-        updates: This rank's rows of each matrix.
-        parameters: The parameters of the updates; their placements define how rows are sharded.
+        updates: This rank's part of each matrix.
+        parameters: The parameters of the updates; their placements define how matrices are spread.
 
     Raises:
-        ValueError: A matrix is sharded along a dimension other than its rows.
+        ValueError: A matrix is spread in another way than by FSDP2, and by rows or columns within that.
     """
-    group, replicas, device = _find_groups(parameters)
+    by_ranks: dict[_Ranks, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        by_ranks.setdefault(_find_ranks(parameter), []).append(index)
+    results: dict[int, Tensor] = {}
+    for ranks, members in by_ranks.items():
+        own, placed = [updates[i] for i in members], [parameters[i] for i in members]
+        if ranks.sharing is None:
+            found = _direct_rows(direct, own, [_Rows(*parameter.shape) for parameter in placed], ranks)
+        else:
+            found = _direct_shared(direct, own, placed, ranks, ranks.sharing)
+        results.update(zip(members, found, strict=True))
+    return [results[i].to(updates[i].device, updates[i].dtype) for i in range(len(updates))]
+
+
+class _Rows(NamedTuple):
+    """A matrix as rows that are spread over ranks.
+
+    Args:
+        num_rows: The number of these rows.
+        width: The number of their elements.
+        num_joined: How many rows of the matrix, from as many even parts of it, are one row.
+    """
+
+    num_rows: int
+    width: int
+    num_joined: int = 1
+
+    def join(self, matrix: Tensor) -> Tensor:
+        """Returns the rows of a matrix."""
+        return matrix.unflatten(0, (self.num_joined, -1)).transpose(0, 1).flatten(1)
+
+    def divide(self, rows: Tensor) -> Tensor:
+        """Returns the matrix of all rows."""
+        return rows.unflatten(1, (self.num_joined, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _direct_shared(
+    direct: Direct,
+    updates: Sequence[Tensor],
+    parameters: Sequence[DTensor],
+    ranks: "_Ranks",
+    sharing: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Returns this rank's parts of the directions of matrices, of which each rank of `sharing` has an even part."""
+    rank, num_ranks = dist.get_rank(sharing), dist.get_world_size(sharing)
+    owned = _plan_owners([tuple(parameter.shape) for parameter in parameters], num_ranks)
+    sent = [_concatenate([updates[i] for i in of_rank], ranks.device) for of_rank in owned]
+    shapes = [tuple(updates[i].shape) for i in owned[rank]]
+    received = _exchange(sent, [sum(rows * columns for rows, columns in shapes)] * num_ranks, sharing)
+    parts = [_split(flat, shapes) for flat in received]
+    spread = []
+    for i in owned[rank]:
+        rows, columns = parameters[i].shape
+        is_by_rows = updates[i].shape[1] == columns  # FSDP2 then cuts the rows of each part
+        spread.append(_Rows(rows // num_ranks, columns * num_ranks, num_ranks) if is_by_rows else _Rows(rows, columns))
+    directed = _direct_rows(
+        direct, [torch.cat(of_ranks, dim=1) for of_ranks in zip(*parts, strict=True)], spread, ranks
+    )
+    sent = [
+        _concatenate([rows.chunk(num_ranks, dim=1)[target] for rows in directed], ranks.device)
+        for target in range(num_ranks)
+    ]
+    received = _exchange(sent, [sum(updates[i].numel() for i in of_rank) for of_rank in owned], sharing)
+    results: dict[int, Tensor] = {}
+    for flat, of_rank in zip(received, owned, strict=True):
+        results.update(zip(of_rank, _split(flat, [tuple(updates[i].shape) for i in of_rank]), strict=True))
+    return [results[i] for i in range(len(updates))]
+
+
+def _direct_rows(direct: Direct, updates: Sequence[Tensor], spread: Sequence[_Rows], ranks: "_Ranks") -> list[Tensor]:
+    """Returns this rank's rows of the directions of matrices whose rows are spread over the ranks of a group."""
+    group, device = ranks.group, ranks.device
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    shapes = [tuple(parameter.shape) for parameter in parameters]
+    shapes = [(rows.num_rows, rows.width) for rows in spread]
     owned = _plan_owners(shapes, world_size)
 
     # All matrices in one exchange of bfloat16: many small collectives would cost more in latency than in bytes.
@@ -210,7 +281,10 @@ def direct_sharded(direct: Direct, updates: Sequence[Tensor], parameters: Sequen
         _split(received[source], [(_num_rows(shapes[i], source, world_size), shapes[i][1]) for i in owned[rank]])
         for source in range(world_size)
     ]
-    whole = direct_matrices(direct, [torch.cat(rows) for rows in zip(*slices, strict=True)], replicas)
+    gathered = zip(owned[rank], zip(*slices, strict=True), strict=True)
+    matrices = [spread[i].divide(torch.cat(rows)) for i, rows in gathered]
+    directions = direct_matrices(direct, matrices, ranks.replicas)
+    whole = [spread[i].join(matrix) for i, matrix in zip(owned[rank], directions, strict=True)]
 
     sent = [
         _concatenate([_rows_of(matrix, target, world_size) for matrix in whole], device) for target in range(world_size)
@@ -218,12 +292,12 @@ def direct_sharded(direct: Direct, updates: Sequence[Tensor], parameters: Sequen
     sizes = [sum(updates[i].numel() for i in owned[owner]) for owner in range(world_size)]
     received = _exchange(sent, sizes, group)
     results: dict[int, Tensor] = {}
-    gathered = torch.cat(received)
+    flat = torch.cat(received)
     if len({update.device for update in updates}) == 1:  # in one copy, if all are on the host
-        gathered = gathered.to(updates[0].device)
-    for owner, rows in enumerate(torch.split(gathered, sizes)):
+        flat = flat.to(updates[0].device)
+    for owner, rows in enumerate(torch.split(flat, sizes)):
         results.update(zip(owned[owner], _split(rows, [tuple(updates[i].shape) for i in owned[owner]]), strict=True))
-    return [results[i].to(updates[i].device, updates[i].dtype) for i in range(len(updates))]
+    return [results[i] for i in range(len(updates))]
 
 
 def require_whole_matrices(name: str, stacks: Sequence[DTensor]) -> None:
@@ -246,23 +320,37 @@ def require_whole_matrices(name: str, stacks: Sequence[DTensor]) -> None:
                 )
 
 
-def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, str]:
-    """Returns the ranks over which rows are spread, those that hold the same rows, and the kind of device."""
-    found = set()
-    for parameter in parameters:
-        mesh = parameter.device_mesh
-        axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if len(axes) != 1 or parameter.placements[axes[0]] != Shard(0):
-            raise ValueError(
-                "a matrix that is needed whole must be sharded by rows over one mesh axis, but one has "
-                f"{parameter.placements}: shard it with fully_shard's default placement or give it to AdamW"
-            )
-        copies = [axis for axis in range(mesh.ndim) if axis != axes[0] and mesh.size(axis) > 1]
-        # Over several replicated axes each line of the first shares the work, and the others repeat it.
-        replicas = mesh.get_group(copies[0]) if copies else None
-        found.add((mesh.get_group(axes[0]), replicas, mesh.device_type))
-    (groups,) = found
-    return groups
+class _Ranks(NamedTuple):
+    """The ranks over which matrices are spread.
+
+    Args:
+        group: Those over which rows are spread.
+        replicas: Those that hold the same rows; None without such.
+        sharing: Those of which each has an even part of each matrix, whose rows are spread; None if whole ones are.
+        device: The kind of device.
+    """
+
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    sharing: dist.ProcessGroup | None
+    device: str
+
+
+def _find_ranks(parameter: DTensor) -> _Ranks:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    # FSDP2 comes before the axis of ranks that share a matrix, and cuts the rows of their parts.
+    outer, *inner = (placements[axis] for axis in axes)
+    if outer.dim != 0 or inner not in ([], [Shard(0)], [Shard(1)]):
+        raise ValueError(
+            "a matrix that is needed whole must be sharded by rows over one mesh axis, or by rows of its parts on "
+            f"another, but one has {placements}: shard it with fully_shard's default placement or give it to AdamW"
+        )
+    copies = [axis for axis in range(mesh.ndim) if axis not in axes and mesh.size(axis) > 1]
+    # Over several replicated axes each line of the first shares the work, and the others repeat it.
+    replicas = mesh.get_group(copies[0]) if copies else None
+    sharing = mesh.get_group(axes[1]) if len(axes) > 1 else None
+    return _Ranks(mesh.get_group(axes[0]), replicas, sharing, mesh.device_type)
 
 
 def _plan_owners(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[list[int]]:

@@ -93,6 +93,10 @@ class MatrixCutter:
             self.cut(layer, "bias")
         if isinstance(layer, AdaptedLinear):
             self.cut(layer, "lora_B" if dim == 0 else "lora_A", dim)
+            if dim == 1:
+                layer.column_ranks = self
+            elif layer.lora_magnitude is not None:
+                self.cut(layer, "lora_magnitude")
         else:
             use_rows(layer, None)
 

@@ -156,10 +156,6 @@ class GenesisModule(pl.LightningModule):
         Raises:
             UserError: Ranks cannot share the run.
         """
-        unshared = {
-            "model.adapter.dora": self.adapter_config is not None and self.adapter_config.dora,
-            "model.float8": self.float8 is not None,
-        }
         options = data.training.options if isinstance(data, CorpusDataModule) else None
         run = RunOptions(
             self.decoder_config,
@@ -167,7 +163,7 @@ class GenesisModule(pl.LightningModule):
             whole_matrices=self.algorithm.whole_name if is_training else None,
             seq_len=None if options is None else options.seq_len,
             batch_sizes=data.batch_sizes if is_training and isinstance(data, CorpusDataModule) else None,
-            unshared=[name for name, is_given in unshared.items() if is_given],
+            has_float8=self.float8 is not None,
         )
         layout_strategy(strategy).check_options(run)
         needs_fixed_rows = getattr(strategy, "needs_fixed_rows", False)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Muon
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,8 @@ from genesis.optim.whole_matrices import (
     direct_sharded,
     plan_batches,
 )
+from genesis.strategies.tensor_parallel import MatrixCutter, place_by_cut
+from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.testing import run_ranks
 
 MUON = OurMuon()
@@ -79,6 +82,45 @@ def _orthogonalize_on_rank(mesh_shape: tuple[int, ...]) -> float:
 def test_rows_spread_over_ranks_give_the_rows_of_the_whole(mesh_shape: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh_shape).numel()
     for worst in run_ranks(_orthogonalize_on_rank, world_size, mesh_shape):
+        assert worst < 5e-3
+
+
+class Parts(nn.Module):
+    """Matrices of which ranks have parts: even numbers are cut by rows, odd ones by columns, the last one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(16, 16), (24, 8), (10, 24), (6, 4), (7, 6)]
+        self.whole = [torch.randn(shape, generator=generator) for shape in shapes]
+        for number, matrix in enumerate(self.whole):
+            self.register_parameter(str(number), nn.Parameter(matrix.clone()))
+
+
+def _direct_parts(tensor_ranks: int) -> float:
+    mesh = init_device_mesh("cpu", (4 // tensor_ranks, tensor_ranks), mesh_dim_names=("fsdp", "tp"))
+    uncut = init_device_mesh("cpu", (4,), mesh_dim_names=("uncut",))
+    module, cutter = Parts(), MatrixCutter(mesh["tp"])
+    for number in range(len(module.whole) - 1):
+        cutter.cut(module, str(number), number % 2)
+    fully_shard(module, mesh=mesh["fsdp"], shard_placement_fn=place_by_cut(uncut))
+    parameters: list[Any] = list(module.parameters())
+    found = direct_sharded(DIRECT, [one.to_local() for one in parameters], parameters)
+    worst = 0.0
+    for parameter, part, whole in zip(parameters, found, module.whole, strict=True):
+        (expected,) = direct_matrices(DIRECT, [whole])
+        (shard,) = local_shards("", parameter, "parameter") or [None]
+        if shard is not None:
+            own = tuple(
+                slice(start, start + size) for start, size in zip(shard.part.offsets, shard.part.sizes, strict=True)
+            )
+            worst = max(worst, float((part - expected[own]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("tensor_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_share_matrices_by_rows_or_columns_get_their_parts_of_the_whole(tensor_ranks: int) -> None:
+    for worst in run_ranks(_direct_parts, 4, tensor_ranks):
         assert worst < 5e-3
 
 

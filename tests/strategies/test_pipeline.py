@@ -474,12 +474,12 @@ def test_options_of_stages_without_a_pipeline_are_refused(options: dict[str, Any
             "the micro-batches of a window are 1, and pipeline_parallel is 2",
         ),
         (RunOptions(DEEP, KTO), "pipeline_parallel is 2, and KTO does not train under pipeline parallelism"),
-        (RunOptions(DEEP, CrossEntropy, unshared=["model.float8"]), "model.float8 is given, whose scales a pipeline"),
+        (RunOptions(DEEP, CrossEntropy, has_float8=True), "model.float8 is given, whose scales a pipeline"),
     ],
 )
 def test_a_run_that_a_pipeline_cannot_train_is_refused_before_ranks_start(run: RunOptions, message: str) -> None:
     strategy = build_strategy()
-    strategy.check_options(RunOptions(DEEP, CrossEntropy, batch_sizes=(8, 4), unshared=["model.adapter.dora"]))
+    strategy.check_options(RunOptions(DEEP, CrossEntropy, batch_sizes=(8, 4)))
     with pytest.raises(UserError, match=message):
         strategy.check_options(run)
 

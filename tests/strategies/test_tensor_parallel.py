@@ -49,6 +49,7 @@ from tests.train.support import COMPILE_SECONDS, TINY, KeepGradients, build_trai
 
 DENSE = replace(TINY, vocab_size=64)
 LORA = AdapterConfig(rank=4, alpha=8.0)
+DORA = AdapterConfig(rank=4, alpha=8.0, dora=True)
 
 
 def with_attention(num_kv_heads: int = 2, **options: Any) -> DecoderConfig:
@@ -88,6 +89,8 @@ CASES: dict[str, Case] = {
     "shared experts": (with_experts(balance_loss=0.01), None, {"expert_parallel": 2}),
     "adapters": (with_attention(1, has_qkv_bias=True), LORA, {}),
     "adapters of delta layers": (DELTA, LORA, {}),
+    "scaled adapters": (with_attention(1, has_qkv_bias=True), DORA, {}),
+    "scaled adapters of delta layers": (DELTA, DORA, {"activation_checkpointing": "block"}),
     "offload and groups": (
         DENSE,
         None,
@@ -361,9 +364,8 @@ LATENT = replace(DENSE, num_heads=None, num_kv_heads=None, mixers=(LatentAttenti
             "cannot share data.seq_len 18: set it to 2",
         ),
         (RunOptions(LATENT, CrossEntropy), 2, "cannot share a LatentAttentionConfig, which has no `find_uncut`"),
-        (RunOptions(DENSE, CrossEntropy, whole_matrices="muon"), 2, "the optimizer is muon, which needs whole"),
         (RunOptions(DENSE, KTO), 2, "KTO does not train under tensor parallelism: set it to 1"),
-        (RunOptions(DENSE, CrossEntropy, unshared=["model.float8"]), 2, "model.float8 needs whole layers"),
+        (RunOptions(DENSE, CrossEntropy, has_float8=True), 2, "model.float8 needs whole layers"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_with_the_nearest_number_that_works(

@@ -193,13 +193,11 @@ def check_layout(workload: Workload, layout: Layout) -> None:
     """
     whole = workload.optimizer.whole_name
     check_expert_share(workload.decoder.parts.feed_forward, layout.expert_parallel, layout.ranks_per_shard_group, whole)
-    has_dora = workload.adapter is not None and workload.adapter.dora
     run = RunOptions(
         workload.decoder,
         workload.objective,
         whole_matrices=whole,
         seq_len=workload.seq_len,
-        unshared=["model.adapter.dora"] if has_dora else [],
     )
     if layout.tensor_parallel > 1:
         check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
