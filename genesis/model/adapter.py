@@ -161,8 +161,9 @@ class AdaptedLinear(nn.Linear, Part):
         if self.lora_magnitude is None:
             return
         if self.column_ranks is not None:
-            assert isinstance(self.weight, DTensor)
-            of_all = self.weight.float().square().sum(1).full_tensor().sqrt()
+            squares = self.weight.float().square().sum(1)
+            assert isinstance(squares, DTensor)
+            of_all = squares.full_tensor().sqrt()
             for own in local_shards("magnitude", self.lora_magnitude, "parameter"):
                 own.data.copy_(of_all.narrow(0, own.part.offsets[0], own.part.sizes[0]))
             return

@@ -223,11 +223,12 @@ class _Rows(NamedTuple):
 
     def join(self, matrix: Tensor) -> Tensor:
         """Returns the rows of a matrix."""
-        return matrix.unflatten(0, (self.num_joined, -1)).transpose(0, 1).flatten(1)
+        return matrix.reshape(self.num_joined, self.num_rows, -1).transpose(0, 1).reshape(self.num_rows, -1)
 
     def divide(self, rows: Tensor) -> Tensor:
         """Returns the matrix of all rows."""
-        return rows.unflatten(1, (self.num_joined, -1)).transpose(0, 1).flatten(0, 1)
+        parts = rows.reshape(self.num_rows, self.num_joined, -1).transpose(0, 1)
+        return parts.reshape(self.num_joined * self.num_rows, -1)
 
 
 def _direct_shared(
@@ -341,7 +342,7 @@ def _find_ranks(parameter: DTensor) -> _Ranks:
     axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
     # FSDP2 comes before the axis of ranks that share a matrix, and cuts the rows of their parts.
     outer, *inner = (placements[axis] for axis in axes)
-    if outer.dim != 0 or inner not in ([], [Shard(0)], [Shard(1)]):
+    if getattr(outer, "dim", None) != 0 or inner not in ([], [Shard(0)], [Shard(1)]):
         raise ValueError(
             "a matrix that is needed whole must be sharded by rows over one mesh axis, or by rows of its parts on "
             f"another, but one has {placements}: shard it with fully_shard's default placement or give it to AdamW"

@@ -135,7 +135,8 @@ def _compare_label(share: RowShare, logits: Tensor, target: Tensor) -> tuple[Ten
     largest = _find_largest(share, logits)
     probs = (logits - largest).exp_()
     of_label = (logits.gather(1, own) - largest).masked_fill_(~is_own, 0.0)
-    total, of_label = _add(share, torch.cat((probs.sum(1, keepdim=True), of_label), dim=1)).split(1, dim=1)
+    sums = _add(share, torch.cat((probs.sum(1, keepdim=True), of_label), dim=1))
+    total, of_label = sums[:, :1], sums[:, 1:]
     return total.log() - of_label, probs.div_(total).scatter_add_(1, own, -is_own.float())
 
 

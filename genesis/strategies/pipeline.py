@@ -296,7 +296,7 @@ class Pipeline:
         self._schedule: Any = None
         self._schedule_key: tuple[int, tuple[int, int, int]] | None = None
         self._names: dict[bool, tuple[list[str], list[str], dict[str, torch.Size]]] = {}
-        decoder.forward = self.run  # type: ignore[method-assign]
+        decoder.forward = self.run  # type: ignore[assignment, method-assign]  # it runs no more than heads
 
     # ---- training
 
@@ -434,8 +434,8 @@ class Pipeline:
         described: list[Any] = [(result.shape, result.dtype) for result in window.results] or [None]
         dist.broadcast_object_list(described, group=self._group, group_src=last)
         ((shape, dtype),) = described
-        (found,) = window.results or [torch.empty(shape, dtype=dtype, device=self._device)]
-        found = found.contiguous()
+        (result,) = window.results or [torch.empty(shape, dtype=dtype, device=self._device)]
+        found: Tensor = result.contiguous()
         dist.broadcast(found, group=self._group, group_src=last)
         return found
 

@@ -32,23 +32,23 @@ TP2: dict[str, Any] = {"tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("world_size", "options", "optimizer"),
     [
-        (2, CP2),
-        (4, CP2),
-        (4, CP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}),
-        (4, TP2),
-        (4, TP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}),
-        (4, TP2 | CP2),
+        (2, CP2, "adamw"),
+        (4, CP2, "adamw"),
+        (4, CP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}, "adamw"),
+        (4, TP2, "muon"),
+        (4, TP2 | {"pipeline_parallel": 2, "activation_checkpointing": "block"}, "adamw"),
+        (4, TP2 | CP2, "muon"),
     ],
 )
 def test_ranks_that_share_rows_or_matrices_go_on_bit_for_bit_after_a_kill(
-    tmp_path: Path, tiny_corpus: Path, world_size: int, options: dict[str, Any]
+    tmp_path: Path, tiny_corpus: Path, world_size: int, options: dict[str, Any], optimizer: str
 ) -> None:
-    straight = run_ranks(train_alike, world_size, "adamw", tmp_path / "straight", tiny_corpus, options, STEPS)
+    straight = run_ranks(train_alike, world_size, optimizer, tmp_path / "straight", tiny_corpus, options, STEPS)
     with pytest.raises(AssertionError):
-        run_ranks(train_alike, world_size, "adamw", tmp_path / "run", tiny_corpus, options, STEPS, Kill())
-    resumed = run_ranks(train_alike, world_size, "adamw", tmp_path / "run", tiny_corpus, options, STEPS)
+        run_ranks(train_alike, world_size, optimizer, tmp_path / "run", tiny_corpus, options, STEPS, Kill())
+    resumed = run_ranks(train_alike, world_size, optimizer, tmp_path / "run", tiny_corpus, options, STEPS)
     assert {found["from"] for found in resumed} == {HALF}
     weights, expected = join_weights(resumed), join_weights(straight)
     assert weights.keys() == expected.keys()

@@ -121,6 +121,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, teacher: 
         pytest.param("full", 2, "teacher", marks=pytest.mark.slow),
         pytest.param("full", 2, "cache", marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, "teacher", marks=pytest.mark.slow),
+        pytest.param("tensor", 2, "teacher", marks=pytest.mark.slow),
+        pytest.param("context", 2, "cache", marks=pytest.mark.slow),
+        pytest.param("pipeline", 2, "teacher", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_distillation_climbs_on_bit_for_bit(
