@@ -200,9 +200,9 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
 def test_two_ranks_train_as_one(
     tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, adapter: dict[str, Any] | None
 ) -> None:
-    shared = (str(base), str(pair_corpus), strategy, "sync", adapter, False)
-    (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *shared)
-    two, other_rank = run_ranks(climb, 2, str(tmp_path / "2"), *shared)
+    files, shared = (str(base), str(pair_corpus)), ("sync", adapter, False)
+    (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *files, "replicated", *shared)
+    two, other_rank = run_ranks(climb, 2, str(tmp_path / "2"), *files, strategy, *shared)
     weights = {**other_rank["weights"], **two["weights"]}  # those of both, where each has some layers
     for name, tensor in one["weights"].items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
