@@ -195,17 +195,16 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full", "replicated", "tensor", "context", "pipeline"])
+@pytest.mark.parametrize("strategy", ["full", "replicated"])
 @pytest.mark.parametrize("adapter", [{"rank": 3}, None], ids=["lora", "whole"])
 def test_two_ranks_train_as_one(
     tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, adapter: dict[str, Any] | None
 ) -> None:
-    files, shared = (str(base), str(pair_corpus)), ("sync", adapter, False)
-    (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *files, "replicated", *shared)
-    two, other_rank = run_ranks(climb, 2, str(tmp_path / "2"), *files, strategy, *shared)
-    weights = {**other_rank["weights"], **two["weights"]}  # those of both, where each has some layers
+    shared = (str(base), str(pair_corpus), strategy, "sync", adapter, False)
+    (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *shared)
+    two, _ = run_ranks(climb, 2, str(tmp_path / "2"), *shared)
     for name, tensor in one["weights"].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(two["weights"][name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
     for line, other in zip(one["log"], two["log"], strict=True):
         wanted = {name: value for name, value in figures_of(line).items() if "scale_factor" not in name}
         assert {name: other[name] for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=1e-4)

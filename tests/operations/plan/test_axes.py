@@ -232,7 +232,7 @@ def test_a_plan_refuses_in_words(options: list[str], words: str) -> None:
     ("recipe", "options", "words"),
     [
         ("finetune/smollm2-135m-lora", {"context_parallel": 2}, "does not divide the 9 heads"),
-        ("finetune/smollm2-135m-dpo", {"tensor_parallel": 2}, "cannot share num_heads 9"),
+        ("finetune/smollm2-135m-dpo", {"tensor_parallel": 2}, "cannot share num_kv_heads 3"),
         ("genesis-1b", {"pipeline_parallel": 2, "gradient_reduction": "micro_batch"}, "gradient_reduction is micro_b"),
         ("genesis-1b", {"tensor_parallel": 3}, "cannot share num_"),
         ("genesis-1b", {"stages_per_rank": 2}, "stages_per_rank is given, and pipeline_parallel is 1"),
