@@ -229,8 +229,8 @@ def test_a_batch_that_is_not_learned_is_caught() -> None:
 )
 def test_ranks_that_do_not_sum_are_caught(sharded: list[Step]) -> None:
     single = [Step(5.0, 2.0), Step(4.0, 1.0)]
-    assert check_split(single, single).status == "passed"
-    assert check_split(single, sharded).status == "failed"
+    assert check_split(single, single, 2).status == "passed"
+    assert check_split(single, sharded, 2).status == "failed"
 
 
 # ---- what is cut
