@@ -184,8 +184,9 @@ def warn_of_crossing(degrees: Degrees, nodes: Sequence[int]) -> Iterator[str]:
     >>> [line.partition(":")[0] for line in warn_of_crossing(Degrees(tp=2, dp_shard=2), [0, 1, 0, 1])]
     ['tensor parallelism crosses nodes (ranks 0, 1), and communicates in every layer over the network']
     """
-    for axis in ("tp", "cp"):
-        groups = groups_along(degrees.data_axes(), (axis,))
+    axes = degrees.data_axes()
+    for axis in (name for name in ("tp", "cp") if axes[name] > 1):
+        groups = groups_along(axes, (axis,))
         crossing = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
         if crossing is not None:
             yield (

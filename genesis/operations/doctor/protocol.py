@@ -134,7 +134,7 @@ class _Protocol:
         self._progress, self._ranks = progress, ranks
         self._found = Examination()
         self._options: dict[str, Any] = dict(SINGLE)
-        self._num_steps = 0
+        self._num_steps = self._num_layers = 0
         self._objective: type[Objective] = CrossEntropy
         self._is_new = True
         self._straight = Watch()
@@ -167,7 +167,7 @@ class _Protocol:
         self._options |= {change.key: change.now for change in self._found.changes}
         self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong
         data = {**resolved["data"], **{key.removeprefix("data."): value for key, value in self._options.items()}}
-        layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
+        layers = self._num_layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
         self._num_steps = plan_num_steps(
             replace(decoder, num_layers=layers),
             adapter,
@@ -332,8 +332,7 @@ class _Protocol:
     def _split(self) -> None:
         """Trains on one rank, on two, and last on the ranks of each axis of the recipe and of all of them."""
         self._progress(f"{_SPLIT_STEPS} steps on one rank and on {_SPLIT_RANKS}")
-        decoder = self._resolved["model"]["decoder"]
-        axes = plan_axes(self._resolved, self._options.get("model.decoder.num_layers", decoder["num_layers"]))
+        axes = plan_axes(self._resolved, self._num_layers)
         # Each rank of a pipeline needs a micro-batch, and the ranks that read different data share the rows.
         num_rows = math.lcm(_SPLIT_ROWS, *(plan.num_ranks for plan in axes if plan.why_not is None))
         common = {
