@@ -43,20 +43,18 @@ class AxisTraffic:
         if not torch.compiler.is_compiling() and self.is_counting:
             self._sent = Sent(self._sent.num_calls + 1, self._sent.num_bytes + num_bytes)
 
-    def note_both(self, result: Tensor, num_bytes: int, num_bytes_back: int | None = None) -> Tensor:
-        """Counts the collective that gave `result`, and later the one of its backward; returns the result.
+    def note_both(self, result: Tensor, num_bytes: int) -> Tensor:
+        """Counts the collective that gave `result`, and later that of its backward, which sends as much.
 
         Args:
-            result: What the collective gave.
+            result: What the collective gave, which is returned.
             num_bytes: The bytes that this rank sends.
-            num_bytes_back: The same in the backward; by default as many.
         """
         if torch.compiler.is_compiling() or not self.is_counting:
             return result
         self.note(num_bytes)
         if result.requires_grad:
-            back = num_bytes if num_bytes_back is None else num_bytes_back
-            result.register_hook(partial(_note_back, self, back))
+            result.register_hook(partial(_note_back, self, num_bytes))
         return result
 
     def take(self) -> Sent:

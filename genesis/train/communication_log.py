@@ -5,9 +5,9 @@
                                     log line: the least with which the collectives can be done
     communication/AXIS_calls        the collectives and transfers in which it does, likewise
 
-AXIS is `tensor`, `context`, `pipeline` or `expert`; an axis of one rank is left out, and so are `tensor` and `context`
-with compiled blocks, in which collectives cannot be counted. The gathers and reductions of FSDP2 and DDP are not in
-it: `genesis plan` has their bytes. Does it communicate? No, and it waits for no device.
+AXIS is `tensor`, `context` or `pipeline`; an axis of one rank is left out, and so are `tensor` and `context` with
+compiled blocks, in which collectives cannot be counted. Not in it are the exchanges of experts, and the gathers and
+reductions of FSDP2 and DDP, whose bytes `genesis plan` prints. Does it communicate? No, and it waits for no device.
 """
 
 from collections.abc import Mapping
