@@ -54,7 +54,7 @@ class AxisTraffic:
             return result
         self.note(num_bytes)
         if result.requires_grad:
-            result.register_hook(partial(_note_back, self, num_bytes))
+            result.register_hook(partial(_note_back, self, num_bytes))  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def take(self) -> Sent:

@@ -367,7 +367,7 @@ class _Protocol:
         if why_not is not None:
             self._found.checks.append(Check(plan.name, "does not apply", f"not checked: it {why_not}"))
             return
-        given = " and ".join(f"{key} {value}" for key, value in plan.options.items())
+        given = " and ".join(f"{name} {ranks}" for name, ranks in plan.degrees.items())
         self._progress(f"{_SPLIT_STEPS} steps with {given}")
         options = {
             **common,

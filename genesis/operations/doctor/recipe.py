@@ -127,6 +127,16 @@ _FIT_SECONDS: Final = 90.0
 _MIN_SEQ_LEN: Final = 128
 _MIN_LAYERS: Final = 2
 _MOST_RANKS: Final = 8
+_PLAIN_SHARDS: Final[Options] = {
+    "shard": "full",
+    "ranks_per_shard_group": None,
+    "gather_dtype": None,
+    "reduce_dtype": "float32",
+    "cpu_offload": False,
+    "compile_blocks": False,
+    "process_group_backend": None,
+}
+"""In place of the recipe's: what follows from its own number of ranks and its devices, or rounds."""
 
 
 def to_arguments(options: Options) -> list[str]:
@@ -180,6 +190,12 @@ class AxisPlan(NamedTuple):
     options: Options
     why_not: str | None
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The options with the numbers of ranks of its axes."""
+        names = [f"{name}_parallel" for name in AXIS_NAMES.values()]
+        return {name: self.options[name] for name in names if self.options[name] > 1}
+
 
 def plan_axes(resolved: Mapping[str, Any], num_layers: int) -> list[AxisPlan]:
     """Returns a fit for each axis of the recipe alone, then one for all of them together.
@@ -192,20 +208,23 @@ def plan_axes(resolved: Mapping[str, Any], num_layers: int) -> list[AxisPlan]:
     given = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
     degrees = {axis: given.get(f"{name}_parallel", 1) for axis, name in AXIS_NAMES.items()}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    of_stages = {key: given[key] for key in ("stages_per_rank", "layers_per_stage") if given.get(key)}
+    num_rounds, divided = given.get("stages_per_rank", 1), given.get("layers_per_stage")
     plans = []
     for axes in [*({axis: degree} for axis, degree in used.items()), *([used] if len(used) > 1 else [])]:
-        options = {f"{AXIS_NAMES[axis]}_parallel": degree for axis, degree in axes.items()}
-        lenders = math.prod(degree for axis, degree in axes.items() if axis in ("tp", "cp"))
-        num_ranks = math.lcm(lenders, axes.get("ep", 1)) * axes.get("pp", 1)
-        num_stages = axes.get("pp", 1) * of_stages.get("stages_per_rank", 1)
+        num_lenders = axes.get("tp", 1) * axes.get("cp", 1)
+        num_ranks = math.lcm(num_lenders, axes.get("ep", 1)) * axes.get("pp", 1)
+        num_stages = axes["pp"] * num_rounds if "pp" in axes else 1
         why_not = None
         if num_ranks > _MOST_RANKS:
             why_not = f"needs {num_ranks} ranks, and the doctor starts at most {_MOST_RANKS} on a CPU"
-        elif "pp" in axes and num_layers < num_stages:
+        elif num_layers < num_stages:
             why_not = f"has {num_stages} stages, and the examined model only {num_layers} layers"
-        if "pp" in axes:
-            options |= of_stages
+        options = {
+            **_PLAIN_SHARDS,
+            **{f"{name}_parallel": axes.get(axis, 1) for axis, name in AXIS_NAMES.items()},
+            "stages_per_rank": num_rounds if "pp" in axes else 1,
+            "layers_per_stage": divided if "pp" in axes and divided and sum(divided) == num_layers else None,
+        }
         name = AXIS_NAMES[next(iter(axes))] if len(axes) == 1 else "axes"
         plans.append(AxisPlan(name, num_ranks, options, why_not))
     return plans
