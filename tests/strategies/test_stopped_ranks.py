@@ -55,7 +55,7 @@ class Stop(pl.Callback):
 
 def stick(directory: Path, axis: str, phase: Phase) -> None:
     # Only the limit for a stopped process can be over in time: the other phases have four times the time of training.
-    watch = HangWatch(timeout_seconds=6.0, phase_seconds={"validate": 300.0, "save": 300.0})
+    watch = HangWatch(timeout_seconds=10.0, phase_seconds={"validate": 300.0, "save": 300.0})
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=STEP, mode="sync")
     callbacks = [TokenCounters(), Heartbeat(directory), watch, Stop(phase), checkpoint]
     trainer = build_trainer(Sharded(**AXES[axis]), 2, 3 * STEP, callbacks, val_check_interval=1)
