@@ -25,7 +25,7 @@ from genesis_callbacks._hang_report import (
 from genesis_callbacks.base.errors import UserError
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.run_directory import RunDirectory
-from genesis_callbacks.hang_watch import EXIT_STATUS, HangLimits, choose_limit
+from genesis_callbacks.hang_watch import EXIT_STATUS, HangLimits, Pulse, choose_limit
 from genesis_callbacks.heartbeats import read_heartbeats
 from genesis_callbacks.phases import in_phase, note_progress
 from genesis_callbacks.testing import run_ranks
@@ -93,6 +93,21 @@ def test_the_last_collective_of_a_record_has_its_sizes_and_nccl_its_state() -> N
 def test_wrong_limits_are_refused(options, words: str) -> None:
     with pytest.raises(UserError, match=words):
         HangWatch(**options)
+
+
+def test_a_process_is_last_seen_when_it_gave_its_last_sign_of_life(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeats" / "rank-1.pulse"
+    own, neighbour = Pulse(path, "now"), Pulse(path, "now")
+    assert neighbour.look(1.0) is None
+    own.beat()
+    assert [neighbour.look(seconds) for seconds in (2.0, 9.0)] == [2.0, 2.0]
+    os.utime(path, ns=(0, 0))
+    assert neighbour.look(10.0) == 10.0
+    own.beat()
+    assert neighbour.look(11.0) == 11.0
+    assert Pulse(path, "another fit").look(12.0) is None
+    own.end()
+    assert neighbour.look(13.0) is None
 
 
 def test_a_trainer_without_a_heartbeat_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ class _UnstartedCLI(GenesisCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         self.start: Path | None = self._prepare_subcommand_kwargs(subcommand)["ckpt_path"]
 
+    def _check_strategy(self) -> None:
+        """Does nothing: the axes of a recipe do not fit one device, and each fit of the doctor checks its strategy."""
+
 
 def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
     """Returns what `genesis fit` would train.

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from genesis.model.exchange import HeadExchange
 from genesis.objectives.distillation_loss import DistillationSums, TeacherClasses
 from genesis.objectives.vocabulary import Vocabulary
+from genesis.strategies.axis_traffic import AxisTraffic, reduced_bytes
 
 
 class ContextExchange(HeadExchange):
@@ -27,11 +28,12 @@ class ContextExchange(HeadExchange):
 
     Args:
         group: The ranks.
+        traffic: Counts what this rank sends to the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: AxisTraffic | None = None) -> None:
         super().__init__(group.size(), group.rank())
-        self._group = group
+        self._group, self._traffic = group, traffic or AxisTraffic()
 
     def place(self, of_tokens: Float[Tensor, " N"], num_rows: int) -> Float[Tensor, " M"]:
         """Returns values of whole rows that are 0 for the tokens of other ranks, with all dimensions in one."""
@@ -41,6 +43,7 @@ class ContextExchange(HeadExchange):
 
     def sum_over_row(self, counts: Tensor) -> Tensor:
         """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
+        self._traffic.note(reduced_bytes(counts, self.size))
         summed: Tensor = wait_tensor(all_reduce(counts, "sum", self._group))  # type: ignore[no-untyped-call]  # torch's
         return summed
 
@@ -59,6 +62,7 @@ class ContextExchange(HeadExchange):
         # The wait is a part of the graph. Without it, a compiled block would take the tensor with its pending
         # communication for an input, and cut its gradient in silence.
         arrived: Tensor = wait_tensor(all_to_all_single_autograd(sent, ones, ones, self._group))  # type: ignore[no-untyped-call]
+        arrived = self._traffic.note_both(arrived, sent.nbytes * (self.size - 1) // self.size)
         return arrived.view(packed.shape)
 
 

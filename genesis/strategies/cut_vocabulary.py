@@ -173,11 +173,13 @@ def _compare_teacher(
 
 def _find_largest(share: RowShare, logits: Tensor) -> Tensor:
     largest = logits.amax(1, keepdim=True)
+    share.note_reduction(largest)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=share.group)
     return largest
 
 
 def _add(share: RowShare, sums: Tensor) -> Tensor:
+    share.note_reduction(sums)
     dist.all_reduce(sums, group=share.group)
     return sums
 

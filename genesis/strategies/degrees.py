@@ -12,7 +12,7 @@ ranks have four views: `data_axes` (which data a rank reads), and `dense_axes`, 
 parameters live).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Final
@@ -174,6 +174,30 @@ def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> tuple[tuple[i
     inner = [number for number, name in enumerate(axes) if name in names]
     size = prod(axes[name] for name in names)
     return tuple(tuple(group) for group in ranks.transpose(*outer, *inner).reshape(-1, size).tolist())
+
+
+def warn_of_crossing(degrees: Degrees, nodes: Sequence[int]) -> Iterator[str]:
+    """Yields a warning for each axis that communicates in every layer, and has ranks on several nodes.
+
+    Args:
+        degrees: The resolved degrees.
+        nodes: The node of each rank, as the launcher has placed it.
+
+    >>> list(warn_of_crossing(Degrees(tp=2, dp_shard=2), [0, 0, 1, 1]))
+    []
+    >>> [line.partition(":")[0] for line in warn_of_crossing(Degrees(tp=2, dp_shard=2), [0, 1, 0, 1])]
+    ['tensor parallelism crosses nodes (ranks 0, 1), and communicates in every layer over the network']
+    """
+    axes = degrees.data_axes()
+    for axis in (name for name in ("tp", "cp") if axes[name] > 1):
+        groups = groups_along(axes, (axis,))
+        crossing = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
+        if crossing is not None:
+            yield (
+                f"{AXIS_NAMES[axis]} parallelism crosses nodes (ranks {', '.join(map(str, crossing))}), and "
+                "communicates in every layer over the network: lower its degree to what a node has, or start the ranks "
+                "of a node one after the other"
+            )
 
 
 def list_divisors(number: int) -> list[int]:

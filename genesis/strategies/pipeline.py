@@ -32,6 +32,7 @@ from genesis.model.part import Statistics
 from genesis.model.stages import NumberedBlocks, check_micro_batches, ideal_bubble_share
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, HeadResult
+from genesis.strategies.axis_traffic import AxisTraffic
 from genesis.strategies.micro_batches import add_result, scale_terms
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis_callbacks.step_parts import Part as StepPart
@@ -248,6 +249,7 @@ class _NumberedStage(PipelineStage):
 
     submod: Stage
     clock: StageClock
+    traffic: AxisTraffic
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         """Runs the forward of a micro-batch."""
@@ -259,6 +261,19 @@ class _NumberedStage(PipelineStage):
         """Runs the backward of a micro-batch."""
         with self._working_on("backward"):
             super().backward_one_chunk(*arguments, **options)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns the transfers of an output to the next stage."""
+        return self._count(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns the transfers of a gradient to the stage before."""
+        return self._count(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _count(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        for operation in operations:
+            self.traffic.note(operation.tensor.nbytes)
+        return operations
 
     @contextlib.contextmanager
     def _working_on(self, part: StepPart) -> Iterator[None]:
@@ -278,6 +293,7 @@ class Pipeline:
         dtype: The dtype of the residual stream.
         clock: Measures this rank's work in training.
         num_shares: The number of ranks that share the tokens of each row.
+        traffic: Counts what this rank sends to the others.
     """
 
     def __init__(
@@ -289,9 +305,10 @@ class Pipeline:
         dtype: torch.dtype,
         clock: StageClock,
         num_shares: int = 1,
+        traffic: AxisTraffic | None = None,
     ) -> None:
         self._decoder, self.stages, self._group, self._device, self._dtype = decoder, stages, group, device, dtype
-        self._clock, self._num_shares = clock, num_shares
+        self._clock, self._num_shares, self._traffic = clock, num_shares, traffic or AxisTraffic()
         self._rank, self._num_ranks = group.rank(), group.size()
         self._schedule: Any = None
         self._schedule_key: tuple[int, tuple[int, int, int]] | None = None
@@ -341,7 +358,7 @@ class Pipeline:
                     group=self._group,
                 )
             )
-            stages[-1].clock = self._clock
+            stages[-1].clock, stages[-1].traffic = self._clock, self._traffic
         # `scale_grads` would divide every gradient by the number of micro-batches: the scales of terms are in the loss.
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss.sum(), "scale_grads": False}
         if len(stages) > 1:
@@ -372,6 +389,7 @@ class Pipeline:
     def _exchange(self, sent: Tensor | None, received: Tensor | None, *, peer: int, source: int | None = None) -> None:
         operations = []
         if sent is not None:
+            self._traffic.note(sent.nbytes)
             operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=peer))
         if received is not None:
             source = peer if source is None else source

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchmetrics import Metric
 
@@ -24,9 +25,10 @@ from genesis.objectives.objective import Head, HeadResult, Objective, prepare
 from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
+from genesis.strategies.axis_traffic import AxisTraffic
 from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
 from genesis.strategies.cut_vocabulary import CutVocabulary
-from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on
+from genesis.strategies.degrees import AXIS_NAMES, Degrees, list_divisors, place_on, warn_of_crossing
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.float8_gather import gather_in_float8
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
@@ -97,6 +99,7 @@ class Sharded(ModelParallelStrategy):
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
         offload: What lies in the host's memory.
         stage_clock: Measures when the stages of this rank compute; None without a pipeline.
+        traffic: Counts what this rank sends along each axis on which that can be counted.
         vocabulary: What computes losses with the output weight, which ranks may share.
     """
 
@@ -175,6 +178,8 @@ class Sharded(ModelParallelStrategy):
         self._stages: list[Stage] = []
         self.pipeline: Pipeline | None = None
         self.stage_clock = StageClock() if pipeline_parallel > 1 else None
+        counted = ("pp",) if self.compile_blocks else ("tp", "cp", "pp")
+        self.traffic = {AXIS_NAMES[axis]: AxisTraffic() for axis in counted if self._axes[axis] > 1}
 
     # ---- the layout, for the training step
 
@@ -267,11 +272,11 @@ class Sharded(ModelParallelStrategy):
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         if self._axes["tp"] > 1:
-            share = RowShare(self._mesh.tensor.get_group())
-            share_matrices(decoder, share, MatrixCutter(self._mesh.tensor))
+            share = RowShare(self._mesh.tensor.get_group(), self.traffic.get("tensor"))
+            share_matrices(decoder, share, MatrixCutter(self._mesh.tensor, share.traffic))
             self.vocabulary = CutVocabulary(share)
         if self._axes["cp"] > 1:
-            exchange = ContextExchange(self._mesh.data.get_group("cp"))
+            exchange = ContextExchange(self._mesh.data.get_group("cp"), self.traffic.get("context"))
             share_context(decoder, exchange)
             self.vocabulary = ContextVocabulary(exchange, self.vocabulary)
         options = ShardOptions(
@@ -298,7 +303,14 @@ class Sharded(ModelParallelStrategy):
             num_shares = self._axes["cp"] * self._axes["tp"]
             assert self.stage_clock is not None
             self.pipeline = Pipeline(
-                decoder, self._stages, group, self.root_device, dtype, self.stage_clock, num_shares
+                decoder,
+                self._stages,
+                group,
+                self.root_device,
+                dtype,
+                self.stage_clock,
+                num_shares,
+                self.traffic["pipeline"],
             )
 
     def allocate(self, decoder: Decoder) -> None:
@@ -405,6 +417,8 @@ class Sharded(ModelParallelStrategy):
         """
         degrees = self._plan_degrees()
         self._setup_distributed()
+        for warning in warn_of_crossing(degrees, self.start.nodes):
+            rank_zero_warn(warning)
         timeout_seconds = choose_timeout(self.timeout_seconds, self.hang_seconds)
         self._mesh = WorldMesh(degrees, self.root_device.type, timeout_seconds)
         self._layout = self._lay_out(degrees, self._mesh)

@@ -144,8 +144,8 @@ def find_stray(starts: Sequence[StartOfRank]) -> tuple[int, str] | None:
     return None
 
 
-def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
-    """Compares the starts of all ranks. Every rank calls it; it communicates over a group of its own.
+def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> list[StartOfRank]:
+    """Compares the starts of all ranks, and returns them. Every rank calls it; it communicates over its own group.
 
     Raises:
         RunEndedError: On rank 0 and the first rank that differs from it: that rank is of another start, or has
@@ -161,7 +161,7 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
         if found is None:
             others = [rank for rank, start in enumerate(starts) if start.recipe_hash != starts[0].recipe_hash]
             if not others:
-                return
+                return starts
             recipes = ranks.gather(recipe)
     except RuntimeError as error:
         raise RunEndedError(
@@ -193,10 +193,12 @@ class Start:
 
     Attributes:
         recipe: The resolved recipe, the same on all ranks; set it before the ranks join the process group.
+        nodes: The node of each rank, known after `check`.
     """
 
     def __init__(self) -> None:
         self.recipe: Mapping[str, Any] = {}
+        self.nodes: Sequence[int] = ()
         self._stopped: threading.Event | None = None
 
     def begin(self) -> None:
@@ -209,8 +211,9 @@ class Start:
         Raises:
             RunEndedError: See `check_same_start`.
         """
+        self.nodes = [node]
         if dist.get_world_size() > 1:
-            check_same_start(read_start(node, self.recipe), self.recipe)
+            self.nodes = [start.node for start in check_same_start(read_start(node, self.recipe), self.recipe)]
         if is_launched() and self._stopped is None:
             # Until here a rank ends immediately with its launcher, since it might wait forever in the rendezvous. From
             # here on other ranks notice the loss of rank 0 and name it, and at the run's end rank 0 may end first.

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from genesis.base.errors import UserError
 from genesis.model.adapter import AdaptedLinear, use_rows
+from genesis.strategies.axis_traffic import AxisTraffic, reduced_bytes
 
 
 class RowShare:
@@ -36,10 +37,12 @@ class RowShare:
 
     Args:
         group: The ranks that share rows, in the order of their tokens.
+        traffic: Counts what this rank sends to the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: AxisTraffic | None = None) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.traffic = traffic or AxisTraffic()
 
     def cut(self, rows: Tensor) -> Tensor:
         """Returns this rank's tokens of whole rows (B S ...). Does not communicate.
@@ -56,15 +59,22 @@ class RowShare:
 
     def gather(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B S D"]:
         """Returns whole rows of the tokens of all ranks. Communicates, like its backward, which adds gradients."""
-        return _wait(functional.all_gather_single_autograd(x.contiguous(), 1, self.group))
+        rows = _wait(functional.all_gather_single_autograd(x.contiguous(), 1, self.group))
+        return self.traffic.note_both(rows, x.nbytes * (self.size - 1))
 
     def scatter(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B T D"]:
         """Returns this rank's tokens of the sum of all ranks' rows. Communicates, like its backward."""
-        return _wait(functional.reduce_scatter_single_autograd(x.contiguous(), "sum", 1, self.group))
+        own = _wait(functional.reduce_scatter_single_autograd(x.contiguous(), "sum", 1, self.group))
+        return self.traffic.note_both(own, own.nbytes * (self.size - 1))
 
     def sum_over_row(self, counts: Tensor) -> Tensor:
         """Returns the sum of what the ranks have counted in their tokens, without a gradient. Communicates."""
+        self.note_reduction(counts)
         return _wait(functional.all_reduce(counts.detach(), "sum", self.group))
+
+    def note_reduction(self, x: Tensor) -> None:
+        """Counts a reduction of a tensor over all ranks."""
+        self.traffic.note(reduced_bytes(x, self.size))
 
 
 class MatrixCutter:
@@ -72,10 +82,11 @@ class MatrixCutter:
 
     Args:
         mesh: The ranks, one axis.
+        traffic: Counts what this rank sends to the others.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh, traffic: AxisTraffic | None = None) -> None:
+        self._mesh, self._traffic = mesh, traffic or AxisTraffic()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
 
     def cut(self, module: nn.Module, name: str, dim: int = 0) -> None:
@@ -107,7 +118,7 @@ class MatrixCutter:
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks, and sums its gradient. Communicates."""
         total: Tensor = _Sum.apply(x, self._mesh.get_group())  # type: ignore[no-untyped-call]  # torch's
-        return total
+        return self._traffic.note_both(total, reduced_bytes(x, self.size))
 
 
 def _wait(pending: Tensor) -> Tensor:

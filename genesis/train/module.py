@@ -46,6 +46,7 @@ from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.pipeline import StageClock
 from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.communication_log import CommunicationLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.float8 import apply_float8, prepare_float8
 from genesis.train.flops import WindowFlops
@@ -228,7 +229,7 @@ class GenesisModule(pl.LightningModule):
         return build_optimizer(self._model, self.algorithm)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the log of the training steps, and those of transfers to the host and of a pipeline if there are any.
+        """Returns the log of the training steps, and those of offload, pipeline and axes if there are any.
 
         Lightning runs these after the callbacks of the trainer, and before those that save. The log of the training
         steps is the last, because it writes what all of them have logged.
@@ -239,6 +240,9 @@ class GenesisModule(pl.LightningModule):
             logs.insert(0, PipelineLog(clock))
         if isinstance(offload, HostOffload) and offload.is_active:
             logs.insert(0, OffloadLog(offload.traffic))
+        traffic = vars(self.trainer.strategy).get("traffic")
+        if traffic:
+            logs.insert(0, CommunicationLog(traffic))
         return logs
 
     @property

@@ -1,8 +1,10 @@
 """Ends a run that hangs, with the stacks of every rank and the name of the rank for which the others wait.
 
 It logs nothing. A thread of each rank looks at the progress that `Heartbeat` notes in memory, so that a training step
-costs nothing beyond the heartbeat. Does it communicate? The ranks agree on a name when a fit begins. In a hang they
-exchange files in the run's directory and no message, because a process group that hangs cannot be used.
+costs nothing beyond the heartbeat. It also shows the next rank that it runs itself: a process that is stopped is missed
+after the time of training, whatever it does, from the start of the fit on. Does it communicate? The ranks agree on a
+name when a fit begins. In a hang they exchange files in the run's directory and no message, because a process group
+that hangs cannot be used.
 
     RUN/hangs/MOMENT/rank-N.stacks    the Python stacks of all threads of a rank
                      rank-N.json      where the rank is: phase, step, line, last collective with sizes of tensors
@@ -10,6 +12,7 @@ exchange files in the run's directory and no message, because a process group th
                      verdict.txt      the rank that is missing, and a line for each rank
 """
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,8 +42,8 @@ from .base.errors import UserError
 from .base.events import EventLog
 from .base.files import replace_file
 from .base.run_directory import RunDirectory
+from .base.untrusted import open_file
 from .heartbeat import Heartbeat, Progress
-from .heartbeats import HeartbeatRecord, read_heartbeats
 from .phases import PHASES, Phase, find_callbacks
 
 __all__ = ["EXIT_STATUS", "HangWatch", "HangLimits", "choose_limit"]
@@ -53,6 +57,7 @@ _LEAST_INTERVAL_SECONDS: Final = 0.1
 _MOST_INTERVAL_SECONDS: Final = 2.0
 _GATHER_INTERVALS: Final = 3.0
 _SUSPENDED_SECONDS: Final = 5.0
+_MAX_MOMENT_BYTES: Final = 100
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class HangWatch(Callback):
     What it does not replace: a process that is gone is named by `AsyncProcessCheckpoint` within seconds, by a lock.
 
     Args:
-        timeout_seconds: How long a rank may make no progress in training.
+        timeout_seconds: How long a rank may make no progress in training, and its process be stopped in any phase.
         first_step_seconds: The same before the first batch of a fit has ended.
         phase_seconds: The same by phase (`genesis_callbacks.phases`); by default four times `timeout_seconds` for
             phases other than "train".
@@ -139,8 +144,8 @@ class HangWatch(Callback):
         if stage == "fit":
             _find_heartbeat(trainer)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agrees on the name of a report, and begins to watch."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agrees on the name of a report, and begins to watch. A restore may follow."""
         self._stop()
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it; such a run leaves nothing behind
             return
@@ -175,31 +180,34 @@ class _Watch:
         self._interval_seconds = min(_MOST_INTERVAL_SECONDS, max(_LEAST_INTERVAL_SECONDS, shortest / 10))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
-        self._began_seconds = self._resumed_seconds = time.monotonic()
-        self._neighbour: tuple[HeartbeatRecord, float] | None = None
-        self._has_neighbour_moved = False
+        self._resumed_seconds = time.monotonic()
+        directory = RunDirectory(heartbeat.run_dir)
+        self._pulse = Pulse(directory.pulse_file(self._rank), moment)
+        self._neighbour = Pulse(directory.pulse_file((self._rank + 1) % self._world_size), moment)
 
     def start(self) -> None:
+        self._pulse.beat()  # before the thread's first turn, as a rank may be stopped by then
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10 * self._interval_seconds)
+        self._pulse.end()
 
     def _run(self) -> None:
         looked_seconds = time.monotonic()
         while not self._stopped.wait(self._interval_seconds):
             now = time.monotonic()
             if now - looked_seconds > self._interval_seconds + _SUSPENDED_SECONDS:
-                # This process was stopped, or the machine slept: that time says nothing about the training thread.
+                # This process was stopped, or the machine slept: that time says nothing about the other threads.
                 self._resumed_seconds = now
             looked_seconds = now
+            self._pulse.beat()
             progress = self._heartbeat.progress
-            if progress is not None and (
-                self._folder.is_dir() or self._is_silent(progress, now) or self._is_neighbour_silent(now)
-            ):
-                self._end(progress, now)
+            is_late = progress is not None and self._is_silent(progress, now)
+            if is_late or self._folder.is_dir() or self._is_neighbour_stopped(now):
+                self._end(progress or Progress("start", 0, self._resumed_seconds, has_stepped=False), now)
 
     def _silence(self, progress: Progress, now: float) -> float:
         return now - max(progress.seconds, self._resumed_seconds)
@@ -208,28 +216,17 @@ class _Watch:
         limit = choose_limit(progress.phase, self._limits, has_stepped=progress.has_stepped)
         return self._silence(progress, now) > limit
 
-    def _is_neighbour_silent(self, now: float) -> bool:
-        """Returns whether the next rank, which this one need not wait for in every step, has stopped writing.
+    def _is_neighbour_stopped(self, now: float) -> bool:
+        """Returns whether the process of the next rank, which this one need not wait for in every step, is stopped.
 
-        A ring: each rank reads one file per interval, whatever the number of ranks.
+        A ring: each rank reads one file per interval, whatever the number of ranks. The time of training holds in every
+        phase: however long a validation or a save takes, the thread of a process that runs gives signs of life.
         """
-        if self._world_size == 1 or self._heartbeat.is_lost:
+        seen_seconds = self._neighbour.look(now)
+        if self._world_size == 1 or seen_seconds is None:
             return False
-        record = read_heartbeats(self._heartbeat.run_dir, ((self._rank + 1) % self._world_size,)).get(
-            (self._rank + 1) % self._world_size
-        )
-        if record is None:
-            return False
-        if self._neighbour is None or self._neighbour[0] != record:
-            # The first record may be of an earlier fit, or of a file system that is not shared.
-            self._has_neighbour_moved = self._neighbour is not None
-            self._neighbour = (record, now)
-            return False
-        if not self._has_neighbour_moved or record.phase in ("ended", "failed"):
-            return False
-        limit = choose_limit(record.phase, self._limits, has_stepped="first_step" in record.milestones)
-        # By this rank's clock, since clocks of machines differ; a heartbeat is up to its interval late.
-        return now - max(self._neighbour[1], self._resumed_seconds) > limit + self._heartbeat.every_seconds
+        # By this rank's clock, since clocks of machines differ; a sign of life is up to an interval late.
+        return now - max(seen_seconds, self._resumed_seconds) > self._limits.timeout_seconds + self._interval_seconds
 
     # ---- the end
 
@@ -276,6 +273,53 @@ class _Watch:
             if len(reports) == self._world_size or time.monotonic() > deadline_seconds:
                 return reports
             time.sleep(_LEAST_INTERVAL_SECONDS)
+
+
+class Pulse:
+    """A file by which the watch of one rank shows that its process runs; it needs no room on the disk after the first.
+
+    Args:
+        path: The file.
+        moment: The fit. A file of another fit, as on a file system that the ranks do not share, is no sign of anything.
+    """
+
+    def __init__(self, path: Path, moment: str) -> None:
+        self._path, self._moment = path, moment
+        self._has_begun = False
+        self._seen: tuple[int, float] | None = None
+
+    def beat(self) -> None:
+        """Shows that the process runs."""
+        with contextlib.suppress(OSError):  # a disk without room for a new file: another rank then sees no file
+            if self._has_begun:
+                os.utime(self._path)
+            else:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._path, self._moment.encode())
+                self._has_begun = True
+
+    def end(self) -> None:
+        """Removes the file, so that the process may end."""
+        if self._has_begun:
+            self._path.unlink(missing_ok=True)
+
+    def look(self, now: float) -> float | None:
+        """Returns when the process was last seen to show that it runs; None if it gives no signs, or has ended.
+
+        Args:
+            now: The time, by the monotonic clock of this process.
+        """
+        try:
+            with open_file(self._path) as file:  # opened, so that a network's file system asks its server
+                is_ours = file.read(_MAX_MOMENT_BYTES) == self._moment.encode()
+                beat = os.fstat(file.fileno()).st_mtime_ns
+        except (OSError, ValueError):
+            is_ours = False
+        if not is_ours:
+            self._seen = None
+        elif self._seen is None or self._seen[0] != beat:
+            self._seen = beat, now
+        return None if self._seen is None else self._seen[1]
 
 
 def _find_heartbeat(trainer: Any) -> Heartbeat:

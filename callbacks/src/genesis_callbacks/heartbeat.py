@@ -89,11 +89,6 @@ class Heartbeat(Callback, PhaseListener):
         """How far the training thread has come; None outside of training. Any thread may read it."""
         return self._progress
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a heartbeat could not be written, so that a reader takes this rank for one that hangs."""
-        return self._has_warned
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Notes the time. Nothing is written yet: the directory may be another run's."""
         self._clocks, self._rate_from = {}, None

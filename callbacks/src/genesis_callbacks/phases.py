@@ -1,6 +1,7 @@
 """What a run does between two training steps, for those who tell work from a hang.
 
     phase       what it is
+    start       a fit before training, such as a restore; no heartbeat is written
     train       training steps
     validate    a validation within training
     save        a checkpoint is copied or written in the training thread
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 __all__ = ["PHASES", "Phase", "PhaseListener", "in_phase", "note_progress"]
 
 Kind = TypeVar("Kind")
-Phase = Literal["train", "validate", "save", "generate", "reference", "ended", "failed"]
+Phase = Literal["start", "train", "validate", "save", "generate", "reference", "ended", "failed"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 

@@ -107,6 +107,13 @@ SYMPTOMS: Final = (
         (_share("communication", 0.15),),
     ),
     Symptom(
+        "bubble",
+        "the ranks of a pipeline wait for each other",
+        "too few micro-batches for the number of ranks, or a stage that takes longer than the others",
+        ("more micro-batches for each step", "several stages on each rank", "fewer layers on the slowest stage"),
+        (Condition("parallel/bubble_share", 0.2),),
+    ),
+    Symptom(
         "optimizer",
         "the optimizer takes a large share of a step",
         "the update of all parameters, which does not depend on the batch",

@@ -1,7 +1,7 @@
-"""Two ranks for the doctor, forked before this process computes anything, so that they need no import of their own.
+"""Ranks for the doctor, forked from a process that computes nothing, so that they need no import of their own.
 
 They train on the CPU with gloo and without a port. A fork is safe only while the process has no threads of OpenMP and
-no CUDA context.
+no CUDA context: so the server that forks them is forked itself before the doctor computes.
 """
 
 import json
@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from itertools import count
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from genesis.base.parent import end_with_forker
 from genesis.operations.doctor.recipe import Build, Options
 
-NUM_RANKS: Final = 2
 _POLL_SECONDS: Final = 0.05
 _LOGGED: Final = ("train/loss", "train/grad_norm")
 
@@ -51,7 +50,7 @@ class _KeepSteps(pl.Callback):
 
 
 class ForkedRanks:
-    """Ranks that wait for their work.
+    """A process that waits for work, and forks the ranks of each.
 
     Args:
         build: Builds the recipe.
@@ -59,62 +58,96 @@ class ForkedRanks:
     """
 
     def __init__(self, build: Build, directory: Path) -> None:
-        self._directory = directory
         context = multiprocessing.get_context("fork")
-        self._ranks = []
-        self._pipes: list[Connection] = []
-        for rank in range(NUM_RANKS):
-            mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(build, directory, rank, its), daemon=True)
-            process.start()
-            its.close()
-            self._ranks.append(process)
-            self._pipes.append(mine)
+        self._pipe, its = context.Pipe()
+        self._server = context.Process(target=_serve, args=(build, directory, its))
+        self._server.start()
+        its.close()
 
-    def train(self, single: Options, sharded: Options, limit_seconds: float) -> tuple[list[Step], list[Step]]:
-        """Trains on one rank, then on two, and returns the steps of both.
+    def train(self, options: Options, num_ranks: int, limit_seconds: float) -> list[Step]:
+        """Trains on some ranks, and returns the steps.
 
         Raises:
             RuntimeError: A rank failed, or did not end in time; the message has its last line.
         """
-        for rank, pipe in enumerate(self._pipes):
-            pipe.send({"single": dict(single) if rank == 0 else None, "sharded": dict(sharded)})
-        end = time.monotonic() + limit_seconds
-        answers: list[Mapping[str, Any]] = []
-        for rank, pipe in enumerate(self._pipes):
-            while not pipe.poll(_POLL_SECONDS):
-                if not self._ranks[rank].is_alive() and not pipe.poll():
-                    raise RuntimeError(f"rank {rank} ended with status {self._ranks[rank].exitcode}")
-                if time.monotonic() > end:
-                    raise RuntimeError(f"rank {rank} did not end within {limit_seconds:.0f} s")
-            answer = json.loads(pipe.recv())
-            if "error" in answer:
-                raise RuntimeError(f"rank {rank}: {answer['error']}")
-            answers.append(answer)
-        first = answers[0]
-        return [Step(*step) for step in first["single"]], [Step(*step) for step in first["sharded"]]
+        self._pipe.send((dict(options), num_ranks, limit_seconds))
+        try:
+            steps, failure = self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError("the process that starts ranks has ended") from error
+        if failure is not None:
+            raise RuntimeError(failure)
+        return [Step(*step) for step in steps]
 
     def close(self) -> None:
-        """Ends the ranks."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._ranks:
-            process.kill()
-            process.join()
+        """Ends the server, and with it its ranks."""
+        self._pipe.close()
+        self._server.kill()
+        self._server.join()
 
 
-def _serve(build: Build, directory: Path, rank: int, pipe: Connection) -> None:
+def _serve(build: Build, directory: Path, pipe: Connection) -> None:
+    """Forks ranks until the doctor ends. This process itself never computes."""
     end_with_forker()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for number in count():
+        try:
+            options, num_ranks, limit_seconds = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(_run_ranks(build, directory / f"ranks-{number}", options, num_ranks, limit_seconds))
+
+
+def _run_ranks(
+    build: Build, directory: Path, options: Options, num_ranks: int, limit_seconds: float
+) -> tuple[list[Step], str | None]:
+    """Returns the steps of the first rank, and what failed."""
+    directory.mkdir()
+    context = multiprocessing.get_context("fork")
+    ranks = {}
+    for rank in range(num_ranks):
+        mine, its = context.Pipe(duplex=False)
+        process = context.Process(target=_begin_rank, args=(build, directory, rank, num_ranks, options, its))
+        process.start()
+        its.close()
+        ranks[mine] = rank, process
+    end = time.monotonic() + limit_seconds
+    steps: list[Step] = []
+    failure = None
+    waiting = list(ranks)
+    while waiting and failure is None:
+        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(ranks[pipe][0]) for pipe in waiting)
+            failure = f"ranks {late} did not end within {limit_seconds:.0f} s"
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            waiting.remove(pipe)
+            rank, process = ranks[pipe]
+            try:
+                answer = json.loads(pipe.recv())
+            except EOFError:
+                process.join()
+                answer = {"error": f"ended with status {process.exitcode}"}
+            if "error" in answer:
+                failure = failure or f"rank {rank}: {answer['error']}"
+            elif rank == 0:
+                steps = [Step(*step) for step in answer["steps"]]
+    for _, process in ranks.values():
+        if failure is not None:
+            process.kill()
+        process.join()
+    return steps, failure
+
+
+def _begin_rank(build: Build, directory: Path, rank: int, num_ranks: int, options: Options, pipe: Connection) -> None:
+    end_with_forker()
     with (directory / f"rank-{rank}.log").open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    answer: dict[str, Any]
     try:
-        work = pipe.recv()
-    except EOFError:
-        os._exit(0)
-    try:
-        answer = _train(build, directory, rank, work)
+        answer = {"steps": _train(build, directory, rank, num_ranks, options)}
     except BaseException as error:  # SystemExit of a refused option, too: the parent reports it
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
@@ -124,28 +157,15 @@ def _serve(build: Build, directory: Path, rank: int, pipe: Connection) -> None:
     os._exit(0)
 
 
-def _train(build: Build, directory: Path, rank: int, work: Mapping[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(max(1, torch.get_num_threads() // NUM_RANKS))
-    steps = {}
-    environment = dict(os.environ)
-    if work["single"] is not None:
-        steps["single"] = _fit(build, work["single"])
-    os.environ.clear()  # what the launcher of the first fit has set
-    os.environ |= {
-        **environment,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "NODE_RANK": "0",
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-    }
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=NUM_RANKS)
-    steps["sharded"] = _fit(build, work["sharded"])
-    dist.destroy_process_group()
-    return steps
-
-
-def _fit(build: Build, options: Options) -> list[Step]:
+def _train(build: Build, directory: Path, rank: int, num_ranks: int, options: Options) -> list[Step]:
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+    if num_ranks > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": 0}
+        os.environ |= {name: str(number) for name, number in numbers.items()}
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=num_ranks)
     keep = _KeepSteps()
     build(options).fit(keep)
+    if num_ranks > 1:
+        dist.destroy_process_group()
     return keep.steps

@@ -29,17 +29,19 @@ from genesis.data.window import AccumulationWindow
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import Objective
 from genesis.operations.doctor.checks import Check, judge
-from genesis.operations.doctor.forked_ranks import NUM_RANKS, ForkedRanks, Step
+from genesis.operations.doctor.forked_ranks import ForkedRanks, Step
 from genesis.operations.doctor.model_checks import CHECKS, Scene
 from genesis.operations.doctor.observe import Repeat, Watch
 from genesis.operations.doctor.planned import PlannedFit, plan_fit
 from genesis.operations.doctor.recipe import (
     SINGLE,
     SINGLE_NOTE,
+    AxisPlan,
     Build,
     BuiltRecipe,
     Capacity,
     Change,
+    plan_axes,
     plan_cuts,
     plan_float8,
     plan_num_steps,
@@ -73,6 +75,7 @@ _LEARNING_RATES: Final = {"new": 1e-3, "adapter": 2e-3, "imported": 2e-4}
 """The lowest learning rate with which one batch is overfitted."""
 _PEAK_STEP: Final = 2
 """Before the first save; the moments of the optimizer exist by then."""
+_SPLIT_RANKS: Final = 2
 _SPLIT_STEPS: Final = 3
 _SPLIT_ROWS: Final = 4
 _SPLIT_LIMIT_SECONDS: Final = 300.0
@@ -131,7 +134,7 @@ class _Protocol:
         self._progress, self._ranks = progress, ranks
         self._found = Examination()
         self._options: dict[str, Any] = dict(SINGLE)
-        self._num_steps = 0
+        self._num_steps = self._num_layers = 0
         self._objective: type[Objective] = CrossEntropy
         self._is_new = True
         self._straight = Watch()
@@ -164,7 +167,7 @@ class _Protocol:
         self._options |= {change.key: change.now for change in self._found.changes}
         self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong
         data = {**resolved["data"], **{key.removeprefix("data."): value for key, value in self._options.items()}}
-        layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
+        layers = self._num_layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
         self._num_steps = plan_num_steps(
             replace(decoder, num_layers=layers),
             adapter,
@@ -327,14 +330,18 @@ class _Protocol:
         return {f"{key}.dropout": 0.0 for key, values in places.items() if values.get("dropout")}
 
     def _split(self) -> None:
-        self._progress(f"{_SPLIT_STEPS} steps on one rank and on {NUM_RANKS}")
+        """Trains on one rank, on two, and last on the ranks of each axis of the recipe and of all of them."""
+        self._progress(f"{_SPLIT_STEPS} steps on one rank and on {_SPLIT_RANKS}")
+        axes = plan_axes(self._resolved, self._num_layers)
+        # Each rank of a pipeline needs a micro-batch, and the ranks that read different data share the rows.
+        num_rows = math.lcm(_SPLIT_ROWS, *(plan.num_ranks for plan in axes if plan.why_not is None))
         common = {
             **self._options,
             "trainer.accelerator": "cpu",
             "trainer.precision": "32-true",
             "trainer.max_steps": _SPLIT_STEPS,
             "data.micro_batch_size": 1,
-            "data.global_batch_size": _SPLIT_ROWS,
+            "data.global_batch_size": num_rows,
             "checkpoint.every_n_steps": None,
             "checkpoint.save_at_end": False,
             **self._without_dropout(),
@@ -344,14 +351,47 @@ class _Protocol:
             **common,
             "run_dir": str(self._directory / "sharded"),
             "trainer.strategy": "sharded",
-            "trainer.devices": NUM_RANKS,
+            "trainer.devices": _SPLIT_RANKS,
         }
+        alone: list[Step] = []
         with self._time("sharded") as checks:
-            checks.append(check_split(*self._ranks.train(single, sharded, _SPLIT_LIMIT_SECONDS)))
+            alone = self._ranks.train(single, 1, _SPLIT_LIMIT_SECONDS)
+            checks.append(
+                check_split(alone, self._ranks.train(sharded, _SPLIT_RANKS, _SPLIT_LIMIT_SECONDS), _SPLIT_RANKS)
+            )
+        for plan in axes:
+            self._check_axis(plan, common, alone)
+
+    def _check_axis(self, plan: AxisPlan, common: Mapping[str, Any], alone: Sequence[Step]) -> None:
+        why_not = plan.why_not if alone else "is compared with one rank, which did not train"
+        if why_not is not None:
+            self._found.checks.append(Check(plan.name, "does not apply", f"not checked: it {why_not}"))
+            return
+        given = " and ".join(f"{name} {ranks}" for name, ranks in plan.degrees.items())
+        self._progress(f"{_SPLIT_STEPS} steps with {given}")
+        options = {
+            **common,
+            "run_dir": str(self._directory / f"axis-{plan.name}"),
+            "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": dict(plan.options)},
+            "trainer.devices": plan.num_ranks,
+        }
+        with self._time(plan.name) as checks:
+            steps = self._ranks.train(options, plan.num_ranks, _SPLIT_LIMIT_SECONDS)
+            checks.append(check_split(alone, steps, plan.num_ranks, name=plan.name, given=given))
 
 
-def check_split(single: Sequence[Step], sharded: Sequence[Step]) -> Check:
-    """Compares the steps of one rank with those of two, between which the model and the batch are split."""
+def check_split(
+    single: Sequence[Step], sharded: Sequence[Step], num_ranks: int, *, name: str = "sharded", given: str = ""
+) -> Check:
+    """Compares the steps of one rank with those of several, among which the model and the batch are split.
+
+    Args:
+        single: The steps of one rank.
+        sharded: The same steps of several ranks.
+        num_ranks: The number of ranks.
+        name: The check's.
+        given: The options of the axes; nothing if ranks split the batch alone.
+    """
     differences = [
         abs(two - one) / max(abs(one), 1e-12)
         for before, now in zip(single, sharded, strict=True)
@@ -360,12 +400,14 @@ def check_split(single: Sequence[Step], sharded: Sequence[Step]) -> Check:
     worst = max(differences) if all(map(math.isfinite, differences)) else math.inf
     first, other = single[0], sharded[0]
     return judge(
-        "sharded",
+        name,
         worst <= _SPLIT_TOLERANCE,
         f"loss and norm of {len(single)} steps differ by at most {worst:.1e}; first step: {first.loss:.4f} and "
-        f"{first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {NUM_RANKS}",
-        "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the number "
-        "of ranks",
+        f"{first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {num_ranks}",
+        f"a part of the model does not compute the same with {given}: train without it, and check parts of your own"
+        if given
+        else "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the "
+        "number of ranks",
     )
 
 

@@ -4,6 +4,7 @@ The changes are decided by pure functions of the resolved recipe; each is printe
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe_training
+from genesis.strategies.degrees import AXIS_NAMES
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint
@@ -124,6 +126,17 @@ _NUM_STEPS: Final = (20, 12, 6)
 _FIT_SECONDS: Final = 90.0
 _MIN_SEQ_LEN: Final = 128
 _MIN_LAYERS: Final = 2
+_MOST_RANKS: Final = 8
+_PLAIN_SHARDS: Final[Options] = {
+    "shard": "full",
+    "ranks_per_shard_group": None,
+    "gather_dtype": None,
+    "reduce_dtype": "float32",
+    "cpu_offload": False,
+    "compile_blocks": False,
+    "process_group_backend": None,
+}
+"""In place of the recipe's: what follows from its own number of ranks and its devices, or rounds."""
 
 
 def to_arguments(options: Options) -> list[str]:
@@ -160,6 +173,61 @@ def plan_strategy(resolved: Mapping[str, Any]) -> Change | None:
     kept = {key: given[key] for key in options if key in given}
     now = {"class_path": "genesis.strategies.Replicated", "init_args": kept}
     return Change("trainer.strategy", name, now, "one device; the check `sharded` trains on two ranks")
+
+
+class AxisPlan(NamedTuple):
+    """A fit that checks axes of the recipe.
+
+    Args:
+        name: The axis, or "axes" for all of them together.
+        num_ranks: The number of ranks.
+        options: Those of the strategy.
+        why_not: Why the doctor does not run it; None if it does.
+    """
+
+    name: str
+    num_ranks: int
+    options: Options
+    why_not: str | None
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The options with the numbers of ranks of its axes."""
+        names = [f"{name}_parallel" for name in AXIS_NAMES.values()]
+        return {name: self.options[name] for name in names if self.options[name] > 1}
+
+
+def plan_axes(resolved: Mapping[str, Any], num_layers: int) -> list[AxisPlan]:
+    """Returns a fit for each axis of the recipe alone, then one for all of them together.
+
+    Args:
+        resolved: The resolved recipe.
+        num_layers: The layers of the model that the doctor trains.
+    """
+    strategy = resolved["trainer"].get("strategy")
+    given = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
+    degrees = {axis: given.get(f"{name}_parallel", 1) for axis, name in AXIS_NAMES.items()}
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1}
+    num_rounds, divided = given.get("stages_per_rank", 1), given.get("layers_per_stage")
+    plans = []
+    for axes in [*({axis: degree} for axis, degree in used.items()), *([used] if len(used) > 1 else [])]:
+        num_lenders = axes.get("tp", 1) * axes.get("cp", 1)
+        num_ranks = math.lcm(num_lenders, axes.get("ep", 1)) * axes.get("pp", 1)
+        num_stages = axes["pp"] * num_rounds if "pp" in axes else 1
+        why_not = None
+        if num_ranks > _MOST_RANKS:
+            why_not = f"needs {num_ranks} ranks, and the doctor starts at most {_MOST_RANKS} on a CPU"
+        elif num_layers < num_stages:
+            why_not = f"has {num_stages} stages, and the examined model only {num_layers} layers"
+        options = {
+            **_PLAIN_SHARDS,
+            **{f"{name}_parallel": axes.get(axis, 1) for axis, name in AXIS_NAMES.items()},
+            "stages_per_rank": num_rounds if "pp" in axes else 1,
+            "layers_per_stage": divided if "pp" in axes and divided and sum(divided) == num_layers else None,
+        }
+        name = AXIS_NAMES[next(iter(axes))] if len(axes) == 1 else "axes"
+        plans.append(AxisPlan(name, num_ranks, options, why_not))
+    return plans
 
 
 def plan_float8(resolved: Mapping[str, Any]) -> Change | None:

@@ -171,6 +171,7 @@ def _build_tables(runs: Sequence[Run]) -> list[Table]:
     names = [run.name for run in runs]
     columns = tuple(range(1, 1 + len(runs)))
     keys = [STEP_TIME, *(f"time/{part}_ms" for part in ALL_PARTS), "train/tokens_per_second", "train/mfu"]
+    keys += sorted({key for each in medians for key in each if key.startswith(("parallel/", "communication/"))})
     speed = [
         [in_words(key), *("" if key not in each else format_number(each[key]) for each in medians)]
         for key in keys

@@ -21,6 +21,7 @@ from genesis.operations.doctor.observe import Watch
 from genesis.operations.doctor.protocol import Examination, examine
 from genesis.optim import AdamW, Parts
 from genesis.strategies import wrap
+from genesis.strategies.tensor_parallel import RowShare
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import plan
@@ -39,6 +40,18 @@ def examine_recipe(recipe: Path) -> Examination:
     directory = recipe.parent / "examination"
     directory.mkdir()
     return examine(builder(recipe), directory, have_room, lambda line: None)
+
+
+def test_a_fault_of_one_axis_is_found_in_its_checks_alone(
+    tmp_path: Path, tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scatter = RowShare.scatter
+    monkeypatch.setattr(RowShare, "scatter", lambda share, x: 0.5 * scatter(share, x))
+    strategy = {"class_path": "genesis.strategies.Sharded", "init_args": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+    found = examine_recipe(write_recipe(tmp_path, tiny_corpus, trainer={"strategy": strategy}))
+    assert [check.name for check in found.checks] == [*ALL, "tensor", "pipeline", "axes"]
+    assert failures(found).keys() == {"tensor", "axes"}
+    assert "tensor_parallel 2" in failures(found)["tensor"].remedy
 
 
 def failures(found: Examination) -> dict[str, Check]:

@@ -25,6 +25,7 @@ from genesis.operations.doctor.planned import PlannedFit
 from genesis.operations.doctor.protocol import check_split
 from genesis.operations.doctor.recipe import (
     Capacity,
+    plan_axes,
     plan_cuts,
     plan_float8,
     plan_num_steps,
@@ -229,8 +230,8 @@ def test_a_batch_that_is_not_learned_is_caught() -> None:
 )
 def test_ranks_that_do_not_sum_are_caught(sharded: list[Step]) -> None:
     single = [Step(5.0, 2.0), Step(4.0, 1.0)]
-    assert check_split(single, single).status == "passed"
-    assert check_split(single, sharded).status == "failed"
+    assert check_split(single, single, 2).status == "passed"
+    assert check_split(single, sharded, 2).status == "failed"
 
 
 # ---- what is cut
@@ -274,6 +275,38 @@ def test_slow_steps_make_fewer_steps() -> None:
     assert plan_num_steps(LARGE, None, LAPTOP, 4096, 2048) < plan_num_steps(
         LARGE, AdapterConfig(), Capacity(1, 1e15), 1, 1
     )
+
+
+def plan_named(num_layers: int, **given: object) -> list[tuple[str, int, bool]]:
+    strategy = {"class_path": "genesis.strategies.Sharded", "init_args": given}
+    plans = plan_axes({"trainer": {"strategy": strategy}}, num_layers)
+    return [(plan.name, plan.num_ranks, plan.why_not is None) for plan in plans]
+
+
+def test_each_axis_is_checked_alone_and_then_all_of_them_together() -> None:
+    assert plan_named(2, tensor_parallel=2) == [("tensor", 2, True)]
+    both = plan_named(4, tensor_parallel=2, pipeline_parallel=2, stages_per_rank=2, shard="hybrid")
+    assert both == [("tensor", 2, True), ("pipeline", 2, True), ("axes", 4, True)]
+    # Experts borrow ranks of the other axes.
+    assert plan_named(2, expert_parallel=4, context_parallel=2)[-1] == ("axes", 4, True)
+    assert plan_named(2, shard="full") == plan_axes({"trainer": {"strategy": "replicated"}}, 2) == []
+
+
+def test_an_axis_that_cannot_be_checked_here_is_listed_with_the_reason() -> None:
+    assert plan_named(2, tensor_parallel=16, pipeline_parallel=2) == [
+        ("tensor", 16, False),
+        ("pipeline", 2, True),
+        ("axes", 32, False),
+    ]
+    (few,) = plan_axes({"trainer": {"strategy": {"init_args": {"pipeline_parallel": 4}}}}, 2)
+    assert few.why_not == "has 4 stages, and the examined model only 2 layers"
+
+
+def test_what_differs_is_named_by_its_axis() -> None:
+    single = [Step(5.0, 2.0)]
+    check = check_split(single, [Step(5.0, 2.1)], 2, name="tensor", given="tensor_parallel 2")
+    assert (check.name, check.status) == ("tensor", "failed")
+    assert "with tensor_parallel 2" in check.remedy
 
 
 def test_a_sharded_strategy_is_replaced_and_keeps_what_one_device_can_do() -> None:

@@ -191,20 +191,33 @@ def write(tmp_path: Path, corpus: Path, max_steps: int, **changes: object) -> Pa
     return write_recipe(tmp_path / "recipe.yaml", recipe, {**given, **changes})
 
 
-@pytest.mark.timeout(1200)
-def test_two_nodes_train_the_weights_of_two_ranks_also_after_one_was_killed_whole_and_brought_back(
-    tiny_corpus: Path, tmp_path: Path, namespaces: tuple[str, str], start: Callable[..., Node]
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("per_node", "axes"),
+    [(1, {}), (2, {"tensor_parallel": 2}), (2, {"tensor_parallel": 2, "pipeline_parallel": 2})],
+    ids=["dp_across", "tp_inside_dp_across", "tp_inside_pp_across"],
+)
+def test_two_nodes_train_the_weights_of_one_also_after_one_was_killed_whole_and_brought_back(
+    tiny_corpus: Path,
+    tmp_path: Path,
+    namespaces: tuple[str, str],
+    start: Callable[..., Node],
+    per_node: int,
+    axes: dict[str, int],
 ) -> None:
-    recipe, run_dir = write(tmp_path, tiny_corpus, 600), tmp_path / "run"
-    fit(recipe, tmp_path / "straight", 2)
+    strategy = {"class_path": "genesis.strategies.Sharded", "init_args": axes} if axes else "replicated"
+    changes = {"trainer.devices": per_node, "trainer.strategy": strategy, "model.decoder.num_layers": 2}
+    recipe, run_dir = write(tmp_path, tiny_corpus, 300, **changes), tmp_path / "run"
+    fit(recipe, tmp_path / "straight", 2 * per_node)
     first, second = start(0, "2", recipe, run_dir), start(1, "2", recipe, run_dir)
-    wait_step(run_dir, 2, 60)
+    wait_step(run_dir, 2 * per_node, 60)
     second.kill()
     again = start(1, "2", recipe, run_dir)
     assert (first.wait(), again.wait()) == (0, 0)
     assert compare_runs(tmp_path / "straight", run_dir).is_equal
     assert_same_losses(run_dir, tmp_path / "straight")
     assert "is lost" in first.log.read_text()
+    assert "crosses nodes" not in first.log.read_text()
     assert read_crashes(run_dir) == []
     assert_nothing_left(namespaces, first, again)
 

@@ -12,6 +12,7 @@
                commands.jsonl           what commands beside the training did
                supervisor.jsonl         what the supervisor of the run did
     RUN/heartbeats/rank-N.json          `heartbeat_file`: where each rank stands, rewritten at most once a second
+                   rank-N.pulse         `pulse_file`: its time shows that the process of the rank runs
     RUN/memory/                         `memory`: snapshots of memory from when it ran out
     RUN/traces/                         `traces`: profiler traces of chosen steps
     RUN/hangs/                          `hangs`: the stacks of all ranks from when a run hung
@@ -184,6 +185,10 @@ class RunDirectory:
     def heartbeat_file(self, rank: int) -> Path:
         """Returns where a rank writes its heartbeat."""
         return self.heartbeats / f"rank-{rank}.json"
+
+    def pulse_file(self, rank: int) -> Path:
+        """Returns the file whose time shows that the process of a rank runs."""
+        return self.heartbeats / f"rank-{rank}.pulse"
 
     def event_file(self, writer: EventWriter) -> Path:
         """Returns where a rank, the supervisor, or a command beside the training (None) writes its events."""
