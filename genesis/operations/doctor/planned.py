@@ -56,7 +56,7 @@ def _count_tensors(recipe: Recipe) -> int:
             continue  # in the base
         count += 1
         if parameter.is_trained and recipe.saves.has_optimizer:
-            count += len(recipe.workload.optimizer.of(parameter.group).moments)
+            count += recipe.workload.optimizer.count_moments(parameter.group)
     return count
 
 

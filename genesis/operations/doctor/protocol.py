@@ -288,11 +288,12 @@ class _Protocol:
 
     def _overfit(self) -> None:
         self._progress("one batch, until it is overfitted")
+        least = self._objective.least_micro_batch
         options = {
             **self._options,
             "run_dir": str(self._directory / "overfit"),
-            "data.micro_batch_size": 1,
-            "data.global_batch_size": 1,
+            "data.micro_batch_size": least,
+            "data.global_batch_size": least,
             "trainer.max_steps": _OVERFIT_STEPS,
             "checkpoint.every_n_steps": None,
             "checkpoint.save_at_end": False,
@@ -300,7 +301,7 @@ class _Protocol:
         }
         with self._time("overfit") as checks:
             built = self._build(options)
-            what = "one pair" if self._objective.learns_from == "pairs" else "one sequence"
+            what = numbered(least, "pairs" if self._objective.learns_from == "pairs" else "sequences")
             repeat = Repeat(_OVERFIT_LIMIT)
             _repeat_first_window(built.data)
             if self._objective.label_options:
@@ -333,8 +334,8 @@ class _Protocol:
             "trainer.accelerator": "cpu",
             "trainer.precision": "32-true",
             "trainer.max_steps": _SPLIT_STEPS,
-            "data.micro_batch_size": 1,
-            "data.global_batch_size": _SPLIT_ROWS,
+            "data.micro_batch_size": self._objective.least_micro_batch,
+            "data.global_batch_size": _SPLIT_ROWS * self._objective.least_micro_batch,
             "checkpoint.every_n_steps": None,
             "checkpoint.save_at_end": False,
             **self._without_dropout(),

@@ -129,7 +129,7 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
         flops = count_flops_per_token(size.decoder, size.decoder.max_seq_len)
         probe.figure("MFU", compute_mfu(tokens_per_second, flops, peak_flops))
     costs = describe(size.decoder)
-    estimate = costs.weights_bytes + costs.gradients_bytes + costs.optimizer_bytes
+    estimate = 4 * costs.weights_bytes  # weights, gradients and the two moments of AdamW
     probe.figure("estimate of memory, without activations", estimate / 2**20, "MiB")
     peak = read_peak_memory(task.kind)
     if peak is None:

@@ -133,6 +133,7 @@ def read_recipe(
     seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = recipe.count("data.micro_batch_size", 1)
     global_batch_size = recipe.count("data.global_batch_size", layout.data_ranks * micro_batch_size)
+    objective.check_micro_batch(micro_batch_size)
     num_rows = 0
     if objective.learns_from == "prompts":
         answers = recipe.count("data.prompts.group_size")
