@@ -191,7 +191,9 @@ class Objective(ABC):
         """
         if size < cls.least_micro_batch:
             what = numbered(cls.least_micro_batch, "pairs" if cls.learns_from == "pairs" else "sequences")
-            raise UserError(f"data.micro_batch_size is {size}, and {cls.__name__} learns from at least {what}: raise it")
+            raise UserError(
+                f"data.micro_batch_size is {size}, and {cls.__name__} learns from at least {what}: raise it"
+            )
 
     @classmethod
     def find_running_teacher(cls, options: Mapping[str, Any]) -> RunningTeacher | None:

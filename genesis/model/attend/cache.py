@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from genesis.model.attend.flash_limits import find_flash_obstacle
-from genesis.model.attend.kernel import Place
+from genesis.model.attend.kernel import Place, find_flash_obstacle
 from genesis.model.attend.metadata import UsedSlots
 
 KEYS_STEP = 128

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -136,7 +136,6 @@ class _Protocol:
         self._is_new = True
         self._straight = Watch()
         self._planned: PlannedFit | None = None
-        self._resolved: Mapping[str, Any] = {}
 
     def run(self) -> Examination:
         self._progress("reading the recipe")
@@ -151,7 +150,7 @@ class _Protocol:
         return self._found
 
     def _plan(self, probe: BuiltRecipe) -> None:
-        resolved = self._resolved = probe.resolved
+        resolved = self._recipe = probe.resolved
         refuse_prompts(resolved)
         self._objective = type(probe.module.objective)
         self._is_new = probe.start is None
@@ -163,14 +162,12 @@ class _Protocol:
         self._found.notes.append(SINGLE_NOTE)
         self._options |= {change.key: change.now for change in self._found.changes}
         self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong
-        data = {**resolved["data"], **{key.removeprefix("data."): value for key, value in self._options.items()}}
         layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
+        batch, seq_len = (
+            self._options.get(name, resolved.get(name)) for name in ("data.global_batch_size", "data.seq_len")
+        )
         self._num_steps = plan_num_steps(
-            replace(decoder, num_layers=layers),
-            adapter,
-            capacity,
-            data["global_batch_size"] * data["seq_len"],
-            data["seq_len"],
+            replace(decoder, num_layers=layers), adapter, capacity, batch * seq_len, seq_len
         )
 
     def _plan_fit(self, built: BuiltRecipe) -> None:
@@ -313,19 +310,17 @@ class _Protocol:
 
     def _choose_rate(self) -> dict[str, Any]:
         """Returns a learning rate with which one batch is learned in a few steps, and no dropout."""
-        model = self._resolved["model"]
-        kind = "adapter" if model.get("adapter") else "new" if self._is_new else "imported"
+        kind = "adapter" if self._recipe.get("model.adapter") else "new" if self._is_new else "imported"
         options = self._without_dropout()
-        if read_algorithm(model["optimizer"], "model.optimizer").lr < _LEARNING_RATES[kind]:
+        if read_algorithm(self._recipe.get("model.optimizer"), "model.optimizer").lr < _LEARNING_RATES[kind]:
             options["model.optimizer.lr"] = _LEARNING_RATES[kind]
         for name, value in (self._objective.label_options or {}).items():
             options[f"model.objective.init_args.{name}"] = value
         return options
 
     def _without_dropout(self) -> dict[str, Any]:
-        model = self._resolved["model"]
-        places = {"model.decoder": model["decoder"], "model.adapter": model.get("adapter") or {}}
-        return {f"{key}.dropout": 0.0 for key, values in places.items() if values.get("dropout")}
+        names = ("model.decoder.dropout", "model.adapter.dropout")
+        return {name: 0.0 for name in names if self._recipe.get(name)}
 
     def _split(self) -> None:
         self._progress(f"{_SPLIT_STEPS} steps on one rank and on {NUM_RANKS}")
