@@ -26,11 +26,6 @@ def distrust_lengths(device: torch.device) -> None:
     _devices_without_lengths.add(device.type)
 
 
-def trust_lengths(device: torch.device) -> None:
-    """Takes `distrust_lengths` back."""
-    _devices_without_lengths.discard(device.type)
-
-
 def suits_lengths(x: Tensor, head_dim: int) -> bool:
     """Whether a kernel that takes the lengths of rows as numbers is available and has given correct results."""
     if not _HAS_USED_KEYS or x.device.type in _devices_without_lengths:

@@ -48,8 +48,6 @@ from genesis_callbacks.device_peaks import choose_peak_type, compute_mfu, read_p
 _WARMUP_STEPS: Final = 5
 _STEPS: Final = 20
 _RANK_STEPS: Final = 4
-_WORST_LOSS_DIFFERENCE: Final = 0.05
-"""Largest difference between losses on a device and on the CPU, in nats: bfloat16 against float32."""
 _WAIT_MESSAGE: Final = "synchroniz"
 _ROOTS: Final = {
     module.__name__: str(Path(module.__file__ or "").parent) + os.sep for module in (genesis, genesis_callbacks, pl)
