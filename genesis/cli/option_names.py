@@ -111,10 +111,7 @@ def _check_classes(command: str, arguments: Sequence[str]) -> None:
         return  # a pipe can be read once, by the real parser
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the real parser warns of deprecated options
-        recipe = ResolvedRecipe.read(steps)
-    recipe.check_classes()
-    if not any(_name_of(word) == _PRINT for word in _option_words(arguments)):
-        recipe.check_run(is_fit=command == "fit")
+        ResolvedRecipe.read(steps).check_classes()
 
 
 def _check_has_recipe(command: str, arguments: Sequence[str]) -> None:
