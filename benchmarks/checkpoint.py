@@ -42,7 +42,8 @@ from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe
-from genesis.model.recipe import read_recipe_adapter
+from genesis.model.recipe import read_adapter_config
+from genesis.recipe.resolved import ResolvedRecipe
 
 MODELS: Final = {
     # Parameters and AdamW's moments in float32 are half a gigabyte, and a step takes about 1.4 s on two cores.
@@ -219,7 +220,10 @@ def _choose_adapter(options: argparse.Namespace) -> AdapterConfig | None:
     """Returns the adapters to train; None to train all weights."""
     if options.adapter_rank is not None:
         return AdapterConfig(rank=options.adapter_rank, alpha=2.0 * options.adapter_rank)
-    return None if options.config is None else read_recipe_adapter(options.config)
+    if options.config is None:
+        return None
+    recipe = ResolvedRecipe.read([options.config])
+    return read_adapter_config(recipe.content, recipe.where)
 
 
 # ---- the measurement

@@ -1,54 +1,55 @@
 """Adapters in a recipe of `genesis fit`: finds their base, from which a new run begins and to which saves refer."""
 
 from pathlib import Path
-
-from jsonargparse import Namespace
+from typing import Any
 
 from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import LATEST, Reference
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
 from genesis.train.module import GenesisModule
 from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
 
 
-def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Path) -> AdapterBase | None:
-    """Resolves the base of the adapters and completes the recipe by it, in place; None without adapters.
+def find_base(
+    recipe: ResolvedRecipe, reference: Reference | None, run_dir: Path
+) -> tuple[AdapterBase | None, dict[str, Any]]:
+    """Returns the base of the adapters, and the options that follow from it; None without adapters.
 
     A run that begins with no checkpoint of its own, or with the base, gets the weights of the base alone.
 
     Args:
-        config: The recipe, before anything is built of it.
+        recipe: The recipe.
         reference: What `ckpt_path` is; None if it is not given.
         run_dir: The directory in which this run saves.
 
     Raises:
         UserError: The base is not found, is not the base of the adapters to continue with, or is this run itself.
     """
-    if config.get("model.adapter") is None:
-        return None
-    scope = config.get("checkpoint.scope")
-    if scope is not None and scope.get("base") is not None:
+    if recipe.get("model.adapter") is None:
+        return None, {}
+    if recipe.get("checkpoint.scope.base") is not None:
         raise UserError("checkpoint.scope follows from model.adapter: leave it out, and give model.adapter.base")
     continued = None if reference is None else find_continued(reference)
-    base = find_adapter_base(config.get("model.adapter.base"), continued)
-    config["model.adapter.base"] = str(base.path)
+    base = find_adapter_base(recipe.get("model.adapter.base"), continued)
+    found: dict[str, Any] = {"model.adapter.base": str(base.path)}
     if continued is None or continued.resolve() == base.path:
         if base.path.parent == RunDirectory(run_dir.resolve()).checkpoints:
             raise UserError(
                 f"run_dir is {run_dir}, the run of the base itself: give the adapters a run_dir of their own"
             )
-        config["ckpt_path"], config["checkpoint.restore"] = str(base.path), "weights"
+        found |= {"ckpt_path": str(base.path), "checkpoint.restore": "weights"}
     scope = build_scope(
-        base, has_magnitudes=config["model.adapter.dora"], also_train=config["model.adapter.also_train"]
+        base, has_magnitudes=recipe.get("model.adapter.dora"), also_train=recipe.get("model.adapter.also_train")
     )
-    config["checkpoint.scope"] = Namespace(  # type: ignore[no-untyped-call]  # jsonargparse's
-        base=str(scope.base),
-        in_base=list(scope.in_base),
-        not_in_base=list(scope.not_in_base),
-        base_hash=scope.base_hash,
-    )
-    return base
+    found["checkpoint.scope"] = {
+        "base": str(scope.base),
+        "in_base": list(scope.in_base),
+        "not_in_base": list(scope.not_in_base),
+        "base_hash": scope.base_hash,
+    }
+    return base, found
 
 
 def find_continued(reference: Reference) -> Path | None:

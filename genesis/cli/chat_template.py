@@ -2,9 +2,8 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -15,6 +14,7 @@ from genesis.cli.adapter import find_continued
 from genesis.data.training_data import TrainingData
 from genesis.generate.checkpoint_reference import read_reference
 from genesis.generate.load import find_learned_template
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.untrusted import read_text
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
@@ -22,31 +22,31 @@ from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 _OPTION: Final = "data.prompts.template"
 
 
-def prepare_chat_template(config: Namespace) -> Path | None:
-    """Returns the file of the chat template that the weights have learned with which a run begins; None without one.
+def find_chat_template(recipe: ResolvedRecipe) -> tuple[Path | None, dict[str, Any]]:
+    """Returns the file of the chat template that a run's first weights have learned, if any, and options by it.
 
     Prompts that the model answers in training are written with it, unless the recipe names another one.
 
     Args:
-        config: The recipe, with the checkpoint that the run begins with, before anything is built of it.
+        recipe: The recipe, with the checkpoint that the run begins with.
 
     Raises:
         UserError: A file of a template cannot be read.
     """
-    wanted, learned = config.get("ckpt_path"), None
+    wanted, learned = recipe.get("ckpt_path"), None
     if wanted is None:
-        return None
+        return None, {}
     # A checkpoint that cannot be used is refused before training, with its remedy.
     with suppress(UserError, CheckpointError, OSError):
-        continued = find_continued(read_reference(wanted, run_dir=Path(config["run_dir"])))
+        continued = find_continued(read_reference(wanted, run_dir=Path(recipe.get("run_dir"))))
         learned = None if continued is None else find_learned_template(continued, read_manifest(continued))
-    if learned is not None and config.get("data.prompts") is not None:
-        given = config.get(_OPTION)
-        line = describe_other_template(None if given is None else Path(given), learned)
-        if line is not None:
-            rank_zero_info(f"{line} ({_OPTION})")
-        config[_OPTION] = given or learned
-    return learned
+    if learned is None or recipe.get("data.prompts") is None:
+        return learned, {}
+    given = recipe.get(_OPTION)
+    line = describe_other_template(None if given is None else Path(given), learned)
+    if line is not None:
+        rank_zero_info(f"{line} ({_OPTION})")
+    return learned, {_OPTION: given or learned}
 
 
 class RecordChatTemplate(Callback):

@@ -1,8 +1,9 @@
 """Options that a run takes from the run that it continues, where its recipe and the command line have none."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.base.run_directory import RunDirectory
@@ -13,6 +14,7 @@ from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes
 from genesis.generate.checkpoint_reference import Reference
 from genesis.optim.algorithm import NO_DECAY
 from genesis.optim.recipe import read_adapter_decay
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
 
 
@@ -46,39 +48,38 @@ def _read(checkpoint: Path) -> Manifest | None:
         return None  # the restore reports it
 
 
-def keep_choices(config: Namespace, continued: Manifest | None) -> None:
-    """Completes a recipe, in place, by choices whose default is another for a new run.
+def keep_choices(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns choices of a recipe whose default is another for a new run.
 
     Args:
-        config: The recipe, before anything is built of it.
-        continued: The manifest of the checkpoint that the run continues from; None for a new run.
+        recipe: The recipe.
+        recorded: The recipe of the run that continues; None for a new run.
     """
-    recipe = None if continued is None else continued.recipe
-    if recipe is not None and config.get("data.packing") is None:
-        config["data.packing"] = (recipe.get("data") or {}).get("packing", CUT_EVENLY)
+    found: dict[str, Any] = {}
+    data = None if recorded is None else recorded.get("data") or {}
+    if data is not None and recipe.get("data.packing") is None:
+        found["data.packing"] = data.get("packing", CUT_EVENLY)
     for name in (SEQ_LEN, BATCH):
-        kept = None if recipe is None else (recipe.get("data") or {}).get(name)
-        if kept is not None and config.get(f"data.{name}") == AUTO:
-            config[f"data.{name}"] = kept
+        if data is not None and data.get(name) is not None and recipe.get(f"data.{name}") == AUTO:
+            found[f"data.{name}"] = data[name]
     key = "model.optimizer.init_args.adapter_weight_decay"
-    if config.get("model.adapter") is not None and config.get(key) is None:
-        config[key] = NO_DECAY if recipe is None else read_adapter_decay(recipe)
+    if recipe.get("model.adapter") is not None and recipe.get(key) is None:
+        found[key] = NO_DECAY if recorded is None else read_adapter_decay(recorded)
+    return found
 
 
-def start_sizes(config: Namespace, *, is_fit: bool) -> None:
-    """Puts numbers in the place of `auto` sizes of sequences and batches, and logs them.
+def choose_sizes(recipe: ResolvedRecipe, *, is_fit: bool) -> dict[str, Any]:
+    """Returns numbers for `auto` sizes of sequences and batches, and logs them.
 
     Args:
-        config: The recipe, whose corpus can be found.
+        recipe: The recipe, whose corpus can be found.
         is_fit: Whether the command trains.
     """
-    trainer, max_seq_len = config["trainer"], config.get("model.decoder.max_seq_len")
-    num_ranks = count_ranks(trainer["devices"], trainer["accelerator"]) * int(trainer.get("num_nodes") or 1)
-    sizes = resolve_sizes(config["data"].as_dict(), max_seq_len, num_ranks)
+    sizes = resolve_sizes(recipe, count_ranks(recipe) * recipe.count("trainer.num_nodes"))
     if sizes is None:
-        return
-    config[f"data.{SEQ_LEN}"], config[f"data.{BATCH}"] = sizes.seq_len, sizes.global_batch_size
+        return {}
     if is_fit:
         rank_zero_info(
             f"data.{SEQ_LEN} is {sizes.seq_len} and data.{BATCH} {sizes.global_batch_size} (auto): {sizes.reason}"
         )
+    return sizes.options

@@ -52,7 +52,8 @@ def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is deprecated has been reported
         cli = _UnstartedCLI("fit", ["fit", *arguments, *to_arguments(options)])
-    return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, cli.config_dump, cli.start)
+    resolved = ResolvedRecipe.complete(cli.config_dump, "the recipe")
+    return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, resolved, cli.start)
 
 
 def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> RecipeReport:

@@ -24,16 +24,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.base.errors import QuietExit, UserError, check_is_named, naming
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import check_has_adapters, find_continued, prepare_adapter, start_adapter
+from genesis.cli.adapter import check_has_adapters, find_base, find_continued, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
-from genesis.cli.chat_template import RecordChatTemplate, prepare_chat_template
+from genesis.cli.chat_template import RecordChatTemplate, find_chat_template
 from genesis.cli.class_change import guard_class_changes
-from genesis.cli.continued import keep_choices, read_continued, start_sizes
+from genesis.cli.continued import choose_sizes, keep_choices, read_continued
 from genesis.cli.fit_checks import (
     SECTIONS,
-    check_length,
     check_same_model,
-    check_trainer,
     explain_devices,
     is_reward_code_allowed,
     list_loggers,
@@ -46,21 +44,21 @@ from genesis.cli.lost_rank import LostRankError, is_lost_connection
 from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.tokenizer_identity import keep_tokenizer_hash
-from genesis.cli.trainer import GenesisTrainer, read_recipe, resolve_trainer
+from genesis.cli.trainer import GenesisTrainer, complete_trainer, read_recipe
 from genesis.cli.type_errors import explain_error, explain_types, known_keys
 from genesis.cli.used_directory import check_continues, check_fork
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.generate.checkpoint_reference import LATEST, find_recorded, read_reference
 from genesis.generate.teacher import find_teacher, load_teacher
 from genesis.model.attend.table import AUTO
-from genesis.model.device_proofs import LOSS_PROOF
+from genesis.model.device_proofs import LOSS_PROOF, list_mixer_proofs
 from genesis.model.float8 import check_float8, list_float8_proofs
 from genesis.model.recipe import check_mixers, dump_decoder_config
 from genesis.objectives.find import find_objective
 from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
-from genesis.recipe.resolved import complete_arguments, replace_in_recipes
+from genesis.recipe.resolved import ResolvedRecipe, complete_arguments, replace_in_recipes
 from genesis.recipe.yaml import dump_yaml
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
@@ -73,7 +71,6 @@ from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_h
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.base.run_directory import MANIFEST_NAME, read_run_dir
 from genesis_callbacks.checkpoint import list_committed
-from genesis_callbacks.checkpoint.device_proof import DeviceProof
 from genesis_callbacks.checkpoint.lineage import check_not_in_use
 
 _MAX_SEED = 2**32 - 1  # numpy's
@@ -249,41 +246,50 @@ class GenesisCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Resolves the Trainer's `auto` values, and finds the data of a run that continues elsewhere."""
-        config = self.config[str(self.subcommand)]
-        check_trainer(config["trainer"])
-        if self.subcommand == "fit":
-            check_length(config)
-        wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
+        is_fit = self.subcommand == "fit"
+        recipe = self._complete()
+        recipe.check_run(is_fit=is_fit)
+        wanted, run_dir = recipe.get("ckpt_path"), Path(recipe.get("run_dir"))
         check_is_named(wanted, "ckpt_path")
-        reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
-        resolve_trainer(config["trainer"], reference)
-        own = place_run(str(run_dir), self._get(self.config, "fork"))
-        if self.subcommand == "fit":
-            RunDirectory(Path(own)).check_own()
-        self._adapter_base = prepare_adapter(config, reference, Path(own))
-        self._continued = read_continued(reference, Path(own), config["checkpoint.restore"])
-        keep_choices(config, self._continued)
-        objective = find_objective(config.get("model.objective.class_path"))
-        self._reference = reference
+        self._reference = reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
+        recipe = self._complete(complete_trainer(recipe, None if reference is None else read_recipe(reference)))
+        own = Path(place_run(str(run_dir), recipe.get("fork")))
+        if is_fit:
+            RunDirectory(own).check_own()
+        self._adapter_base, found = find_base(recipe, reference, own)
+        recipe = self._complete(found)
+        self._continued = read_continued(reference, own, recipe.get("checkpoint.restore"))
+        recipe = self._complete(keep_choices(recipe, None if self._continued is None else self._continued.recipe))
+        objective = find_objective(recipe.get("model.objective"))
         continued = (lambda: None) if reference is None else partial(find_continued, reference)
-        self._identity = objective.resolve(config, RecipeContext(continued, Path(own), find_recorded))
-        self._learned = prepare_chat_template(config)
+        config = self.config[str(self.subcommand)]
+        self._identity = objective.resolve(config, RecipeContext(continued, own, find_recorded))  # in place
+        self._learned, found = find_chat_template(self._complete())
+        recipe = self._complete(found)
         if reference is not None:
-            self._find_data(config, reference.run.path)
-        start_sizes(config, is_fit=self.subcommand == "fit")
+            self._find_data(config, recipe, reference.run.path)
+            recipe = self._complete()
+        self._recipe = self._complete(choose_sizes(recipe, is_fit=is_fit))
+
+    def _complete(self, found: Mapping[str, Any] | None = None) -> ResolvedRecipe:
+        """Gives options values that follow from others, for the classes that are built, and returns the recipe."""
+        config = self.config[str(self.subcommand)]
+        for name, value in (found or {}).items():
+            config[name] = Namespace(**value) if isinstance(value, dict) else value  # type: ignore[no-untyped-call]
+        return ResolvedRecipe.complete(config.as_dict(), "the recipe")
 
     @staticmethod
-    def _find_data(config: Namespace, run_dir: Path) -> None:
+    def _find_data(config: Namespace, recipe: ResolvedRecipe, run_dir: Path) -> None:
         """Finds the data of a run that continues, where the paths of its recipe lead nowhere."""
         for key in map(".".join, TOKENIZER_PATHS):
-            given = config.get(key)
+            given = recipe.get(key)
             if given is not None and not Path(given).exists():
-                found = find_path(given, run_dir, config.as_dict(), what="the corpus", remedy=f"give it by --{key}")
+                found = find_path(given, run_dir, recipe.content, what="the corpus", remedy=f"give it by --{key}")
                 config[key] = os.path.relpath(found)
         sources = (source for kind in SOURCE_LISTS for source in config.get(f"data.{kind}.sources") or ())
         for source in sources:
             source["paths"] = tuple(
-                find_source_path(path, run_dir, config.as_dict(), name=source["name"]) for path in source["paths"]
+                find_source_path(path, run_dir, recipe.content, name=source["name"]) for path in source["paths"]
             )
 
     def instantiate_classes(self) -> None:
@@ -304,7 +310,7 @@ class GenesisCLI(LightningCLI):
         Raises:
             UserError: The name is that of a class.
         """
-        name = self._get(self.config, "trainer").get("strategy")
+        name = self._recipe.get("trainer.strategy")
         if isinstance(name, str) and "." in name:
             raise UserError(
                 f"trainer.strategy is {name!r}, which is no name of Lightning's: give a class as "
@@ -314,11 +320,10 @@ class GenesisCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer with the run's own log and progress bar."""
         self._dump_config()
-        config = self._get(self.config_init, "trainer")
-        fork = self._get(self.config_init, "fork")
-        run_dir = Path(place_run(self._get(self.config_init, "run_dir"), fork))
+        fork = self._recipe.get("fork")
+        run_dir = Path(place_run(self._recipe.get("run_dir"), fork))
         if fork is not None:
-            check_fork(run_dir, self._get(self.config_init, "ckpt_path"))
+            check_fork(run_dir, self._recipe.get("ckpt_path"))
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.config_dump.pop("allow_reward_code", None)
@@ -332,13 +337,14 @@ class GenesisCLI(LightningCLI):
         identity = keep_tokenizer_hash(self.datamodule.training.identity, self._reference, self._find_tokenizer())
         self.checkpoint.identity = {**identity, **self._identity, **self._prepare_objective(run_dir)}
         # Validating an earlier checkpoint must not write into the log of the run that trains.
-        loggers = list_loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
+        configured = self._get(self.config_init, "trainer").get("logger")
+        loggers = list_loggers(configured, run_dir) if self.subcommand == "fit" else False
         telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry(), StartReport()]
         callbacks.append(RecordChatTemplate(run_dir, self._learned))
         if self.subcommand == "fit":
             callbacks += build_telemetry(telemetry, run_dir, has_loss=self.model.objective.reports_loss)
-        if config.get("enable_progress_bar") is not False:
+        if self._recipe.get("trainer.enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.
         callbacks.append(Heartbeat(run_dir))
@@ -346,7 +352,7 @@ class GenesisCLI(LightningCLI):
         try:
             trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
         except TypeError as error:
-            raise explain_devices(config["devices"], error) from error
+            raise explain_devices(self._recipe.get("trainer.devices"), error) from error
         if isinstance(trainer.strategy, Replicated | Sharded):
             trainer.strategy.start.recipe = self.config_dump
         self._start_attention(trainer)
@@ -364,14 +370,13 @@ class GenesisCLI(LightningCLI):
         proofs = build_proofs(
             self.model, self.config_dump, place, self.datamodule.training.options.seq_len, is_given=given != AUTO
         )
-        of_mixers = (DeviceProof(*proof) for proof in self.model.decoder_config.list_proofs())
-        others = (LOSS_PROOF, *of_mixers)
+        others = (LOSS_PROOF, *list_mixer_proofs(self.model.decoder_config))
         self.checkpoint.device_proofs = (*proofs, *others, *list_float8_proofs(self.model.float8))
         self.checkpoint.drift_policy = build_policy(place)
 
     def _find_tokenizer(self) -> str | None:
         keys = ("data.stream.tokenizer", "data.prompts.tokenizer", "data.corpus")
-        return next((path for key in keys if (path := self._get(self.config, key))), None)
+        return next((path for key in keys if (path := self._recipe.get(key))), None)
 
     def _prepare_objective(self, run_dir: Path) -> Mapping[str, str]:
         """Lets the objective prepare the fit, completes the recipe, and returns its part of the identity."""
@@ -446,7 +451,7 @@ class GenesisCLI(LightningCLI):
         Of this run's own, the newest that verifies is taken and damaged ones are quarantined. Where this run is a fork,
         nothing of the other run is renamed.
         """
-        reference = read_reference(wanted, run_dir=Path(self._get(self.config_init, "run_dir")))
+        reference = read_reference(wanted, run_dir=Path(self._recipe.get("run_dir")))
         run_dir = self.checkpoint.directory.parent
         is_own = reference.kind == "run" and reference.path.resolve() == run_dir
         if is_own and reference.selector in (None, LATEST):

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jsonargparse import Namespace
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -20,44 +19,6 @@ from genesis_callbacks.checkpoint.drift import compare_mappings
 
 SECTIONS: Final = ("trainer", "model", "data", "checkpoint", "counters", "schedule", "verification", "telemetry")
 """The parts of a recipe that hold options."""
-
-
-def check_trainer(trainer: Namespace) -> None:
-    """Refuses options of the Trainer with which a run would fail late, or train wrongly.
-
-    Raises:
-        UserError: The length is 0, the limit of the gradient's norm is no limit, or the interval of the log is
-            negative.
-    """
-    if trainer.get("max_steps") is None:
-        trainer["max_steps"] = -1  # as the recipe of the run has it
-    for name in ("max_steps", "max_epochs"):
-        if trainer.get(name) == 0:
-            raise UserError(f"trainer.{name} is 0, a run that trains nothing: give at least 1, or -1 for no limit")
-    limit, every = trainer.get("gradient_clip_val"), trainer.get("log_every_n_steps")
-    if limit is not None and not limit >= 0:  # nan is not
-        raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
-    if every is not None and every < 0:
-        raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
-
-
-def check_length(config: Namespace) -> None:
-    """Refuses a recipe without a length, whose schedule has no end.
-
-    Raises:
-        UserError: That is so.
-    """
-    trainer, data, schedule = config["trainer"], config["data"], config["schedule"]
-    lengths = [trainer.get("max_time"), *(data.get(name) for name in ("num_epochs", "num_tokens", "max_epochs"))]
-    is_counted = any(trainer.get(name) not in (None, -1) for name in ("max_steps", "max_epochs"))
-    has_end = (
-        schedule.get("shape") in ("constant", "own") or schedule.get("total_updates") or schedule.get("total_tokens")
-    )
-    if not (is_counted or has_end or trainer.get("fast_dev_run") or any(one is not None for one in lengths)):
-        raise UserError(
-            "no option sets the length of the run: give data.num_epochs, data.num_tokens or trainer.max_steps, such as "
-            "--data.num_epochs 3"
-        )
 
 
 def explain_devices(devices: Any, error: TypeError) -> UserError:

@@ -19,11 +19,14 @@ from genesis.model.describe import (
     FLOAT32_BYTES,
     Description,
     TrainingMemory,
+    build_without_memory,
     describe,
     describe_training,
 )
-from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
+from genesis.model.recipe import build_decoder_config, dump_decoder_config, read_adapter_config
 from genesis.operations.plan.recipe import check_choices
+from genesis.optim.build import count_moment_bytes
+from genesis.optim.recipe import read_algorithm
 from genesis.recipe.resolved import ResolvedRecipe
 
 BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
@@ -36,7 +39,11 @@ def describe_main(argv: list[str]) -> int:
     """Runs `genesis model describe` and returns its exit status."""
     parser = Parser(prog="genesis model describe", description=_DESCRIPTION)
     parser.add_argument(
-        "--config", type=Path, required=True, help="YAML file: a recipe of `genesis fit`, or a decoder's fields alone"
+        "--config",
+        type=Path,
+        action="append",
+        required=True,
+        help="YAML file: a recipe of `genesis fit`, or a decoder's fields alone; several are merged",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -46,31 +53,41 @@ def describe_main(argv: list[str]) -> int:
         help="type of the frozen weights, if the recipe has adapters (default %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    description = describe(read_decoder_config(arguments.config))
-    adapter = read_recipe_adapter(arguments.config)
     with warned_in_one_line():
-        recipe = ResolvedRecipe.read([arguments.config])
-        recipe.check_classes()
-        check_choices(recipe, description.config)
+        recipe = ResolvedRecipe.read(arguments.config)
+    recipe.check_classes()
+    decoder = build_decoder_config(recipe.get("model.decoder"), where=recipe.where)
+    check_choices(recipe, decoder)
+    description, adapter = describe(decoder), read_adapter_config(recipe.content, recipe.where)
+    algorithm = read_algorithm(recipe.get("model.optimizer"), f"{recipe.where}: model.optimizer")
     try:
         family, obstacle = find_family(description.config).model_type, None
     except UserError as error:
         family, obstacle = None, str(error)
-    memory = None
-    if adapter is not None:
-        memory = describe_training(description.config, adapter, BASE_BYTES[arguments.base_dtype])
+    memory = describe_training(decoder, adapter, BASE_BYTES[arguments.base_dtype])
+    optimizer_bytes = count_moment_bytes(build_without_memory(decoder, adapter), algorithm)
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters
         shown["exported_as"] = family
         if shown.pop("num_inactive_parameters"):
             shown["num_active_parameters"] = description.num_active_parameters
-        if memory is not None:
-            shown["adapter"] = {**asdict(memory), "base_dtype": arguments.base_dtype}
+        if adapter is None:
+            shown |= {"gradients_bytes": memory.gradients_bytes, "optimizer_bytes": optimizer_bytes}
+        else:
+            shown["adapter"] = {**asdict(memory), "optimizer_bytes": optimizer_bytes}
+            shown["adapter"]["base_dtype"] = arguments.base_dtype
         print(json.dumps(shown, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-        table = _table_of(description, memory, arguments.base_dtype, title=str(arguments.config))
+        table = _table_of(description, recipe.where)
+        _add_training(table, description, memory, None if adapter is None else arguments.base_dtype)
+        algorithms = " and ".join(type(one).__name__ for one in algorithm.parts)
+        table.add_row("moments", _gib(optimizer_bytes), f"float32; of {algorithms}")
+        trained = memory.frozen_bytes + memory.weights_bytes + memory.gradients_bytes + optimizer_bytes
+        table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")
+        cache = f"{description.kv_cache_bytes_per_token:,} B"
+        table.add_row("key-value cache", cache, "per token of context, bfloat16")
         table.add_row("exported as", family or "safetensors", "for transformers" if family else "not for transformers")
         console.print(table)
         if obstacle is not None:
@@ -78,7 +95,7 @@ def describe_main(argv: list[str]) -> int:
     return 0
 
 
-def _table_of(description: Description, memory: TrainingMemory | None, base_dtype: str, title: str) -> Table:
+def _table_of(description: Description, title: str) -> Table:
     config, total = description.config, description.num_parameters
     table = Table(box=box.SIMPLE, title=title, title_justify="left", show_header=False)
     table.add_column("")
@@ -98,23 +115,19 @@ def _table_of(description: Description, memory: TrainingMemory | None, base_dtyp
         "  with attention", f"{description.flops_per_token + attention:.3e}", f"at {config.max_seq_len:,} tokens"
     )
     table.add_section()
-    if memory is None:
-        trained = description.weights_bytes + description.gradients_bytes + description.optimizer_bytes
+    return table
+
+
+def _add_training(table: Table, description: Description, memory: TrainingMemory, base_dtype: str | None) -> None:
+    """Adds the rows of weights and gradients; `base_dtype` is None without adapters."""
+    if base_dtype is None:
         table.add_row("weights", _gib(description.weights_bytes), "float32; half of it in bfloat16")
-        table.add_row("gradients", _gib(description.gradients_bytes), "float32")
-        table.add_row("AdamW's moments", _gib(description.optimizer_bytes), "float32")
     else:
-        trained = memory.total_bytes
-        table.add_row(
-            "trained parameters", f"{memory.num_trained:,}", f"{memory.num_trained / total:.2%} of the model's"
-        )
+        share = memory.num_trained / description.num_parameters
+        table.add_row("trained parameters", f"{memory.num_trained:,}", f"{share:.2%} of the model's")
         table.add_row("frozen weights", _gib(memory.frozen_bytes), f"{base_dtype}; see --base_dtype")
         table.add_row("adapters, trained weights", _gib(memory.weights_bytes), "float32")
-        table.add_row("gradients", _gib(memory.gradients_bytes), "float32")
-        table.add_row("AdamW's moments", _gib(memory.optimizer_bytes), "float32")
-    table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")
-    table.add_row("key-value cache", f"{description.kv_cache_bytes_per_token:,} B", "per token of context, bfloat16")
-    return table
+    table.add_row("gradients", _gib(memory.gradients_bytes), "float32")
 
 
 def _gib(num_bytes: int) -> str:

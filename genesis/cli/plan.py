@@ -32,7 +32,6 @@ from genesis.operations.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_fro
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
-GIB: Final = 2**30
 _CONTEXT_BYTES: Final = 600 * 2**20
 """Assumed: a CUDA context with its kernels."""
 _PRODUCTS_BYTES: Final = 2 * 32 * 2**20

@@ -13,6 +13,7 @@ import yaml
 from genesis.base.arguments import respell
 from genesis.base.determinism import AUTO, note_unrepeatable
 from genesis.base.errors import UserError
+from genesis.cli.continued import keep_choices
 from genesis.cli.fit import fit_main
 from genesis.cli.trainer import count_ranks
 from genesis.cli.trainer import read_recipe as read_recipe_of
@@ -54,7 +55,7 @@ def read_recipe(recipe: ResolvedRecipe) -> RecipeFacts:
     for name in ("data.micro_batch_size", "data.global_batch_size"):
         if recipe.get(name) is None:
             raise UserError(f"{name} is missing: give a recipe by --config")
-    num_ranks = count_ranks(recipe.get("trainer.devices"), recipe.get("trainer.accelerator"))
+    num_ranks = count_ranks(recipe)
     num_nodes = recipe.count("trainer.num_nodes")
     return RecipeFacts(
         run_dir=str(recipe.get("run_dir")),
@@ -76,10 +77,8 @@ def _find_kept(recipe: ResolvedRecipe, name: str) -> Mapping[str, Any] | None:
 
 
 def _find_batch(recipe: ResolvedRecipe, num_ranks: int) -> int:
-    content = _find_kept(recipe, "data.global_batch_size") or recipe.content
-    if content["data"]["global_batch_size"] == AUTO:
-        content = resolve_recipe(content, content["model"]["decoder"]["max_seq_len"], num_ranks)
-    return int(content["data"]["global_batch_size"])
+    kept = keep_choices(recipe, _find_kept(recipe, "data.global_batch_size"))
+    return resolve_recipe(recipe.complete_by(kept), num_ranks).count("data.global_batch_size")
 
 
 def _note_kernels(recipe: ResolvedRecipe) -> str | None:

@@ -1,9 +1,9 @@
 """The Trainer of a fit, and what the `auto` values of its options stand for, before anything is built."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 
 from genesis.base.determinism import AUTO as AUTO_DETERMINISTIC
@@ -13,6 +13,7 @@ from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import Reference
 from genesis.model.compilation import check_compilation, choose_compilation, read_compilation
 from genesis.model.precision import AUTO, choose_precision, unify_precision
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.checkpoint import CheckpointError, read_manifest
 
 PrecisionName = Literal["auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true", "bf16", "32", "16", 32, 16]
@@ -78,38 +79,43 @@ def _has_accelerator(accelerator: Any) -> bool:
     return accelerator != CPU and (not isinstance(accelerator, str) or find_kind() != CPU)
 
 
-def resolve_trainer(trainer: Namespace, restored: Reference | None) -> None:
-    """Replaces the `auto` values of a run's options of the Trainer; a run that continues keeps its own.
+def complete_trainer(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what the `auto` values of the Trainer's options stand for; a run that continues keeps its own.
 
     Args:
-        trainer: The options as given.
-        restored: The checkpoint from which the run continues.
+        recipe: The recipe of the run.
+        recorded: The recipe in the checkpoint from which it continues; None for a new run.
 
     Raises:
         UserError: A value is unknown, or the device cannot train so.
     """
-    check_deterministic(trainer["deterministic"])
-    recipe = None if restored is None else read_recipe(restored)
-    if trainer["deterministic"] in (AUTO_DETERMINISTIC, None):
-        trainer["deterministic"] = choose_deterministic(recipe)
-    if trainer["precision"] == AUTO:
-        trainer["precision"] = (
-            choose_precision(trainer["accelerator"])
-            if recipe is None
-            else unify_precision({"trainer": {}} | recipe)["trainer"].get("precision")
+    found: dict[str, Any] = {}
+    if recipe.get("trainer.max_steps") is None:
+        found["trainer.max_steps"] = -1
+    deterministic, accelerator = recipe.get("trainer.deterministic"), recipe.get("trainer.accelerator")
+    check_deterministic(deterministic)
+    if deterministic in (AUTO_DETERMINISTIC, None):
+        found["trainer.deterministic"] = choose_deterministic(recorded)
+    precision = recipe.get("trainer.precision")
+    if precision == AUTO:
+        precision = found["trainer.precision"] = (
+            choose_precision(accelerator)
+            if recorded is None
+            else unify_precision({"trainer": {}, **recorded})["trainer"].get("precision")
         )
-    if trainer["precision"] in ("16-mixed", "16", 16) and not _has_accelerator(trainer["accelerator"]):
+    if precision in ("16-mixed", "16", 16) and not _has_accelerator(accelerator):
         # Lightning would train in bfloat16 with a warning, and the recipe would name what did not run.
         raise UserError(
             "trainer.precision is '16-mixed', which a CPU does not have: give --trainer.precision bf16-mixed or 32-true"
         )
-    options = getattr(trainer.get("strategy"), "init_args", None)
-    if options and "compile_blocks" in options:
-        check_compilation(options["compile_blocks"])
-    if options and options.get("compile_blocks") == AUTO:
-        options["compile_blocks"] = (
-            choose_compilation(trainer["accelerator"]) if recipe is None else read_compilation(recipe)
-        )
+    strategy = recipe.find_choice("trainer.strategy")
+    if strategy is not None and "compile_blocks" in strategy.options:
+        given = strategy.options["compile_blocks"]
+        check_compilation(given)
+        if given == AUTO:
+            compiled = choose_compilation(accelerator) if recorded is None else read_compilation(recorded)
+            found["trainer.strategy.init_args.compile_blocks"] = compiled
+    return found
 
 
 def read_recipe(restored: Reference) -> dict[str, Any] | None:
@@ -125,19 +131,9 @@ def read_recipe(restored: Reference) -> dict[str, Any] | None:
     return recipe or None
 
 
-def count_ranks(devices: Any, accelerator: Any) -> int:
-    """Returns the number of ranks for the Trainer's `devices`, as Lightning reads it.
-
-    Example:
-        >>> count_ranks(2, "cpu"), count_ranks("auto", "cpu"), count_ranks([0, 3], "gpu"), count_ranks("0,1", "gpu")
-        (2, 1, 2, 2)
-    """
-    if isinstance(devices, list):
-        return len(devices)
-    text = str(devices).strip()
-    if text.isdecimal():
-        return int(text)
-    if "," in text:
-        return len([part for part in text.split(",") if part.strip()])
-    kind = find_kind()  # "auto" and -1: all devices of a kind; the CPU counts as one
-    return 1 if accelerator == "cpu" or kind == "cpu" else max(1, count_devices(kind))
+def count_ranks(recipe: ResolvedRecipe) -> int:
+    """Returns the number of ranks of each node of this kind; the CPU counts as one device."""
+    named, kind = recipe.count_devices(), find_kind()
+    if named is not None:
+        return named
+    return 1 if CPU in (recipe.get("trainer.accelerator"), kind) else max(1, count_devices(kind))

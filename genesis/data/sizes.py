@@ -10,7 +10,7 @@ the limit is reached, a step has several sequences. Of text, a step has half the
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +20,7 @@ import numpy as np
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.manifest import MANIFEST_NAME
 from genesis.data.packing import CUT_EVENLY, KEPT_WHOLE
+from genesis.recipe.resolved import ResolvedRecipe
 
 AUTO: Final = "auto"
 Size = int | Literal["auto"]
@@ -48,6 +49,11 @@ class Sizes:
     global_batch_size: int
     reason: str = ""
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The sizes as options of a recipe."""
+        return {f"data.{SEQ_LEN}": self.seq_len, f"data.{BATCH}": self.global_batch_size}
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -71,36 +77,33 @@ class Documents:
     shortest_source: int | None = None
 
 
-def resolve_sizes(data: Mapping[str, Any], max_seq_len: int, num_ranks: int) -> Sizes | None:
+def resolve_sizes(recipe: ResolvedRecipe, num_ranks: int) -> Sizes | None:
     """Returns the sizes of a recipe of which one is `auto`; None if neither is.
 
     Args:
-        data: The section `data` of the recipe.
-        max_seq_len: The context of the model.
+        recipe: The recipe.
         num_ranks: Number of ranks, over which a batch is divided.
 
     Raises:
         UserError: The corpus cannot be read.
     """
-    seq_len, batch = data.get(SEQ_LEN), data.get(BATCH)
+    seq_len, batch = (recipe.get(f"data.{name}") for name in (SEQ_LEN, BATCH))
     if AUTO not in (seq_len, batch):
         return None
-    path = data.get("corpus")
+    path, others = recipe.get("data.corpus"), (recipe.get("data.stream"), recipe.get("data.prompts"))
     documents = None
-    if path and not data.get("stream") and not data.get("prompts") and (Path(path) / MANIFEST_NAME).is_file():
-        documents = describe_documents(open_corpus(Path(path), verify_hashes="never"), data.get("packing"))
-    length = None if seq_len == AUTO else seq_len
-    chosen = choose_sizes(documents, min(_MOST_TOKENS, max_seq_len), length, None if batch == AUTO else batch)
-    multiple = num_ranks * (data.get("micro_batch_size") or 1) if batch == AUTO else 1
+    if path and not any(others) and (Path(path) / MANIFEST_NAME).is_file():
+        documents = describe_documents(open_corpus(Path(path), verify_hashes="never"), recipe.get("data.packing"))
+    most = min(_MOST_TOKENS, recipe.count("model.decoder.max_seq_len"))
+    chosen = choose_sizes(documents, most, None if seq_len == AUTO else seq_len, None if batch == AUTO else batch)
+    multiple = num_ranks * (recipe.get("data.micro_batch_size") or 1) if batch == AUTO else 1
     return replace(chosen, global_batch_size=-(-chosen.global_batch_size // multiple) * multiple)
 
 
-def resolve_recipe(recipe: Mapping[str, Any], max_seq_len: int, num_ranks: int) -> Mapping[str, Any]:
+def resolve_recipe(recipe: ResolvedRecipe, num_ranks: int) -> ResolvedRecipe:
     """Returns a recipe with numbers in the place of `auto`, for commands that train nothing."""
-    data = recipe.get("data")
-    if not isinstance(data, Mapping) or (sizes := resolve_sizes(data, max_seq_len, num_ranks)) is None:
-        return recipe
-    return {**recipe, "data": {**data, SEQ_LEN: sizes.seq_len, BATCH: sizes.global_batch_size}}
+    sizes = resolve_sizes(recipe, num_ranks)
+    return recipe if sizes is None else recipe.complete_by(sizes.options)
 
 
 def describe_documents(corpus: Corpus, packing: str | None) -> Documents:

@@ -24,7 +24,7 @@ from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_confi
 from genesis.huggingface.shape import find_family, read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
-from genesis.model.attend.flash_limits import FLASH_CAPABILITY
+from genesis.model.attend.kernel import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
@@ -120,7 +120,7 @@ def load_decoder(
         config, state, found = _read_export(reference.path, tokenizer)
         learned = _find_exported_template(reference.path, found)
         decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
-        prepare_kernels(config.list_proofs(), torch.device(device))
+        prepare_kernels(config, torch.device(device))
         _note_choice(chat_template, learned)
         decoder = decoder.to(device=device, dtype=dtype).eval()
         return Loaded(decoder, found, reference.path, learned=learned, chosen=chat_template)
@@ -134,7 +134,7 @@ def load_decoder(
     key = f"{base_hash} {device} {dtype}"
     with bases.loading(key) as shared:
         decoder, in_base = _read_checkpoint(checkpoint, manifest, adapter, shared)
-        prepare_kernels(decoder.config.list_proofs(), torch.device(device))
+        prepare_kernels(decoder.config, torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
         bases.add(key, decoder, in_base)
     shared_bytes = sum(shared[name].nbytes for name in in_base & shared.keys())

@@ -1,6 +1,5 @@
 """The proof of the gated delta rule's kernels on an accelerator: they give what the computation in chunks gives."""
 
-from functools import partial
 from typing import Final
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 from genesis.model.attend.metadata import document_offsets
 from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
 from genesis.model.delta_rule import DeltaInputs, chunked
-from genesis.model.mixer import KernelProof
-from genesis.model.proof_memory import compare, prove_once
+from genesis.model.mixer import KernelProof, compare
 
 _NAME: Final = "linear_attention"
 """The name of the proof in manifests."""
@@ -21,14 +19,12 @@ _DOCUMENT_LENGTHS = (1, 20, 7, 36)
 def list_delta_proofs() -> tuple[KernelProof, ...]:
     """Returns the proof of the kernels, if their package is installed.
 
-    It runs once on a machine (`proof_memory`), because Triton tries many forms of each kernel meanwhile.
+    It is long, because Triton tries many forms of each kernel meanwhile.
     """
     found = find_version()
     if found is None:
         return ()
-    quick = f"{PACKAGE} {found}"
-    prove = partial(prove_once, _NAME, quick, prove_rule)
-    return (KernelProof(_NAME, quick, "chunks", prove, distrust_kernel),)
+    return (KernelProof(_NAME, f"{PACKAGE} {found}", "chunks", prove_rule, distrust_kernel, is_long=True),)
 
 
 def prove_rule(device: torch.device) -> None:

@@ -27,8 +27,6 @@ class Description:
             usual for MFU; a sliding window bounds the context.
         kv_cache_bytes_per_token: Bytes of keys and values for a token of one sequence in bfloat16.
         weights_bytes: Bytes of the weights in float32, as trained; bfloat16 takes half of that.
-        gradients_bytes: Bytes of the gradients in float32.
-        optimizer_bytes: Bytes of AdamW's two moments in float32.
         num_inactive_parameters: The number of parameters of experts that do not see a token.
 
     References:
@@ -41,8 +39,6 @@ class Description:
     attention_flops_per_token: int
     kv_cache_bytes_per_token: int
     weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
     num_inactive_parameters: int = 0
 
     @property
@@ -58,32 +54,37 @@ class Description:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """The memory of training, without activations.
+    """The memory of training, without activations and the moments of the optimizer.
 
     Attributes:
         num_trained: Number of trained parameters.
         frozen_bytes: Bytes of the weights that are not trained.
         weights_bytes: Bytes of the trained weights in float32.
         gradients_bytes: Bytes of their gradients in float32.
-        optimizer_bytes: Bytes of AdamW's two moments in float32.
     """
 
     num_trained: int
     frozen_bytes: int
     weights_bytes: int
     gradients_bytes: int
-    optimizer_bytes: int
 
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.frozen_bytes + self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+def build_without_memory(config: DecoderConfig, adapter: AdapterConfig | None = None) -> Decoder:
+    """Returns the decoder, with adapters if there are any, on the meta device.
+
+    Raises:
+        UserError: The decoder cannot have the adapters.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(config)
+        if adapter is not None:
+            attach_adapters(decoder, adapter)
+    return decoder
 
 
 def describe(config: DecoderConfig) -> Description:
     """Returns the figures of `config`, counted on a decoder on the meta device."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
+    decoder = build_without_memory(config)
     parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
     for name, parameter in decoder.named_parameters():
         part = _part_of(name)
@@ -99,14 +100,12 @@ def describe(config: DecoderConfig) -> Description:
         attention_flops_per_token=sum(part.context_flops_per_token(config.max_seq_len) for part in parts),
         kv_cache_bytes_per_token=config.count_cache_bytes_per_token(BFLOAT16_BYTES),
         weights_bytes=FLOAT32_BYTES * num_parameters,
-        gradients_bytes=FLOAT32_BYTES * num_parameters,
-        optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,
         num_inactive_parameters=sum(part.num_inactive_parameters for part in parts if isinstance(part, Experts)),
     )
 
 
 def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base_bytes: int) -> TrainingMemory:
-    """Returns the memory of training without activations: all weights in float32, or adapters beside a frozen base.
+    """Returns the memory of weights and gradients in training: of all in float32, or of adapters on a frozen base.
 
     Args:
         config: The decoder.
@@ -116,10 +115,7 @@ def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base
     Raises:
         UserError: The decoder cannot have the adapters.
     """
-    with torch.device("meta"):
-        decoder = Decoder(config)
-        if adapter is not None:
-            attach_adapters(decoder, adapter)
+    decoder = build_without_memory(config, adapter)
     trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in decoder.parameters()) - trained
     return TrainingMemory(
@@ -127,7 +123,6 @@ def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base
         frozen_bytes=base_bytes * frozen,
         weights_bytes=FLOAT32_BYTES * trained,
         gradients_bytes=FLOAT32_BYTES * trained,
-        optimizer_bytes=2 * FLOAT32_BYTES * trained,
     )
 
 
@@ -152,9 +147,7 @@ def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterC
 
 def list_attending_parts(config: DecoderConfig) -> list[Part]:
     """Returns the parts, on the meta device, whose arithmetic for a token depends on the length of its document."""
-    with torch.device("meta"):
-        parts = Decoder(config).parts.values()
-    return [part for part in parts if part.context_flops_per_token(1)]
+    return [part for part in build_without_memory(config).parts.values() if part.context_flops_per_token(1)]
 
 
 def _part_of(name: str) -> str:

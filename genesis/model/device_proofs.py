@@ -1,7 +1,6 @@
 """Tests of an accelerator's kernels of attention and the loss, and of those of mixers, before Genesis uses them."""
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -13,9 +12,10 @@ from genesis.model.attend.cache import distrust_lengths
 from genesis.model.attend.metadata import CachedTokens
 from genesis.model.attend.table import FLASH, KERNELS, MASK, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.decoder import DecoderConfig
 from genesis.model.loss import IGNORE_INDEX, distrust_fused, fuse, lose_rows_with_gradient, normalise
-from genesis.model.mixer import ForwardTokens, KernelProof
-from genesis.model.proof_memory import GRADIENT_TOLERANCE, compare
+from genesis.model.mixer import GRADIENT_TOLERANCE, ForwardTokens, compare
+from genesis.model.proof_memory import prove_once
 from genesis_callbacks.checkpoint.device_proof import DeviceProof
 
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
@@ -168,18 +168,30 @@ def prove_loss(device: torch.device) -> None:
 LOSS_PROOF: Final = DeviceProof("loss", "compiled", "operators", prove_loss, distrust_fused)
 
 
-def prepare_kernels(proofs: Sequence[KernelProof], device: torch.device) -> None:
+def list_mixer_proofs(config: DecoderConfig) -> list[DeviceProof]:
+    """Returns the proofs of the kernels of a model's mixers; a long one runs once on a machine (`proof_memory`)."""
+    return [
+        DeviceProof(
+            *(proof.name, proof.fast, proof.slow),
+            partial(prove_once, proof.name, proof.fast, proof.prove) if proof.is_long else proof.prove,
+            proof.take_slow,
+        )
+        for proof in config.list_proofs()
+    ]
+
+
+def prepare_kernels(config: DecoderConfig, device: torch.device) -> None:
     """Selects the kernels of a model's mixers on a CUDA device, for a model that no fit trains.
 
     Kernels that fail their proof are not used in this process; a warning names them.
 
     Args:
-        proofs: The proofs of the model's mixers (`DecoderConfig.list_proofs`).
+        config: The model.
         device: The device.
     """
     if device.type != "cuda":
         return
-    for proof in proofs:
+    for proof in list_mixer_proofs(config):
         if (proof.name, device) not in _proved:
             _proved.add((proof.name, device))
             _prove_or_warn(proof, device)
@@ -189,7 +201,7 @@ _proved: Final[set[tuple[str, torch.device]]] = set()
 """What was tried in this process: a proof that fails would fail again."""
 
 
-def _prove_or_warn(proof: KernelProof, device: torch.device) -> None:
+def _prove_or_warn(proof: DeviceProof, device: torch.device) -> None:
     try:
         proof.prove(device)
     except Exception as error:  # missing or wrong kernels are no error, because the slower way remains

@@ -9,7 +9,7 @@ B  sequences of a micro-batch     S  tokens of a sequence     D  model width
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
@@ -47,6 +47,11 @@ class AttentionHeads(NamedTuple):
     head_dim: int
 
 
+# bfloat16 has 8 bits of mantissa, and two kernels add in different orders.
+TOLERANCE: Final = 2e-2
+GRADIENT_TOLERANCE: Final = 4e-2
+
+
 class KernelProof(NamedTuple):
     """A proof that kernels give the results of a slower way on an accelerator, before they are used."""
 
@@ -58,6 +63,22 @@ class KernelProof(NamedTuple):
     prove: Callable[[torch.device], None]
     """Raises any exception if they fail."""
     take_slow: Callable[[torch.device], None]
+    is_long: bool = False
+    """Whether it takes much longer than a start should, so that one that has held is remembered on the machine."""
+
+
+def compare(
+    name: str, found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE, *, subject: str = "attention"
+) -> None:
+    """Checks that the results of a kernel are those of a slower way.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    found, wanted = found.detach().float(), wanted.detach().float()
+    difference = float((found - wanted).abs().max())
+    if not difference <= tolerance * max(1.0, float(wanted.abs().max())):  # NaN also counts as a difference
+        raise RuntimeError(f"{subject} {name} differs from the slower way by {difference:.3g}")
 
 
 class SequenceMixer(Part):

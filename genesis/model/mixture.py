@@ -21,7 +21,6 @@ from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part, Statistics, check_counts
 
-INDEX_BYTES: Final = 8
 SCORES: Final = ("softmax", "sigmoid")
 MAX_EXPERTS: Final = 1 << 16
 ROUTERS: Final = ParameterGroup("routers", "head")

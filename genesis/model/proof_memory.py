@@ -1,6 +1,6 @@
-"""What proofs of kernels share: how close results must be, and a memory of proofs that have held on this machine.
+"""A memory of proofs of kernels that have held on this machine.
 
-The memory is for proofs that take much longer than a start should:
+It is for proofs that take much longer than a start should:
 
     CACHE/proofs/NAME-KEY.json      what was proved: the device, and every version that the result depends on
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from genesis import __version__
 from genesis.base.cache_directory import find_cache_directory
@@ -27,24 +26,7 @@ from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.untrusted import read_file
 
 _DRIVERS: Final = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-# bfloat16 has 8 bits of mantissa, and two kernels add in different orders.
-TOLERANCE: Final = 2e-2
-GRADIENT_TOLERANCE: Final = 4e-2
 _log = logging.getLogger(__name__)
-
-
-def compare(
-    name: str, found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE, *, subject: str = "attention"
-) -> None:
-    """Checks that the results of a kernel are those of a slower way.
-
-    Raises:
-        RuntimeError: They differ.
-    """
-    found, wanted = found.detach().float(), wanted.detach().float()
-    difference = float((found - wanted).abs().max())
-    if not difference <= tolerance * max(1.0, float(wanted.abs().max())):  # NaN also counts as a difference
-        raise RuntimeError(f"{subject} {name} differs from the slower way by {difference:.3g}")
 
 
 def prove_once(name: str, kernels: str, prove: Callable[[torch.device], None], device: torch.device) -> None:

@@ -54,15 +54,6 @@ def check_mixers(path: Path) -> None:
         _build_mixers(decoder["mixers"], f"{path}: model.decoder: mixers")
 
 
-def read_recipe_adapter(path: Path) -> AdapterConfig | None:
-    """Returns the adapters in the YAML file `path`; None if it has none, or is no recipe of `genesis fit`.
-
-    Raises:
-        UserError: The file cannot be read, or a field of the adapters is invalid.
-    """
-    return read_adapter_config(_read_yaml(path), where=str(path))
-
-
 def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 

@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from genesis.base.errors import UserError
+from genesis.base.progress import numbered
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder
@@ -150,6 +152,7 @@ class Objective(ABC):
             the model writes answers in training.
         needs_values: Whether it needs the value of each document, in `MicroBatch.extra` (`genesis.data.loader.VALUES`):
             the corpus was then prepared of sources with `value_field`.
+        least_micro_batch: The least number of sequences, or of pairs, from which it learns in a micro-batch.
         compares_forwards: Whether it compares the probabilities of a token in two forwards, so that both must compute a
             token alike beside any other tokens.
         reports_loss: Whether its loss shows how well training goes, so that telemetry watches it.
@@ -169,6 +172,7 @@ class Objective(ABC):
 
     learns_from: ClassVar[DataKind] = "text"
     needs_values: ClassVar[bool] = False
+    least_micro_batch: ClassVar[int] = 1
     compares_forwards: ClassVar[bool] = False
     reports_loss: ClassVar[bool] = True
     label_options: ClassVar[Mapping[str, Any] | None] = None
@@ -180,6 +184,19 @@ class Objective(ABC):
     trains_under: ClassVar[frozenset[Literal["tensor", "context", "pipeline"]]] = frozenset()
 
     # ---- before a fit
+
+    @classmethod
+    def check_micro_batch(cls, size: int) -> None:
+        """Refuses micro-batches of too few sequences.
+
+        Raises:
+            UserError: `size` is below `least_micro_batch`.
+        """
+        if size < cls.least_micro_batch:
+            what = numbered(cls.least_micro_batch, "pairs" if cls.learns_from == "pairs" else "sequences")
+            raise UserError(
+                f"data.micro_batch_size is {size}, and {cls.__name__} learns from at least {what}: raise it"
+            )
 
     @classmethod
     def find_running_teacher(cls, options: Mapping[str, Any]) -> RunningTeacher | None:

@@ -70,7 +70,7 @@ class Teacher:
         """Returns the classes of each position of a micro-batch, on its device, which the first call moves to."""
         device = micro_batch.input_ids.device
         if device != self._device:
-            prepare_kernels(self._decoder.config.list_proofs(), device)
+            prepare_kernels(self._decoder.config, device)
             self._decoder.to(device)
             self._device = device
         # Training runs under autocast, which would round the teacher's products.

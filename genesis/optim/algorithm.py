@@ -113,6 +113,10 @@ class Algorithm(ABC):
         """Returns the algorithm of a group: another one where this one is not for all parameters."""
         return self
 
+    def count_moments(self, group: ParameterGroup) -> int:
+        """Returns the number of moments of each parameter of a group."""
+        return len(self.of(group).moments)
+
     def decays(self, group: ParameterGroup) -> bool:
         """Returns whether weight decay is for a group."""
         return group.kind in ("matrix", "head")

@@ -23,6 +23,16 @@ class GroupedModule(Protocol):
         """Returns the group of each parameter by its name."""
 
 
+def count_moment_bytes(model: GroupedModule, algorithm: Algorithm) -> int:
+    """Returns the bytes of the moments that the optimizer of a model will have; the model may be on the meta device."""
+    groups = model.parameter_groups()
+    return sum(
+        algorithm.count_moments(groups[name]) * parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+
+
 def build_optimizer(model: GroupedModule, algorithm: Algorithm) -> GroupedOptimizer:
     """Builds the optimizer of a model's trainable parameters, in the groups that its parts name.
 

@@ -76,11 +76,6 @@ class GroupedOptimizer(Optimizer):
             piece_bytes=piece_bytes,
         )
 
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of the states that are offloaded."""
-        return 0 if self._offload is None else self._offload.num_bytes
-
     def count_host_updates(self, traffic: Traffic) -> None:
         """Counts the time of updates as a wait of the device, whose parameters are in the host's memory."""
         self._host_updates = traffic

@@ -129,6 +129,17 @@ class ResolvedRecipe:
         _assign(given, complete_arguments(_rename(overrides)))
         return replace(self, given=given, content=_fill(given))
 
+    def complete_by(self, found: Mapping[str, Any]) -> "ResolvedRecipe":
+        """Returns the recipe with values of some options, by dotted names, that follow from others."""
+        content = copy.deepcopy(dict(self.content))
+        for name, value in found.items():
+            *groups, last = name.split(".")
+            target = content
+            for group in groups:
+                target = target.setdefault(group, {})
+            target[last] = value
+        return replace(self, content=content)
+
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the value of an option by its dotted name; `default` if it is null, or missing without a default."""
         value: Any = self.content
@@ -164,6 +175,52 @@ class ResolvedRecipe:
         if not isinstance(path, str) or not isinstance(options or {}, Mapping):
             raise UserError(f"{self.where}: {name} is {value!r}: it must be a mapping of class_path, init_args")
         return Choice(name, path, options or {})
+
+    def count_devices(self) -> int | None:
+        """Returns the number of devices of each node; None for all that a machine has.
+
+        Raises:
+            UserError: `trainer.devices` is no number, list or word that Lightning knows.
+        """
+        given = self.get("trainer.devices")
+        words = list(map(str, given)) if isinstance(given, list) else [one.strip() for one in str(given).split(",")]
+        named = [word for word in words if word]
+        if named in (["auto"], ["-1"], ["None"]):
+            return None
+        is_list = isinstance(given, list) or len(words) > 1  # of indices
+        number = 0 if not all(map(str.isdecimal, named)) else len(named) if is_list else int("".join(named) or 0)
+        if number < 1:
+            raise UserError(f"trainer.devices is {given!r}: give a number of at least 1, auto, or indices such as 0,1")
+        return number
+
+    def check_run(self, *, is_fit: bool) -> None:
+        """Refuses options with which a run would fail late, train wrongly, or have no end.
+
+        Raises:
+            UserError: The length is 0 or, for a fit, missing; the limit of the gradient's norm is no limit; or the
+                interval of the log is negative.
+        """
+        for name in ("trainer.max_steps", "trainer.max_epochs"):
+            if self.get(name) == 0:
+                raise UserError(f"{name} is 0, a run that trains nothing: give at least 1, or -1 for no limit")
+        limit, every = self.get("trainer.gradient_clip_val"), self.get("trainer.log_every_n_steps")
+        if limit is not None and not limit >= 0:  # nan is not
+            raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
+        if every is not None and every < 0:
+            raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
+        of_data = ("data.num_epochs", "data.num_tokens", "data.max_epochs")
+        of_schedule = ("schedule.total_updates", "schedule.total_tokens")
+        has_end = (
+            any(self.get(name) not in (None, -1) for name in ("trainer.max_steps", "trainer.max_epochs"))
+            or any(self.get(name) is not None for name in ("trainer.max_time", *of_data))
+            or any(self.get(name) for name in ("trainer.fast_dev_run", *of_schedule))
+            or self.get("schedule.shape") in ("constant", "own")
+        )
+        if is_fit and not has_end:
+            raise UserError(
+                "no option sets the length of the run: give data.num_epochs, data.num_tokens or trainer.max_steps, "
+                "such as --data.num_epochs 3"
+            )
 
     def check_classes(self) -> None:
         """Refuses options that the classes of Genesis do not have, and values that are certainly wrong.

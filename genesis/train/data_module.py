@@ -448,7 +448,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
     """Refuses data from which an objective cannot learn, before the model is built.
 
     Raises:
-        UserError: The data are of another kind, or lack the values of documents.
+        UserError: The data are of another kind, lack the values of documents, or come in too small micro-batches.
     """
     name, wanted, given = type(objective).__name__, objective.learns_from, data.kind
     if wanted == "prompts" != given:
@@ -473,3 +473,4 @@ def check_data(objective: Objective, data: TrainingData) -> None:
             f"{name} needs the value of each conversation, and the data have none: prepare data.corpus of "
             "sources with value_field, the name of a field of each record"
         )
+    objective.check_micro_batch(data.options.micro_batch_size)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from jsonargparse import Namespace
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from genesis.base.determinism import UNREPEATABLE
@@ -16,7 +15,7 @@ from genesis.base.errors import UserError
 from genesis.cli import fit_checks
 from genesis.cli.fit_checks import check_same_model, report_other_choices
 from genesis.cli.supervise_recipe import read_recipe as read_facts_of
-from genesis.cli.trainer import GenesisTrainer, resolve_trainer
+from genesis.cli.trainer import GenesisTrainer, complete_trainer, count_ranks, read_recipe
 from genesis.generate.checkpoint_reference import Reference, read_reference
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.manifest import MANIFEST_NAME
@@ -74,9 +73,19 @@ def resolve(
     deterministic: bool | str | None = "auto",
 ) -> tuple[object, object]:
     """Returns the precision and the choice of kernels of a run."""
-    options = Namespace(precision=precision, accelerator=accelerator, deterministic=deterministic)
-    resolve_trainer(options, restored)
-    return options["precision"], options["deterministic"]
+    given = {"precision": precision, "accelerator": accelerator, "deterministic": deterministic}
+    recipe = ResolvedRecipe.complete({"trainer": given}, "the recipe")
+    recipe = recipe.complete_by(complete_trainer(recipe, None if restored is None else read_recipe(restored)))
+    return recipe.get("trainer.precision"), recipe.get("trainer.deterministic")
+
+
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "number"),
+    [(2, "cpu", 2), ("auto", "cpu", 1), (-1, "auto", 1), ([0, 3], "gpu", 2), ("0, 1", "gpu", 2), ("0,", "gpu", 1)],
+)
+def test_devices_are_counted_as_lightning_reads_them(devices: object, accelerator: str, number: int) -> None:
+    trainer = {"devices": devices, "accelerator": accelerator}
+    assert count_ranks(ResolvedRecipe.complete({"trainer": trainer}, "the recipe")) == number
 
 
 def test_a_run_records_its_values_resolved_and_a_resume_keeps_them(genesis: Genesis, recipe: Path) -> None:

@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 
 from genesis.data.sizes import Documents, Sizes, choose_sizes, resolve_sizes
+from genesis.recipe.resolved import ResolvedRecipe
 
 CHAT = Documents("conversations", 300, 17_640, 123)
 TEXT = Documents("text", 0, 10_000_000, 0)
+
+
+def complete(max_seq_len: int, **data: object) -> ResolvedRecipe:
+    return ResolvedRecipe.complete({"data": data, "model": {"decoder": {"max_seq_len": max_seq_len}}}, "the recipe")
 
 
 def count_steps(documents: Documents, sizes: Sizes) -> float:
@@ -48,14 +53,14 @@ def test_three_epochs_of_few_conversations_are_about_a_hundred_steps() -> None:
 def test_a_size_that_is_given_stays_and_the_other_follows_from_it() -> None:
     assert choose_sizes(CHAT, 2048, 256, None).global_batch_size == 2
     assert choose_sizes(CHAT, 2048, None, 16).seq_len == 512
-    given = {"seq_len": 256, "global_batch_size": 3, "micro_batch_size": 2}
-    assert resolve_sizes(given, 4096, 8) is None
-    sizes = resolve_sizes({**given, "seq_len": "auto"}, 1000, 8)
+    given = {"global_batch_size": 3, "micro_batch_size": 2}
+    assert resolve_sizes(complete(4096, **given, seq_len=256), 8) is None
+    sizes = resolve_sizes(complete(1000, **given, seq_len="auto"), 8)
     assert sizes is not None
     assert (sizes.seq_len, sizes.global_batch_size) == (1000, 3)  # a number of the user's, which the fit judges
 
 
 def test_a_batch_is_divided_over_ranks_and_micro_batches() -> None:
-    sizes = resolve_sizes({"seq_len": "auto", "global_batch_size": "auto", "micro_batch_size": 3}, 512, 4)
+    sizes = resolve_sizes(complete(512, seq_len="auto", global_batch_size="auto", micro_batch_size=3), 4)
     assert sizes is not None
     assert (sizes.seq_len, sizes.global_batch_size) == (512, 12)

@@ -11,7 +11,8 @@ from genesis.cli.model import describe_main
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe, describe_training
-from genesis.model.recipe import build_decoder_config, read_decoder_config, read_recipe_adapter
+from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
+from genesis.recipe.yaml import load_yaml
 
 SHAPES = Path(__file__).parents[2] / "configs" / "model"
 NANO = {
@@ -54,7 +55,6 @@ def test_figures_equal_those_counted_by_hand():
     assert figures.flops_per_token == 6 * (160 + attention + feed_forward)
     assert figures.attention_flops_per_token == 12 * 3 * 8 * 16
     assert figures.kv_cache_bytes_per_token == 2 * 3 * 4 * 2
-    assert figures.optimizer_bytes == 8 * figures.num_parameters
 
 
 def test_an_untied_output_multiplies_and_its_embedding_does_not():
@@ -116,19 +116,35 @@ def test_the_command_prints_a_table_or_json(capsys):
 
 def test_adapters_need_the_memory_of_what_they_train(capsys):
     recipe = SHAPES.parent / "finetune/qwen3-8b-lora.yaml"
-    config, adapter = read_decoder_config(recipe), read_recipe_adapter(recipe)
+    config, adapter = (
+        read_decoder_config(recipe),
+        read_adapter_config(load_yaml(recipe.read_text(), recipe), str(recipe)),
+    )
     memory, whole = describe_training(config, adapter, 2), describe_training(config, None, 2)
     with torch.device("meta"):
         decoder = Decoder(config)
         layers = attach_adapters(decoder, adapter)
     num_trained = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in layers.values())
     assert memory.num_trained == num_trained
-    assert memory.total_bytes == 2 * 8_190_735_360 + 16 * num_trained
-    assert (whole.num_trained, whole.total_bytes) == (8_190_735_360, 16 * 8_190_735_360)
+    assert (memory.frozen_bytes, memory.weights_bytes) == (2 * 8_190_735_360, 4 * num_trained)
+    assert (whole.num_trained, whole.frozen_bytes) == (8_190_735_360, 0)
     assert describe_main(["--config", str(recipe), "--base_dtype", "bfloat16"]) == 0
     page = capsys.readouterr().out
     assert f"{num_trained:,}" in page
     assert "122" not in page.split("training state")[1].split("\n")[0]  # GiB to train all weights
     assert describe_main(["--config", str(recipe), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["adapter"]["num_trained"] == num_trained
-    assert read_recipe_adapter(SHAPES / "genesis-1b.yaml") is None
+    shown = json.loads(capsys.readouterr().out)["adapter"]
+    assert (shown["num_trained"], shown["optimizer_bytes"]) == (num_trained, 8 * num_trained)
+
+
+def test_the_moments_are_those_of_the_algorithm_in_the_last_recipe(capsys, tmp_path):
+    recipe, adamw = SHAPES.parent / "genesis-10m.yaml", tmp_path / "adamw.yaml"
+    adamw.write_text("model: {optimizer: {class_path: genesis.optim.AdamW}}")
+    assert describe_main(["--config", str(recipe), "--json"]) == 0
+    muon = json.loads(capsys.readouterr().out)
+    matrices = muon["parameters"]["attention"] + muon["parameters"]["feed_forward"]
+    assert muon["optimizer_bytes"] == 8 * muon["num_parameters"] - 4 * matrices
+    assert describe_main(["--config", str(recipe), "--config", str(adamw), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer_bytes"] == 8 * muon["num_parameters"]
+    assert describe_main(["--config", str(recipe)]) == 0
+    assert "of Muon and AdamW" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig, build_delta_metadata
 from genesis.model.delta_rule import DeltaInputs, chunked
-from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, prepare_kernels
+from genesis.model.device_proofs import TORCH_ATTENTION_PROOF, list_mixer_proofs, prepare_kernels
 from genesis.model.mixer import ForwardTokens
 from tests.tiny_runs import decides_decays
 
@@ -160,28 +160,28 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kernels:
 
 
 def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed: Kernels) -> None:
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     assert proof.fast == "flash-linear-attention 1.2.3"
     proof.prove(CPU)
     assert {*installed.names} == {"chunk", "recurrent"}
 
 
 def test_a_model_without_linear_layers_needs_no_proof_of_their_kernels(installed: Kernels) -> None:
-    assert replace(LINEAR, linear_attention=None).list_proofs() == ()
+    assert list_mixer_proofs(replace(LINEAR, linear_attention=None)) == []
 
 
 def test_a_proof_that_held_is_not_run_again_on_the_same_machine(installed: Kernels) -> None:
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     proof.prove(CPU)
     num_calls = len(installed.names)
     assert num_calls
-    (again,) = LINEAR.list_proofs()
+    (again,) = list_mixer_proofs(LINEAR)
     again.prove(CPU)
     assert len(installed.names) == num_calls
 
 
 def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) -> None:
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     installed.factor = 1.5
     for _ in range(2):
         with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
@@ -196,7 +196,7 @@ def test_a_proof_that_failed_is_run_again_by_the_next_start(installed: Kernels) 
 def test_another_device_or_version_is_proved_again(
     installed: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str
 ) -> None:
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     proof.prove(CPU)
     num_calls = len(installed.names)
     monkeypatch.setattr(delta_kernel, "pin_triton_choices", lambda: None)
@@ -212,7 +212,7 @@ def test_another_device_or_version_is_proved_again(
     else:
         other = {"name_device": lambda kind, index: "H100", "read_capability": lambda device: (9, 0)}
         monkeypatch.setattr(proof_memory, changed, other.get(changed, "9.9.9"))
-    (other_proof,) = LINEAR.list_proofs()
+    (other_proof,) = list_mixer_proofs(LINEAR)
     other_proof.prove(CPU)
     assert len(installed.names) == 2 * num_calls
 
@@ -220,7 +220,7 @@ def test_another_device_or_version_is_proved_again(
 def test_a_damaged_memory_of_a_proof_is_one_line_and_the_proof_runs(
     installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     proof.prove(CPU)
     num_calls = len(installed.names)
     (path,) = (tmp_path / "cache/proofs").iterdir()
@@ -236,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_no_error(
     installed: Kernels, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     proof.prove(CPU)
     assert len(caplog.messages) == 2  # it can be neither read nor written
     assert "the next start proves flash-linear-attention 1.2.3 again" in caplog.messages[1]
@@ -250,15 +250,15 @@ def test_a_command_without_a_fit_proves_linear_layers_once_and_names_kernels_tha
         raise RuntimeError("wrong\nin two lines")
 
     proved: list[object] = []
-    monkeypatch.setattr(delta_proof, "prove_once", fail)
+    monkeypatch.setattr(device_proofs, "prove_once", fail)
     monkeypatch.setattr(delta_kernel, "_distrusted_devices", set())
     cuda = torch.device("cuda")
     monkeypatch.setattr(device_proofs, "_proved", set())
-    prepare_kernels(replace(LINEAR, linear_attention=None).list_proofs(), cuda)
-    prepare_kernels(LINEAR.list_proofs(), CPU)
+    prepare_kernels(replace(LINEAR, linear_attention=None), cuda)
+    prepare_kernels(LINEAR, CPU)
     assert proved == []
     for _ in range(2):
-        prepare_kernels(LINEAR.list_proofs(), cuda)
+        prepare_kernels(LINEAR, cuda)
     assert len(proved) == 1
     assert delta_kernel._distrusted_devices == {"cuda"}
     assert caplog.messages == ["cuda: chunks instead of flash-linear-attention 1.2.3 in linear attention: wrong"]
@@ -298,7 +298,7 @@ def test_no_measurement_chooses_the_kernels_of_a_run_whose_kernels_repeat(
     monkeypatch.setattr(delta_kernel, "import_module", modules.__getitem__)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     delta_kernel.pin_triton_choices.cache_clear()
-    (proof,) = LINEAR.list_proofs()
+    (proof,) = list_mixer_proofs(LINEAR)
     proof.prove(CPU)
     assert OfThisTest().choose() == chosen
     assert installed.names
@@ -382,5 +382,5 @@ def test_documents_without_offsets_are_left_to_the_computation_in_chunks(suited:
 def test_without_the_package_there_is_no_proof_and_no_kernel() -> None:
     if delta_kernel.find_version() is not None:
         pytest.skip("flash-linear-attention is installed")
-    assert LINEAR.list_proofs() == ()
+    assert list_mixer_proofs(LINEAR) == []
     assert not delta_kernel.suits_kernel(torch.device("cuda"), torch.bfloat16)

@@ -46,6 +46,7 @@ class KTO(Objective):
     """
 
     needs_values = True
+    least_micro_batch = 2  # the baseline is the mean over answers to other prompts
     compares_forwards = True
     memory_note = "the reference of KTO is a forward without adapters: no second model is in memory"
 
@@ -55,11 +56,9 @@ class KTO(Objective):
         self.beta, self.good_weight, self.bad_weight = beta, good_weight, bad_weight
 
     def prepare_fit(self, fit: FitContext) -> Prepared:
-        """Refuses a run without a reference, or whose micro-batches have no answer to another prompt."""
+        """Refuses a run without a reference."""
         if not fit.has_adapters:
             raise UserError("KTO compares with the base of adapters, and the run has none: give model.adapter")
-        if fit.data.options.micro_batch_size < 2:
-            raise UserError("KTO needs answers to two prompts in a micro-batch: set data.micro_batch_size to 2 or more")
         return Prepared()
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:

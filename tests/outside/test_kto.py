@@ -134,6 +134,12 @@ def test_data_without_values_are_refused(tiny_corpus: Path) -> None:
         check_data(KTO(), data.training)
 
 
+def test_micro_batches_without_another_prompt_are_refused(tmp_path: Path) -> None:
+    data = CorpusDataModule(str(prepare_answers(tmp_path)), seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4)
+    with pytest.raises(UserError, match="micro_batch_size is 1, and KTO learns from at least 2 sequences: raise it"):
+        check_data(KTO(), data.training)
+
+
 def make_policy() -> Decoder:
     decoder = Decoder(SHAPE)
     decoder.init_weights(0)

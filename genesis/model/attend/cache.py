@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from genesis.model.attend.flash_limits import find_flash_obstacle
-from genesis.model.attend.kernel import Place
+from genesis.model.attend.kernel import Place, find_flash_obstacle
 from genesis.model.attend.metadata import UsedSlots
 
 KEYS_STEP = 128
@@ -25,11 +24,6 @@ _devices_without_lengths: set[str] = set()
 def distrust_lengths(device: torch.device) -> None:
     """Makes attention over a cache on this device type use masks from now on, after the kernel by lengths failed."""
     _devices_without_lengths.add(device.type)
-
-
-def trust_lengths(device: torch.device) -> None:
-    """Takes `distrust_lengths` back."""
-    _devices_without_lengths.discard(device.type)
 
 
 def suits_lengths(x: Tensor, head_dim: int) -> bool:

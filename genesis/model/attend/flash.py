@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from genesis.base.device import CPU, kind_of
-from genesis.model.attend.flash_limits import find_flash_obstacle
-from genesis.model.attend.kernel import AttentionKernel, Place
+from genesis.model.attend.kernel import AttentionKernel, Place, find_flash_obstacle
 from genesis.model.attend.mask import MaskKernel, attend_rows
 from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
 

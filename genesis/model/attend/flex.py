@@ -21,7 +21,6 @@ from genesis.model.compilation import compile_each_shape
 
 BLOCK_TOKENS: Final = 128
 """Queries, and keys, of a block."""
-_INDEX_BYTES: Final = 4
 _WIDTHS: Final = (16, 256)
 """The least and the greatest width of a head. Torch pads a width that is no power of two."""
 

@@ -13,6 +13,9 @@ from genesis.model.attend.metadata import AttentionMetadata, Rows
 CUDA: Final = "cuda"
 HALF_DTYPES: Final = (torch.float16, torch.bfloat16)
 AMPERE: Final = (8, 0)
+FLASH_CAPABILITY, FLASH_HEAD_DIM = AMPERE, 256
+"""The oldest GPUs (Ampere) and the widest heads for which torch has flash kernels."""
+_WIDTH_STEP: Final = 8
 
 
 class Place(NamedTuple):
@@ -96,3 +99,15 @@ class AttentionKernel(ABC):
         metadata: AttentionMetadata,
     ) -> Float[Tensor, "B S H E"]:
         """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see."""
+
+
+def find_flash_obstacle(place: Place) -> str | None:
+    """Returns why torch has no flash kernel there; None if it has one."""
+    older = place.find_older(FLASH_CAPABILITY)
+    if older is not None:
+        return older
+    if place.dtype not in HALF_DTYPES:
+        return "it needs bfloat16 or float16"
+    if place.head_dim > FLASH_HEAD_DIM or place.head_dim % _WIDTH_STEP:
+        return f"it takes heads of a width up to {FLASH_HEAD_DIM} that {_WIDTH_STEP} divides, not {place.head_dim}"
+    return None

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from genesis.base.device import kind_of
-from genesis.model.attend.flash_limits import find_flash_obstacle
-from genesis.model.attend.kernel import CUDA, AttentionKernel, Place
+from genesis.model.attend.kernel import CUDA, AttentionKernel, Place, find_flash_obstacle
 from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
 
 

@@ -1,8 +1,7 @@
 """What `genesis plan` computes of a recipe, as the figures that the doctor compares with what it measures."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from genesis.operations.doctor.facts import PlannedSaves
 from genesis.operations.plan.checkpoints import count_checkpoints
@@ -29,18 +28,17 @@ class PlannedFit:
     checkpoint_bytes: int
 
 
-def plan_fit(resolved: Mapping[str, Any], *, is_host: bool) -> PlannedFit:
-    """Returns the plan's figures for a resolved recipe, as it trains on one device.
+def plan_fit(resolved: ResolvedRecipe, *, is_host: bool) -> PlannedFit:
+    """Returns the plan's figures for a recipe, as it trains on one device.
 
     Args:
-        resolved: The resolved recipe.
+        resolved: The recipe.
         is_host: Whether it trains on the CPU.
 
     Raises:
         UserError: The plan does not know such a recipe.
     """
-    trainer = {**resolved["trainer"], **({"accelerator": "cpu"} if is_host else {})}
-    recipe = read_recipe(ResolvedRecipe.complete({**resolved, "trainer": trainer}, "the recipe"), num_ranks=1)
+    recipe = read_recipe(resolved.override([("trainer.accelerator", "cpu")] if is_host else []), num_ranks=1)
     timeline = play_step(recipe.workload, recipe.layout)
     steps = [sum(terms.values()) for phase, terms in timeline.peaks.items() if phase != _SAVE]
     model = build_model(recipe.workload)
@@ -56,7 +54,7 @@ def _count_tensors(recipe: Recipe) -> int:
             continue  # in the base
         count += 1
         if parameter.is_trained and recipe.saves.has_optimizer:
-            count += len(recipe.workload.optimizer.of(parameter.group).moments)
+            count += recipe.workload.optimizer.count_moments(parameter.group)
     return count
 
 

@@ -139,7 +139,6 @@ class _Protocol:
         self._is_new = True
         self._straight = Watch()
         self._planned: PlannedFit | None = None
-        self._resolved: Mapping[str, Any] = {}
 
     def run(self) -> Examination:
         self._progress("reading the recipe")
@@ -154,7 +153,7 @@ class _Protocol:
         return self._found
 
     def _plan(self, probe: BuiltRecipe) -> None:
-        resolved = self._resolved = probe.resolved
+        resolved = self._recipe = probe.resolved
         refuse_prompts(resolved)
         self._objective = type(probe.module.objective)
         self._is_new = probe.start is None
@@ -166,14 +165,12 @@ class _Protocol:
         self._found.notes.append(SINGLE_NOTE)
         self._options |= {change.key: change.now for change in self._found.changes}
         self._options["verification.on_bad"] = "warn"  # the check `checkpoint` names what is wrong
-        data = {**resolved["data"], **{key.removeprefix("data."): value for key, value in self._options.items()}}
         layers = self._num_layers = self._options.get("model.decoder.num_layers", decoder.num_layers)
+        batch, seq_len = (
+            self._options.get(name, resolved.get(name)) for name in ("data.global_batch_size", "data.seq_len")
+        )
         self._num_steps = plan_num_steps(
-            replace(decoder, num_layers=layers),
-            adapter,
-            capacity,
-            data["global_batch_size"] * data["seq_len"],
-            data["seq_len"],
+            replace(decoder, num_layers=layers), adapter, capacity, batch * seq_len, seq_len
         )
 
     def _plan_fit(self, built: BuiltRecipe) -> None:
@@ -291,11 +288,12 @@ class _Protocol:
 
     def _overfit(self) -> None:
         self._progress("one batch, until it is overfitted")
+        least = self._objective.least_micro_batch
         options = {
             **self._options,
             "run_dir": str(self._directory / "overfit"),
-            "data.micro_batch_size": 1,
-            "data.global_batch_size": 1,
+            "data.micro_batch_size": least,
+            "data.global_batch_size": least,
             "trainer.max_steps": _OVERFIT_STEPS,
             "checkpoint.every_n_steps": None,
             "checkpoint.save_at_end": False,
@@ -303,7 +301,7 @@ class _Protocol:
         }
         with self._time("overfit") as checks:
             built = self._build(options)
-            what = "one pair" if self._objective.learns_from == "pairs" else "one sequence"
+            what = numbered(least, "pairs" if self._objective.learns_from == "pairs" else "sequences")
             repeat = Repeat(_OVERFIT_LIMIT)
             _repeat_first_window(built.data)
             if self._objective.label_options:
@@ -315,24 +313,22 @@ class _Protocol:
 
     def _choose_rate(self) -> dict[str, Any]:
         """Returns a learning rate with which one batch is learned in a few steps, and no dropout."""
-        model = self._resolved["model"]
-        kind = "adapter" if model.get("adapter") else "new" if self._is_new else "imported"
+        kind = "adapter" if self._recipe.get("model.adapter") else "new" if self._is_new else "imported"
         options = self._without_dropout()
-        if read_algorithm(model["optimizer"], "model.optimizer").lr < _LEARNING_RATES[kind]:
+        if read_algorithm(self._recipe.get("model.optimizer"), "model.optimizer").lr < _LEARNING_RATES[kind]:
             options["model.optimizer.lr"] = _LEARNING_RATES[kind]
         for name, value in (self._objective.label_options or {}).items():
             options[f"model.objective.init_args.{name}"] = value
         return options
 
     def _without_dropout(self) -> dict[str, Any]:
-        model = self._resolved["model"]
-        places = {"model.decoder": model["decoder"], "model.adapter": model.get("adapter") or {}}
-        return {f"{key}.dropout": 0.0 for key, values in places.items() if values.get("dropout")}
+        names = ("model.decoder.dropout", "model.adapter.dropout")
+        return {name: 0.0 for name in names if self._recipe.get(name)}
 
     def _split(self) -> None:
         """Trains on one rank, on two, and last on the ranks of each axis of the recipe and of all of them."""
         self._progress(f"{_SPLIT_STEPS} steps on one rank and on {_SPLIT_RANKS}")
-        axes = plan_axes(self._resolved, self._num_layers)
+        axes = plan_axes(self._recipe, self._num_layers)
         # Each rank of a pipeline needs a micro-batch, and the ranks that read different data share the rows.
         num_rows = math.lcm(_SPLIT_ROWS, *(plan.num_ranks for plan in axes if plan.why_not is None))
         common = {
@@ -340,8 +336,8 @@ class _Protocol:
             "trainer.accelerator": "cpu",
             "trainer.precision": "32-true",
             "trainer.max_steps": _SPLIT_STEPS,
-            "data.micro_batch_size": 1,
-            "data.global_batch_size": num_rows,
+            "data.micro_batch_size": self._objective.least_micro_batch,
+            "data.global_batch_size": num_rows * self._objective.least_micro_batch,
             "checkpoint.every_n_steps": None,
             "checkpoint.save_at_end": False,
             **self._without_dropout(),

@@ -16,6 +16,8 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe_training
+from genesis.objectives.find import find_objective
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis.strategies.degrees import AXIS_NAMES
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -29,7 +31,7 @@ class BuiltRecipe(NamedTuple):
     """What `genesis fit` builds of a recipe and its options, before it trains.
 
     Args:
-        resolved: The resolved recipe, in plain types.
+        resolved: The recipe, with what a fit completes.
         start: The checkpoint that training starts from; None for a new model.
     """
 
@@ -37,7 +39,7 @@ class BuiltRecipe(NamedTuple):
     data: CorpusDataModule
     trainer: pl.Trainer
     checkpoint: AsyncProcessCheckpoint
-    resolved: Mapping[str, Any]
+    resolved: ResolvedRecipe
     start: Path | None
 
     def fit(self, *callbacks: pl.Callback) -> None:
@@ -149,30 +151,29 @@ def to_arguments(options: Options) -> list[str]:
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
 
 
-def refuse_prompts(resolved: Mapping[str, Any]) -> None:
+def refuse_prompts(recipe: ResolvedRecipe) -> None:
     """Refuses a recipe whose model answers prompts.
 
     Raises:
         UserError: The recipe has prompts.
     """
-    if resolved["data"].get("prompts") is not None:
+    if recipe.get("data.prompts") is not None:
         raise UserError(
             "data.prompts: the doctor does not examine models that answer prompts in training; `genesis rehearse` "
             "compares a killed run of this recipe with one that was not killed"
         )
 
 
-def plan_strategy(resolved: Mapping[str, Any]) -> Change | None:
+def plan_strategy(recipe: ResolvedRecipe) -> Change | None:
     """Returns the change of a strategy that shards over several devices; None if the strategy can stay."""
-    strategy = resolved["trainer"].get("strategy")
-    name = strategy.get("class_path", "") if isinstance(strategy, dict) else str(strategy)
-    if name.rpartition(".")[2].lower() not in ("sharded", "fsdp", "modelparallelstrategy"):
+    strategy = recipe.find_choice("trainer.strategy")
+    name = "" if strategy is None else strategy.path.rpartition(".")[2].lower()
+    if strategy is None or name not in ("sharded", "fsdp", "modelparallelstrategy"):
         return None
-    given = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
     options = ("activation_checkpointing", "blocks_per_recomputation", "activation_offload", "compile_blocks")
-    kept = {key: given[key] for key in options if key in given}
+    kept = {key: strategy.options[key] for key in options if key in strategy.options}
     now = {"class_path": "genesis.strategies.Replicated", "init_args": kept}
-    return Change("trainer.strategy", name, now, "one device; the check `sharded` trains on two ranks")
+    return Change("trainer.strategy", strategy.path, now, "one device; the check `sharded` trains on two ranks")
 
 
 class AxisPlan(NamedTuple):
@@ -197,15 +198,15 @@ class AxisPlan(NamedTuple):
         return {name: self.options[name] for name in names if self.options[name] > 1}
 
 
-def plan_axes(resolved: Mapping[str, Any], num_layers: int) -> list[AxisPlan]:
+def plan_axes(recipe: ResolvedRecipe, num_layers: int) -> list[AxisPlan]:
     """Returns a fit for each axis of the recipe alone, then one for all of them together.
 
     Args:
-        resolved: The resolved recipe.
+        recipe: The recipe.
         num_layers: The layers of the model that the doctor trains.
     """
-    strategy = resolved["trainer"].get("strategy")
-    given = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
+    strategy = recipe.find_choice("trainer.strategy")
+    given: Options = {} if strategy is None else strategy.options
     degrees = {axis: given.get(f"{name}_parallel", 1) for axis, name in AXIS_NAMES.items()}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1}
     num_rounds, divided = given.get("stages_per_rank", 1), given.get("layers_per_stage")
@@ -230,9 +231,9 @@ def plan_axes(resolved: Mapping[str, Any], num_layers: int) -> list[AxisPlan]:
     return plans
 
 
-def plan_float8(resolved: Mapping[str, Any]) -> Change | None:
+def plan_float8(recipe: ResolvedRecipe) -> Change | None:
     """Returns the change of a recipe with float8 products; None without them."""
-    given = resolved["model"].get("float8")
+    given = recipe.get("model.float8")
     if given is None:
         return None
     reason = "the checks compare a token beside other tokens, on which float8's rounding depends"
@@ -240,7 +241,7 @@ def plan_float8(resolved: Mapping[str, Any]) -> Change | None:
 
 
 def plan_cuts(
-    resolved: Mapping[str, Any],
+    recipe: ResolvedRecipe,
     decoder: DecoderConfig,
     adapter: AdapterConfig | None,
     capacity: Capacity,
@@ -255,10 +256,10 @@ def plan_cuts(
     Raises:
         UserError: An imported model does not fit this device.
     """
-    changes: list[Change] = []
-    data = resolved["data"]
-    micro, seq_len, layers = data["micro_batch_size"], data["seq_len"], decoder.num_layers
-    num_micro = max(1, data["global_batch_size"] // micro)
+    names = ("data.micro_batch_size", "data.global_batch_size", "data.seq_len")
+    micro, batch, seq_len = given = tuple(map(recipe.count, names))
+    least = find_objective(recipe.get("model.objective")).least_micro_batch
+    num_micro, layers = max(1, batch // micro), decoder.num_layers
 
     def seconds() -> float:
         num_tokens: int = micro * num_micro * seq_len
@@ -270,9 +271,9 @@ def plan_cuts(
         return memory.frozen_bytes + memory.num_trained * _BYTES_PER_PARAMETER
 
     num_micro = min(num_micro, 2)
-    while seconds() > _STEP_SECONDS and micro > 1:
-        micro = micro // 2
-    is_free = data.get("packing") in (None, "chunk")  # another packing has a plan for its length alone
+    while seconds() > _STEP_SECONDS and micro > least:
+        micro = max(least, micro // 2)
+    is_free = recipe.get("data.packing") in (None, "chunk")  # another packing has a plan for its length alone
     while is_new and is_free and seconds() > _STEP_SECONDS and seq_len // 2 >= _MIN_SEQ_LEN:
         seq_len = seq_len // 2
     while is_new and layers > _MIN_LAYERS and (seconds() > _STEP_SECONDS or num_bytes() > capacity.memory_bytes):
@@ -282,15 +283,14 @@ def plan_cuts(
             f"the model needs about {num_bytes() / 2**30:.1f} GiB to be examined, and "
             f"{capacity.memory_bytes / 2**30:.1f} GiB are available here: run the doctor on the machine that trains it"
         )
-    for key, before, now in (
-        ("data.micro_batch_size", data["micro_batch_size"], micro),
-        ("data.global_batch_size", data["global_batch_size"], micro * num_micro),
-        ("data.seq_len", data["seq_len"], seq_len),
-        ("model.decoder.num_layers", decoder.num_layers, layers),
-    ):
-        if before != now:
-            changes.append(Change(key, before, now, "so that the examination takes minutes and fits this device"))
-    return changes
+    reason = "so that the examination takes minutes and fits this device"
+    cut = zip(
+        (*names, "model.decoder.num_layers"),
+        (*given, decoder.num_layers),
+        (micro, micro * num_micro, seq_len, layers),
+        strict=True,
+    )
+    return [Change(key, before, now, reason) for key, before, now in cut if before != now]
 
 
 def plan_num_steps(

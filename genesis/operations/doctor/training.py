@@ -48,8 +48,6 @@ from genesis_callbacks.device_peaks import choose_peak_type, compute_mfu, read_p
 _WARMUP_STEPS: Final = 5
 _STEPS: Final = 20
 _RANK_STEPS: Final = 4
-_WORST_LOSS_DIFFERENCE: Final = 0.05
-"""Largest difference between losses on a device and on the CPU, in nats: bfloat16 against float32."""
 _WAIT_MESSAGE: Final = "synchroniz"
 _ROOTS: Final = {
     module.__name__: str(Path(module.__file__ or "").parent) + os.sep for module in (genesis, genesis_callbacks, pl)
@@ -129,7 +127,7 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
         flops = count_flops_per_token(size.decoder, size.decoder.max_seq_len)
         probe.figure("MFU", compute_mfu(tokens_per_second, flops, peak_flops))
     costs = describe(size.decoder)
-    estimate = costs.weights_bytes + costs.gradients_bytes + costs.optimizer_bytes
+    estimate = 4 * costs.weights_bytes  # weights, gradients and the two moments of AdamW
     probe.figure("estimate of memory, without activations", estimate / 2**20, "MiB")
     peak = read_peak_memory(task.kind)
     if peak is None:

@@ -16,7 +16,6 @@ from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
-STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")
 SHARDED: Final = ("full", "grad_op", "hybrid")
 PRECISIONS: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 FLOAT32_BYTES: Final = 4

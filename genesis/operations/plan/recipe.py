@@ -129,10 +129,11 @@ def read_recipe(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
     layout = _read_layout(recipe, num_ranks, assumptions)
-    recipe = replace(recipe, content=resolve_recipe(recipe.content, decoder.max_seq_len, layout.data_ranks))
+    recipe = resolve_recipe(recipe, layout.data_ranks)
     seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = recipe.count("data.micro_batch_size", 1)
     global_batch_size = recipe.count("data.global_batch_size", layout.data_ranks * micro_batch_size)
+    objective.check_micro_batch(micro_batch_size)
     num_rows = 0
     if objective.learns_from == "prompts":
         answers = recipe.count("data.prompts.group_size")
@@ -239,25 +240,10 @@ def _read_attention(recipe: ResolvedRecipe, assumptions: list[str], *, is_cpu: b
 
 
 def _read_devices(recipe: ResolvedRecipe, assumptions: list[str]) -> int:
-    devices = recipe.get("trainer.devices")
-    nodes = recipe.count("trainer.num_nodes")
-    named = devices if isinstance(devices, list) else [part.strip() for part in str(devices).split(",")]
-    if isinstance(devices, list) or len(named) > 1:
-        if not named or not all(str(part).isdecimal() for part in named):
-            raise UserError(
-                f"trainer.devices is {devices!r}: give a number of at least 1, auto, or indices such as 0,1"
-            )
-        return len(named) * nodes
-    if named[0].isdecimal() and int(named[0]) > 0:
-        return int(named[0]) * nodes
-    if named[0] not in ("auto", "-1"):
-        raise UserError(
-            f"trainer.devices is {devices!r}: give a number of at least 1, auto, or indices such as 0,1; --gpus "
-            "compares several numbers"
-        )
-    if recipe.get("trainer.accelerator") != _CPU:
+    devices = recipe.count_devices()
+    if devices is None and recipe.get("trainer.accelerator") != _CPU:
         assumptions.append("one device; --gpus has the number")
-    return nodes
+    return (devices or 1) * recipe.count("trainer.num_nodes")
 
 
 def _read_layout(recipe: ResolvedRecipe, num_ranks: int, assumptions: list[str]) -> Layout:

@@ -205,8 +205,7 @@ def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layou
     if not layout.optimizer_offload or layout.strategy == "zero1":
         return 0
     sizes = [
-        len(workload.optimizer.of(one.group).moments)
-        * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
+        workload.optimizer.count_moments(one.group) * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
         for one in trained
     ]
     return sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))

@@ -59,5 +59,4 @@ def read_recipe(recipe: ResolvedRecipe) -> RehearsedRecipe:
         )
     if recipe.get("trainer.logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    content = resolve_recipe(recipe.content, recipe.count("model.decoder.max_seq_len"), num_ranks=1)
-    return RehearsedRecipe(max_steps, every_n_steps, content["data"]["seq_len"])
+    return RehearsedRecipe(max_steps, every_n_steps, resolve_recipe(recipe, num_ranks=1).count("data.seq_len"))

@@ -15,6 +15,7 @@ from genesis.cli.doctor_recipe import main
 from genesis.data.corpus_data import CorpusData
 from genesis.export.importing import save_weights
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.recipe import dump_decoder_config
 from genesis.operations.doctor import facts
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.observe import Watch
@@ -27,6 +28,7 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import plan
 from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
 from tests.operations.doctor.recipes import DECODER, builder, have_room, write_recipe
+from tests.outside.test_kto import SHAPE, prepare_answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -195,6 +197,19 @@ def test_preferences_pass(tmp_path: Path) -> None:
     found = examine_recipe(write_recipe(tmp_path, corpus, model=model, data=data))
     assert not failures(found), failures(found)
     assert {check.name for check in found.checks if check.status == "does not apply"} == {"loss"}
+
+
+def test_an_objective_that_needs_several_sequences_learns_one_batch_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "tests")
+    corpus = prepare_answers(tmp_path)
+    shape = dump_decoder_config(SHAPE)
+    run = write_base(tmp_path / "base", corpus, SHAPE)
+    objective = {"class_path": "tests.outside.kto.KTO", "init_args": {"beta": 1.0}}
+    model = {"decoder": shape, "adapter": {"base": str(run), "rank": 4, "alpha": 8}, "objective": objective}
+    found = examine_recipe(write_recipe(tmp_path, corpus, model=model, data={"seq_len": SHAPE.max_seq_len}))
+    assert not failures(found), failures(found)
 
 
 # ---- mistakes

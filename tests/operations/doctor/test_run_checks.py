@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -43,6 +44,7 @@ from genesis.operations.doctor.run_checks import (
     check_overfit,
     check_resume,
 )
+from genesis.recipe.resolved import ResolvedRecipe
 from tests.tiny_runs import build_decoder, save
 
 MIB = 2**20
@@ -244,10 +246,14 @@ DATA = {"micro_batch_size": 4, "global_batch_size": 256, "seq_len": 2048}
 LAPTOP = Capacity(12 << 30, 3e10)
 
 
+def complete(content: dict[str, Any]) -> ResolvedRecipe:
+    return ResolvedRecipe.complete(content, "the recipe")
+
+
 def cut(decoder: DecoderConfig, capacity: Capacity = LAPTOP, **options: object) -> dict[str, object]:
     data = {**DATA, **options}
     is_new = bool(data.pop("is_new", True))
-    changes = plan_cuts({"data": data}, decoder, None, capacity, is_new=is_new)
+    changes = plan_cuts(complete({"data": data}), decoder, None, capacity, is_new=is_new)
     return {change.key: change.now for change in changes}
 
 
@@ -277,9 +283,12 @@ def test_slow_steps_make_fewer_steps() -> None:
     )
 
 
+PIPELINE = {"class_path": "genesis.strategies.Sharded", "init_args": {"pipeline_parallel": 4}}
+
+
 def plan_named(num_layers: int, **given: object) -> list[tuple[str, int, bool]]:
     strategy = {"class_path": "genesis.strategies.Sharded", "init_args": given}
-    plans = plan_axes({"trainer": {"strategy": strategy}}, num_layers)
+    plans = plan_axes(complete({"trainer": {"strategy": strategy}}), num_layers)
     return [(plan.name, plan.num_ranks, plan.why_not is None) for plan in plans]
 
 
@@ -289,7 +298,7 @@ def test_each_axis_is_checked_alone_and_then_all_of_them_together() -> None:
     assert both == [("tensor", 2, True), ("pipeline", 2, True), ("axes", 4, True)]
     # Experts borrow ranks of the other axes.
     assert plan_named(2, expert_parallel=4, context_parallel=2)[-1] == ("axes", 4, True)
-    assert plan_named(2, shard="full") == plan_axes({"trainer": {"strategy": "replicated"}}, 2) == []
+    assert plan_named(2, shard="full") == plan_axes(complete({"trainer": {"strategy": "replicated"}}), 2) == []
 
 
 def test_an_axis_that_cannot_be_checked_here_is_listed_with_the_reason() -> None:
@@ -298,7 +307,7 @@ def test_an_axis_that_cannot_be_checked_here_is_listed_with_the_reason() -> None
         ("pipeline", 2, True),
         ("axes", 32, False),
     ]
-    (few,) = plan_axes({"trainer": {"strategy": {"init_args": {"pipeline_parallel": 4}}}}, 2)
+    (few,) = plan_axes(complete({"trainer": {"strategy": PIPELINE}}), 2)
     assert few.why_not == "has 4 stages, and the examined model only 2 layers"
 
 
@@ -310,32 +319,26 @@ def test_what_differs_is_named_by_its_axis() -> None:
 
 
 def test_a_sharded_strategy_is_replaced_and_keeps_what_one_device_can_do() -> None:
-    change = plan_strategy(
-        {
-            "trainer": {
-                "strategy": {
-                    "class_path": "genesis.strategies.Sharded",
-                    "init_args": {"shard": "hybrid", "activation_checkpointing": "block"},
-                }
-            }
-        }
-    )
+    options = {"shard": "hybrid", "activation_checkpointing": "block"}
+    sharded = {"class_path": "genesis.strategies.Sharded", "init_args": options}
+    change = plan_strategy(complete({"trainer": {"strategy": sharded}}))
     assert change is not None
-    assert change.now["init_args"] == {"activation_checkpointing": "block"}
-    assert plan_strategy({"trainer": {"strategy": "replicated"}}) is None
+    assert change.now["init_args"]["activation_checkpointing"] == "block"
+    assert "shard" not in change.now["init_args"]
+    assert plan_strategy(complete({"trainer": {"strategy": "replicated"}})) is None
 
 
 def test_a_recipe_with_float8_is_examined_without() -> None:
-    change = plan_float8({"model": {"float8": {"include": ["*"], "exclude": []}}})
+    change = plan_float8(complete({"model": {"float8": {"include": ["*"], "exclude": []}}}))
     assert change is not None
     assert (change.key, change.now) == ("model.float8", None)
-    assert plan_float8({"model": {"float8": None}}) is None
-    assert plan_float8({"model": {}}) is None
+    assert plan_float8(complete({"model": {"float8": None}})) is None
+    assert plan_float8(complete({})) is None
 
 
 def test_a_recipe_whose_model_answers_prompts_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.prompts"):
-        refuse_prompts({"data": {"prompts": {}}, "model": {}})
+        refuse_prompts(complete({"data": {"prompts": {}}}))
 
 
 def test_options_are_written_as_fit_reads_them() -> None:
