@@ -84,22 +84,27 @@ class Placed:
         return blocks
 
 
+def cut_decoder(rank: int, num_ranks: int, config: DecoderConfig, options: dict[str, Any]) -> tuple[Decoder, Sharded]:
+    """Returns a model on the meta device as `Sharded` leaves it to one of many ranks, of which this process is one."""
+    strategy = Sharded(**options)
+    strategy.parallel_devices = [torch.device("cpu")] * num_ranks
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
+    degrees = strategy._plan_degrees()
+    strategy._mesh = WorldMesh(degrees, "cpu")
+    strategy._layout = lay_out(degrees, rank, gradient_divisor=1)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    strategy.apply_to(decoder)
+    return decoder, strategy
+
+
 @contextmanager
 def cut_on(rank: int, num_ranks: int, config: DecoderConfig, options: dict[str, Any]) -> Iterator[Decoder]:
-    """Yields a model on the meta device as `Sharded` leaves it to one of many ranks."""
+    """Yields what `cut_decoder` returns, in a process that is one of many ranks by torch's fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        strategy = Sharded(**options)
-        strategy.parallel_devices = [torch.device("cpu")] * num_ranks
-        strategy.cluster_environment = LightningEnvironment()
-        strategy.cluster_environment.set_global_rank(rank)
-        degrees = strategy._plan_degrees()
-        strategy._mesh = WorldMesh(degrees, "cpu")
-        strategy._layout = lay_out(degrees, rank, gradient_divisor=1)
-        with torch.device("meta"):
-            decoder = Decoder(config)
-        strategy.apply_to(decoder)
-        yield decoder
+        yield cut_decoder(rank, num_ranks, config, options)[0]
     finally:
         dist.destroy_process_group()
 
