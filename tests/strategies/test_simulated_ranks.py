@@ -9,9 +9,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from genesis.model.decoder import DecoderConfig
 from genesis_callbacks.testing import run_ranks
-from tests.simulated_ranks import cut_on, place_parameters, simulate
+from tests.simulated_ranks import Placed, cut_on, place_parameters, simulate
 
 SMALL = DecoderConfig(dim=128, num_layers=4, num_heads=8, num_kv_heads=4, ffn_dim=256, max_seq_len=64, vocab_size=512)
+NUM_RANKS = 64
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 4},
     {"tensor_parallel": 2, "pipeline_parallel": 2, "stages_per_rank": 2},
@@ -19,33 +20,39 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def compare_with_torch(options: dict[str, Any], num_ranks: int, rank: int) -> int:
-    """Returns how many parameters torch places on a rank as the arithmetic does."""
-    stages = place_parameters(SMALL, num_ranks, options)
-    placed = stages[rank * len(stages) // num_ranks]
-    with cut_on(rank, num_ranks, SMALL, options) as decoder:
-        for name, parameter in decoder.named_parameters():
-            assert isinstance(parameter, DTensor)
-            sizes, offsets = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            found = placed[name].find_blocks()[rank]
-            assert found[1] == tuple(sizes), name
-            assert 0 in sizes or found[0] == tuple(offsets), name
-        return len(placed)
-
-
-def simulate_each() -> list[dict[str, Any]]:
-    dist.destroy_process_group()  # the process stands for one of many ranks
+def ask_torch(rank: int) -> list[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Returns the offsets and sizes that torch gives to a rank, by parameter, for each layout."""
+    dist.destroy_process_group()  # the process stands for one of many ranks, always the same: torch keeps its place
+    found = []
     for options in LAYOUTS:
-        for rank in (0, 21, 63):
-            assert compare_with_torch(options, 64, rank) > 0
-    return [simulate(SMALL, 64, options) for options in LAYOUTS]
+        with cut_on(rank, NUM_RANKS, SMALL, options) as decoder:
+            blocks = {}
+            for name, parameter in decoder.named_parameters():
+                assert isinstance(parameter, DTensor)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+                blocks[name] = (tuple(offsets), tuple(sizes))
+            found.append(blocks)
+    return found
 
 
+def place_and_simulate() -> list[tuple[list[dict[str, Placed]], dict[str, Any]]]:
+    dist.destroy_process_group()
+    return [(place_parameters(SMALL, NUM_RANKS, options), simulate(SMALL, NUM_RANKS, options)) for options in LAYOUTS]
+
+
+@pytest.mark.slow
 @pytest.mark.process
 def test_sixty_four_ranks_save_what_eight_and_one_read_without_overlap_or_gap() -> None:
-    (found,) = run_ranks(simulate_each, 1)
-    for figures in found:
+    (found,) = run_ranks(place_and_simulate, 1)
+    for _, figures in found:
         assert figures["blocks_restored_on_1"] == figures["tensors"] // 4
         assert figures["blocks_restored_on_8"] > figures["blocks_restored_on_1"]
+    rank = 53
+    (of_torch,) = run_ranks(ask_torch, 1, rank)
+    for (stages, _), expected in zip(found, of_torch, strict=True):
+        blocks = {name: it.find_blocks()[rank] for name, it in stages[rank * len(stages) // NUM_RANKS].items()}
+        assert blocks.keys() == expected.keys()
+        for name, (offsets, sizes) in expected.items():
+            assert blocks[name][1] == sizes, name
+            assert 0 in sizes or blocks[name][0] == offsets, name
