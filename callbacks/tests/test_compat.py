@@ -10,7 +10,15 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.utils.data import DataLoader
 
 from genesis_callbacks._compat import (
@@ -31,6 +39,7 @@ from genesis_callbacks._compat import (
     shield_validation,
 )
 from genesis_callbacks.base.local_shards import local_chunks
+from genesis_callbacks.base.manifest import ChunkRecord, TensorRecord
 
 
 def test_a_plain_tensor_is_one_chunk_that_shares_its_memory():
@@ -42,13 +51,30 @@ def test_a_plain_tensor_is_one_chunk_that_shares_its_memory():
 
 
 def test_metadata_is_what_dcp_writes():
-    data = build_dcp_metadata({"model.a": (torch.float32, (4,), [((0,), (4,), "__0_0.distcp", 7, 400)])}, "step-1")
-    metadata = pickle.loads(data)
-    assert isinstance(metadata, Metadata)
-    assert metadata.state_dict_metadata["model.a"].size == torch.Size([4])
-    info = metadata.storage_data[MetadataIndex("model.a", (0,))]
-    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 7, 400)
-    assert metadata.planner_data["model.a"] == ("model", "a")
+    shapes = {"model.a": (4, 6), "model.b.c": (), "d": (1 << 40,), "e": (2, 0)}
+    records = {
+        name: TensorRecord(
+            shape,
+            "bfloat16" if name == "d" else "float32",
+            0,
+            [ChunkRecord((n,) * len(shape), shape, f"__{n}_0.distcp", n << 33, 9, 0) for n in range(1 + len(shape))],
+        )
+        for name, shape in shapes.items()
+    }
+    tensors, places = {}, {}
+    for name, record in records.items():
+        chunks = [ChunkStorageMetadata(torch.Size(it.offsets), torch.Size(it.sizes)) for it in record.chunks]
+        properties = TensorProperties(record.torch_dtype)
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+        for number, it in enumerate(record.chunks):
+            places[MetadataIndex(name, it.offsets, number)] = _StorageInfo(it.file, it.byte_offset, it.num_bytes)
+    parts = {"model.a": ("model", "a"), "model.b.c": ("model", "b.c"), "d": ("d",), "e": ("e",)}
+    expected = Metadata(tensors, parts, places, StorageMeta("step-1"), version=CURRENT_DCP_VERSION)
+    found = pickle.loads(build_dcp_metadata(records, "step-1"))
+    assert found == expected
+    # What a comparison of indices leaves out, and one of tuples does not tell apart.
+    assert [index.index for index in found.storage_data] == [index.index for index in places]
+    assert all(type(index.offset) is torch.Size for index in found.storage_data)
 
 
 def make_trainer():

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from genesis_callbacks.base.checkpoint_errors import SaveFailedError
 from genesis_callbacks.base.local_shards import TensorShard, local_shards
 from genesis_callbacks.base.manifest import FileRecord, Manifest, read_manifest
+from genesis_callbacks.base.run_directory import MANIFEST_NAME
 from genesis_callbacks.checkpoint import Ranks, Retention, SaveTarget, Snapshot
 from genesis_callbacks.checkpoint.job import (
     CommitOrder,
@@ -186,6 +189,16 @@ def test_a_plan_that_cannot_be_made_is_refused_on_every_rank_in_the_same_words(t
     assert (message, ends_all) == other == (message, True)
 
 
+def count_chunks_as_dcp_does(path: Path) -> tuple[int, int]:
+    """Returns how many tensors and chunks DCP finds, after comparing where it finds each with the manifest."""
+    metadata = FileSystemReader(path).read_metadata()
+    for name, record in read_manifest(path).tensors.items():
+        for chunk in record.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            assert (place.relative_path, place.offset, place.length) == (chunk.file, chunk.byte_offset, chunk.num_bytes)
+    return len(metadata.state_dict_metadata), sum(len(it.chunks) for it in metadata.state_dict_metadata.values())
+
+
 @pytest.mark.slow
 def test_a_thousand_ranks_commit_from_receipts_of_a_few_bytes_for_each_part(tmp_path: Path) -> None:
     # Fully sharded on 256 ranks in 4 copies of what tensor parallelism cuts, as AdamW's state is, and scalars of all.
@@ -213,7 +226,12 @@ def test_a_thousand_ranks_commit_from_receipts_of_a_few_bytes_for_each_part(tmp_
     for rank in range(1, len(reports)):
         _receipt_path(staging, rank).unlink()
     commit_save(staging, order_commit(plan), found, may_retain=lambda: False)
-    manifest = read_manifest(tmp_path / "step-00000001")
+    path = tmp_path / "step-00000001"
+    # So small that a model of many times the tensors could be saved as well, and read by DCP.
+    assert (path / MANIFEST_NAME).stat().st_size < 100 * len(plan.tensor_of) + 512 * len(reports)
+    loaded = run_ranks(count_chunks_as_dcp_does, 1, path)
+    assert loaded == [(len(plan.tensors), len(plan.tensor_of))]
+    manifest = read_manifest(path)
     assert len(manifest.files) == len(reports) + 2
     numbers = {part.name: 0 for part in plan.tensors}
     for number, tensor in enumerate(plan.tensor_of.tolist()):

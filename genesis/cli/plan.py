@@ -73,6 +73,7 @@ def _plan(argv: Sequence[str]) -> int:
         num_ranks=None if gpus is None else gpus[0],
         base_dtype=arguments.base_dtype,
         teacher_file=arguments.teacher,
+        chooses=arguments.choose,
     )
     question = _build_question(arguments, recipe, gpus or (recipe.layout.num_ranks,), _find_batch(written))
     corpora = [] if recipe.corpus is None else [Path(recipe.corpus)]

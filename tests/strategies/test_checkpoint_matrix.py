@@ -1,7 +1,7 @@
-"""Every layout restores what every other has saved, tensor by tensor, and trains on as one process does."""
+"""Every layout restores what others have saved, tensor by tensor, and trains on as one process does."""
 
 import shutil
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 CP: dict[str, Any] = {"context_parallel": 2}
 PP: dict[str, Any] = {"pipeline_parallel": 2, "stages_per_rank": 2}
+TP: dict[str, Any] = {"tensor_parallel": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None, dict[str, int]]] = {
     "one": (1, None, {}),
     "dp2": (2, {}, {"dp_shard": 2}),
     "cp2": (2, CP, {"cp": 2}),
-    "tp2": (2, {"tensor_parallel": 2}, {"tp": 2}),
+    "tp2": (2, TP, {"tp": 2}),
     "pp2x2": (2, PP, {"pp": 2}),
     "hybrid": (4, {"shard": "hybrid", "ranks_per_shard_group": 2}, {"dp_replicate": 2, "dp_shard": 2}),
     "dp2cp2": (4, CP, {"dp_shard": 2, "cp": 2}),
     "cp2pp2": (4, CP | PP, {"cp": 2, "pp": 2}),
+    "dp2tp2": (4, TP, {"dp_shard": 2, "tp": 2}),
+    "cp2tp2": (4, CP | TP, {"cp": 2, "tp": 2}),
+    "tp2pp2": (4, TP | {"pipeline_parallel": 2}, {"tp": 2, "pp": 2}),
+    "dp2pp2": (4, {"pipeline_parallel": 2}, {"dp_shard": 2, "pp": 2}),
 }
 """By name: the number of ranks, the options of `Sharded`, and the degrees in the manifest."""
+COMBINED = list(LAYOUTS)[8:]
+"""Those that are not paired with all others, but with one process, and each with the next."""
+PAIRS = [pair for pair in permutations(LAYOUTS, 2) if not set(pair) & {*COMBINED}]
+PAIRS += [pair for name in COMBINED for pair in (("one", name), (name, "one"))]
+PAIRS += list(zip(COMBINED, [*COMBINED[1:], COMBINED[0]], strict=True))
 STEPS = HALF + 2
 
 
@@ -108,7 +118,7 @@ def test_every_layout_saves_every_tensor_under_its_canonical_name(saved: Path) -
 
 @pytest.mark.each
 @pytest.mark.parametrize(("world_size", "restorers"), by_size())
-def test_every_layout_restores_what_every_other_saved_bit_for_bit_and_trains_on(
+def test_every_layout_restores_what_others_saved_bit_for_bit_and_trains_on(
     tmp_path: Path,
     tiny_corpus: Path,
     saved: Path,
@@ -116,7 +126,7 @@ def test_every_layout_restores_what_every_other_saved_bit_for_bit_and_trains_on(
     world_size: int,
     restorers: list[str],
 ) -> None:
-    pairs = [(saver, restorer) for restorer in restorers for saver in LAYOUTS if saver != restorer]
+    pairs = [pair for pair in PAIRS if pair[1] in restorers]
     cases = []
     for saver, restorer in pairs:
         shutil.copytree(saved / saver, tmp_path / f"{saver}-{restorer}")

@@ -164,8 +164,8 @@ class Place:
         """Stages of the rank that send the stream on, and receive its gradient."""
         return self.stages_per_rank - self.has_head
 
-    def count_in_flight(self, num_micro_batches: int) -> int:
-        """Returns the micro-batches whose activations the rank holds at once: those of its forwards before a backward.
+    def count_forwards(self, num_micro_batches: int) -> int:
+        """Returns how many forwards of its stages the rank has made before its first backward, which it keeps.
 
         References:
             Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, arXiv:2104.04473.
@@ -175,7 +175,11 @@ class Place:
             return min(num_micro_batches, last - self.rank + 1)
         per_round = num_micro_batches // max(1, num_micro_batches // self.num_ranks)
         forwards = (self.stages_per_rank - 1) * per_round + 2 * (last - self.rank) + 1
-        return min(num_micro_batches, -(-forwards // self.stages_per_rank))
+        return min(num_micro_batches * self.stages_per_rank, forwards)
+
+    def count_in_flight(self, num_micro_batches: int) -> int:
+        """Returns the micro-batches of which the rank keeps activations before its first backward."""
+        return -(-self.count_forwards(num_micro_batches) // self.stages_per_rank)
 
 
 @lru_cache(maxsize=1024)

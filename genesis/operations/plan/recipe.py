@@ -82,12 +82,17 @@ class Recipe:
     assumptions: tuple[str, ...]
 
 
+class IndivisibleError(UserError):
+    """The degrees of the recipe's strategy do not divide a number of ranks."""
+
+
 def read_recipe(
     recipe: ResolvedRecipe,
     *,
     num_ranks: int | None = None,
     base_dtype: str | None = None,
     teacher_file: Path | None = None,
+    chooses: bool = False,
 ) -> Recipe:
     """Returns what a plan needs of a recipe.
 
@@ -96,6 +101,7 @@ def read_recipe(
         num_ranks: Number of devices; None for the recipe's.
         base_dtype: The dtype of a frozen base; None to assume one.
         teacher_file: A recipe or a decoder's fields, for the shape of a teacher that is not here; None without.
+        chooses: Whether a layout is to be chosen, so that ranks that the recipe's degrees do not divide are no mistake.
 
     Raises:
         UserError: A value is missing or invalid.
@@ -128,7 +134,13 @@ def read_recipe(
         raise UserError(
             f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
         )
-    layout = _read_layout(recipe, num_ranks, assumptions)
+    try:
+        layout = _read_layout(recipe, num_ranks, assumptions)
+    except IndivisibleError as error:
+        if not chooses:
+            raise
+        assumptions.append(f"the recipe's layout is left out: {error}")
+        layout = _read_layout(recipe, num_ranks, [], has_degrees=False)
     recipe = resolve_recipe(recipe, layout.data_ranks)
     seq_len = recipe.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = recipe.count("data.micro_batch_size", 1)
@@ -246,13 +258,15 @@ def _read_devices(recipe: ResolvedRecipe, assumptions: list[str]) -> int:
     return (devices or 1) * recipe.count("trainer.num_nodes")
 
 
-def _read_layout(recipe: ResolvedRecipe, num_ranks: int, assumptions: list[str]) -> Layout:
+def _read_layout(recipe: ResolvedRecipe, num_ranks: int, assumptions: list[str], *, has_degrees: bool = True) -> Layout:
     choice = recipe.find_choice("trainer.strategy")
     path = _REPLICATED if choice is None else _STRATEGY_NAMES.get(choice.path, choice.path)
     if path not in (_REPLICATED, _SHARDED):
         raise UserError(f"trainer.strategy is {path!r}: a plan knows {_REPLICATED} and {_SHARDED}; choose one of them")
     defaults = {name: option.default for name, option in Options.read().classes[path].items()}
     options = {**defaults, **({} if choice is None else choice.options)}
+    if not has_degrees:
+        options |= {name: defaults[name] for name in (*_DEGREES, "layers_per_stage", "shard", "ranks_per_shard_group")}
     layout = _read_sharded(options, num_ranks) if path == _SHARDED else _read_replicated(options, num_ranks)
     if recipe.get("model.float8") is not None:
         for name in ("tensor_parallel", "pipeline_parallel"):
@@ -283,19 +297,19 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
     degrees: dict[str, Any] = {name: _count(options, name) for name in _DEGREES}
     per_stage, rest = divmod(num_ranks, degrees["pipeline_parallel"])
     if rest or not per_stage:
-        raise UserError(
+        raise IndivisibleError(
             f"trainer.strategy: pipeline_parallel {degrees['pipeline_parallel']} does not divide {num_ranks} ranks: "
             "lower it, or change trainer.devices (--gpus)"
         )
     shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
     group = (group or min(per_stage, 8)) if shard == "hybrid" else per_stage
     if type(group) is not int or group < 1 or per_stage % group:
-        raise UserError(f"ranks_per_shard_group {group} does not divide {per_stage} ranks")
+        raise IndivisibleError(f"ranks_per_shard_group {group} does not divide {per_stage} ranks")
     shared = prod(degrees[name] for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"))
     if num_ranks % shared or group % (degrees["tensor_parallel"] * degrees["context_parallel"]):
         given = " * ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         groups = f" in shard groups of {group}" if shard == "hybrid" else ""
-        raise UserError(
+        raise IndivisibleError(
             f"trainer.strategy: {given} does not divide {num_ranks} ranks{groups}: lower a degree, or change "
             "trainer.devices (--gpus)"
         )

@@ -1,14 +1,14 @@
 """Puts the answers of a plan together, as one value that can be printed or written as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.base.errors import UserError
 from genesis.operations.plan.bandwidths import Bandwidths
 from genesis.operations.plan.checkpoints import CheckpointBill, Interval, count_checkpoints, find_interval
-from genesis.operations.plan.choose import Recommendation, recommend, warn_of_axes
+from genesis.operations.plan.choose import Choice, Recommendation, recommend, warn_of_axes
 from genesis.operations.plan.cost import Cost, Interruptions, SpotComparison, compare_spot, count_cost
 from genesis.operations.plan.epochs import Epoch, find_epoch
 from genesis.operations.plan.host import HostBytes, count_host
@@ -159,8 +159,12 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     model = build_model(workload)
     rows = tuple(_answer_row(workload, layout, recipe.layout, question) for layout in _list_rows(recipe, question))
     own = next(row for row in rows if row.is_own)
+    recommendations = tuple(_recommend(recipe, question)) if question.chooses else ()
     if own.timeline is None:
-        raise UserError(own.refusal or "the recipe cannot run")
+        chosen = recommendations[0][1].choices[:1] if recommendations else ()
+        if not chosen:
+            raise UserError(own.refusal or "the recipe cannot run")
+        return _plan_chosen(recipe, question, corpora, own, chosen[0])
     packings = tuple(share for corpus in corpora for share in read_packings(corpus))
     epochs = (find_epoch(corpus, recipe.packing, workload.seq_len, packings) for corpus in corpora)
     epoch = next(filter(None, epochs), None)
@@ -212,8 +216,14 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         packings=packings,
         proposal=proposal,
         notes=tuple(_list_notes(workload, own, question)),
-        recommendations=tuple(_recommend(recipe, question)) if question.chooses else (),
+        recommendations=recommendations,
     )
+
+
+def _plan_chosen(recipe: Recipe, question: Question, corpora: Sequence[Path], own: Row, chosen: Choice) -> Plan:
+    """Returns the plan of the layout that was chosen, because the recipe's own cannot run on so many devices."""
+    plan = make_plan(replace(recipe, workload=chosen.workload, layout=chosen.layout), question, corpora)
+    return replace(plan, notes=(f"the recipe's layout is replaced by the recommended one: {own.refusal}", *plan.notes))
 
 
 def _recommend(recipe: Recipe, question: Question) -> Iterator[tuple[int, Recommendation]]:

@@ -350,7 +350,14 @@ class _Player:
         bill.enter("forward")
         bill.change(RECEIVED, received)
         bill.change(ACTIVATIONS, kept)
+        before = bill.now[ACTIVATIONS]
         for number in range(in_flight):
+            if number == in_flight - 1:
+                # Of the last micro-batch, only some of the rank's stages have run before the first backward.
+                of_one = (bill.now[ACTIVATIONS] - before) // max(1, number)
+                missing = in_flight * place.stages_per_rank - place.count_forwards(num_micro_batches)
+                not_yet = of_one * missing // place.stages_per_rank
+                bill.change(ACTIVATIONS, -not_yet)
             self._forward_sharded(is_first=number == 0)
         bill.enter("backward")
         self._backward_sharded(is_first=True, is_last=False)
@@ -361,7 +368,7 @@ class _Player:
             self._backward_sharded(is_first=False, is_last=False)
         for _ in range(in_flight - 1):
             self._backward_sharded(is_first=False, is_last=False)
-        bill.change(ACTIVATIONS, -kept)
+        bill.change(ACTIVATIONS, not_yet - kept)
         for unit in (*reversed(self.unit_sizes), self.root_unit):
             self._end_unit(unit, is_first=False, is_last=True)
         self._end_reductions()

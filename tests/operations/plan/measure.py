@@ -23,19 +23,22 @@ from genesis.data.window import MicroBatch
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.mixture import Mixture
-from genesis.objectives import DPO
+from genesis.objectives import DPO, CrossEntropy
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
-from genesis.objectives.vocabulary import WHOLE
+from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.operations.doctor.observe import read_allocated_peak, record_allocations
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.optim import build_optimizer
-from genesis.strategies import expert_parallel
+from genesis.strategies import Sharded, expert_parallel
 from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.strategies.micro_batches import train_in_turn
+from genesis.strategies.pipeline import StagedWindow
 from genesis.strategies.wrap import ShardOptions, apply_wrappers, set_resharding
+from tests.simulated_ranks import cut_decoder
 
 _MAX_PROFILES = 3
+AXES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "stages_per_rank")
 
 
 @contextmanager
@@ -48,10 +51,10 @@ def fake_group(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Optimizer, torch.nn.Module]:
-    """Returns decoder, optimizer and DDP's wrapper, built as the strategies build them."""
+def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Optimizer, torch.nn.Module, Sharded | None]:
+    """Returns decoder, optimizer, DDP's wrapper and the strategy of other axes, built as the strategies build them."""
     torch.manual_seed(0)
-    decoder = build_on_meta(workload, layout)
+    decoder, strategy = build_on_meta(workload, layout)
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
@@ -65,11 +68,15 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
             groups = [dict(group) for group in optimizer.param_groups]
             built = partial(type(optimizer), algorithms=optimizer.algorithms)
             optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=built, **optimizer.defaults)
-    return decoder, optimizer, wrapped
+    return decoder, optimizer, wrapped, strategy
 
 
-def build_on_meta(workload: Workload, layout: Layout) -> Decoder:
+def build_on_meta(workload: Workload, layout: Layout) -> tuple[Decoder, Sharded | None]:
     """Returns the decoder with adapters and wrappers, of which nothing exists in memory."""
+    axes = {name: getattr(layout, name) for name in AXES if getattr(layout, name) > 1}
+    if axes:
+        options = axes | {"activation_checkpointing": layout.activation_checkpointing}
+        return cut_decoder(dist.get_rank(), layout.num_ranks, workload.decoder, options)
     with torch.device("meta"):
         decoder = Decoder(workload.decoder)
         if workload.adapter is not None:
@@ -112,7 +119,7 @@ def build_on_meta(workload: Workload, layout: Layout) -> Decoder:
     for mixture in decoder.modules():
         if isinstance(mixture, Mixture) and mixture.exchange is not None:
             mixture.exchange = EvenExchange(mixture.exchange._group, layout.expert_parallel)
-    return decoder
+    return decoder, None
 
 
 class EvenExchange(Exchange):
@@ -161,14 +168,23 @@ def build_window(workload: Workload, num_micro_batches: int) -> list[MicroBatch]
 def measure_peak(workload: Workload, layout: Layout) -> int:
     """Returns the most bytes of the second step, on the host and the device together."""
     count = workload.num_micro_batches(layout)
-    with fake_group(layout.num_ranks) if layout.num_ranks > 1 or layout.is_sharded else nullcontext():
-        decoder, optimizer, wrapped = build(workload, layout)
+    has_group = dist.is_initialized()  # of real ranks, of which each measures itself
+    with (
+        nullcontext()
+        if has_group or (layout.num_ranks == 1 and not layout.is_sharded)
+        else fake_group(layout.num_ranks)
+    ):
+        decoder, optimizer, wrapped, strategy = build(workload, layout)
         window = build_window(workload, count)
-        step = partial(train, workload, layout, decoder, optimizer, wrapped, window)
+        if strategy is not None and strategy.pipeline is not None:
+            step = partial(train_stages, strategy, decoder, optimizer, window)
+        else:
+            vocabulary = WHOLE if strategy is None else strategy.vocabulary
+            step = partial(train, workload, layout, decoder, optimizer, wrapped, window, vocabulary)
         step()
         if wrapped is decoder:  # the record of allocations would not see that they are freed
             decoder.zero_grad()
-        held = _count_held(decoder, optimizer, wrapped, window)
+        held = _count_held(decoder, optimizer, wrapped, window, strategy)
         return held + measure_allocated_peak(step)
 
 
@@ -192,6 +208,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     wrapped: torch.nn.Module,
     window: list[MicroBatch],
+    vocabulary: Vocabulary = WHOLE,
 ) -> None:
     for parameter in decoder.parameters():
         parameter.grad = None
@@ -208,7 +225,7 @@ def train(
             window,
             objective,
             {TOKENS: 1.0, PAIRS: 1.0},
-            vocabulary=WHOLE,
+            vocabulary=vocabulary,
             backward=backward,
             gradient_reduction="micro_batch" if layout.reduces_each else "window",
             set_gathering=partial(_set_gathering, decoder) if keeps else None,
@@ -221,15 +238,33 @@ def train(
     optimizer.step()
 
 
+def train_stages(
+    strategy: Sharded, decoder: Decoder, optimizer: torch.optim.Optimizer, window: list[MicroBatch]
+) -> None:
+    """Trains the stages of the first rank of a pipeline, whose neighbours the fake group stands for."""
+    for parameter in decoder.parameters():
+        parameter.grad = None
+    forward = strategy.precision_plugin.forward_context
+    assert strategy.pipeline is not None
+    scales = {TOKENS: 1.0}
+    strategy.pipeline.train(
+        StagedWindow(window, CrossEntropy(), strategy.vocabulary, forward, scales, is_training=True)
+    )
+    optimizer.step()
+
+
 def _set_gathering(decoder: Decoder, is_last: bool) -> None:
     set_resharding(decoder, after_forward=False, after_backward=is_last)
 
 
-def _count_held(decoder: Any, optimizer: Any, wrapped: Any, window: list[MicroBatch]) -> int:
+def _count_held(decoder: Any, optimizer: Any, wrapped: Any, window: list[MicroBatch], strategy: Any) -> int:
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     states = [value for state in inner.state.values() for value in state.values()]
     tensors = [*decoder.parameters(), *(parameter.grad for parameter in decoder.parameters()), *states]
     tensors += [tensor for micro in window for tensor in (micro.input_ids, micro.labels, micro.document_ids)]
+    if strategy is not None and strategy.pipeline is not None:  # a schedule keeps what it receives into
+        gc.collect()
+        tensors += [one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu"]
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

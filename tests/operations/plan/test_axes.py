@@ -145,8 +145,11 @@ def test_the_stages_together_hold_every_parameter_and_a_tied_embedding_twice(rou
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages_and_the_last_one_one() -> None:
     places = list_places(workload(SMALL), Layout("full", 4, 1, pipeline_parallel=4))
-    assert [place.count_in_flight(16) for place in places] == [4, 3, 2, 1]
-    assert [place.count_in_flight(2) for place in places] == [2, 2, 2, 1]
+    assert [place.count_forwards(16) for place in places] == [4, 3, 2, 1]
+    assert [place.count_forwards(2) for place in places] == [2, 2, 2, 1]
+    places = list_places(workload(SMALL), Layout("full", 2, 1, pipeline_parallel=2, stages_per_rank=2))
+    assert [place.count_forwards(4) for place in places] == [5, 3]
+    assert [place.count_in_flight(4) for place in places] == [3, 2]
 
 
 def test_a_pipeline_keeps_its_stage_gathered_and_buffers_for_every_micro_batch() -> None:
@@ -257,6 +260,25 @@ def test_a_choice_never_has_what_the_objective_cannot(capsys: pytest.CaptureFixt
     assert main(["--config", str(config), *words]) == 0
     (found,) = json.loads(capsys.readouterr().out)["recommendations"]
     assert {one["strategy"] for one in found["choices"]} <= {"replicated", "full"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "degrees", "words"),
+    [
+        ("6", {"tensor_parallel": 4}, "the recipe's layout is left out: .* tensor_parallel 4 does not divide 6 ranks"),
+        ("6", {"tensor_parallel": 3}, "is replaced by the recommended one: tensor_parallel is 3, and so many ranks"),
+    ],
+)
+def test_a_layout_is_chosen_also_if_the_recipe_s_own_cannot_run(
+    capsys: pytest.CaptureFixture[str], gpus: str, degrees: dict[str, int], words: str
+) -> None:
+    given = ["--config", str(CONFIG), "--gpus", gpus, "--memory", "80GB", "--device_name", "NVIDIA H200", "--choose"]
+    given += ["--trainer.strategy", SHARDED, *(f"--trainer.strategy.{name}={value}" for name, value in degrees.items())]
+    given += ["--data.global_batch_size", "96", "--data.micro_batch_size", "1"]
+    assert main(given) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert re.search(words, out)
+    assert "take it by: --data.micro_batch_size" in out
 
 
 def test_a_plan_prints_the_layouts_that_fit_and_the_options_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:

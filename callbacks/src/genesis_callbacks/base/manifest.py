@@ -33,11 +33,17 @@ from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 3
+    from .chunk_table import ChunkTable
+
+SCHEMA_VERSION = 4
 """The newest schema that this version reads. Schema 1 had no `has_optimizer` (always true) and no `directory` of an
-ancestor (always the checkpoint's own directory); schema 2 had no `base`."""
+ancestor (always the checkpoint's own directory); schema 2 had no `base`; schema 3 listed every chunk as an object."""
 _SCHEMA_WITHOUT_BASE = 2
 """The schema of a checkpoint that holds all of its tensors; earlier versions can read it."""
+_SCHEMA_WITHOUT_TABLES = 3
+MAX_LISTED_CHUNKS = 1 << 16
+"""The number of chunks up to which each is an object in the JSON; above it, the chunks of a tensor are a table of
+numbers in base64, of which a reader needs no object each."""
 STATE_NAME = "state.json"
 DCP_METADATA_NAME = ".metadata"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
@@ -96,7 +102,7 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str
     digest: int
-    chunks: tuple[ChunkRecord, ...]
+    chunks: Sequence[ChunkRecord]
 
     @property
     def item_bytes(self) -> int:
@@ -190,9 +196,17 @@ class Manifest:
         return {name: record for name, record in self.tensors.items() if name not in self.base.names}
 
 
-def schema_for(base: BaseReference | None) -> int:
+def schema_for(base: BaseReference | None, num_chunks: int) -> int:
     """Returns the schema for a new manifest: the oldest one that can express its content."""
-    return _SCHEMA_WITHOUT_BASE if base is None else SCHEMA_VERSION
+    if num_chunks > MAX_LISTED_CHUNKS:
+        return SCHEMA_VERSION
+    return _SCHEMA_WITHOUT_BASE if base is None else _SCHEMA_WITHOUT_TABLES
+
+
+def _tables() -> "type[ChunkTable]":
+    """Returns the class of tables; the first call imports numpy."""
+    found: type[ChunkTable] = importlib.import_module(".chunk_table", __package__).ChunkTable
+    return found
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
@@ -240,8 +254,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         for name, value in content.items()
         if name != "tensors"
     }
+    numbers = {record.name: number for number, record in enumerate(manifest.files)}
+    if manifest.schema_version <= _SCHEMA_WITHOUT_TABLES:
+        numbers = {}
     lines = [
-        f"\n  {json.dumps(name)}: {json.dumps(_encode_tensor(record), sort_keys=True)}"
+        f"\n  {json.dumps(name)}: {json.dumps(_encode_tensor(record, numbers), sort_keys=True)}"
         for name, record in sorted(manifest.own_tensors.items())
     ]
     texts["tensors"] = "{" + ",".join(lines) + "\n }"
@@ -252,8 +269,10 @@ def _encode_description(record: TensorRecord) -> dict[str, Any]:
     return {"shape": record.shape, "dtype": record.dtype, "digest": f"{record.digest:016x}"}
 
 
-def _encode_tensor(record: TensorRecord) -> dict[str, Any]:
-    return {**_encode_description(record), "chunks": [vars(chunk) for chunk in record.chunks]}
+def _encode_tensor(record: TensorRecord, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the JSON of a record, with a table of its chunks if files have numbers."""
+    chunks = _tables().of(record.chunks).encode(numbers) if numbers else [vars(chunk) for chunk in record.chunks]
+    return {**_encode_description(record), "chunks": chunks}
 
 
 # ---- decoding: every value is checked here, once, so that later code never meets an unexpected type
@@ -341,9 +360,13 @@ def _decode_description(name: str, record: Mapping[str, Any]) -> TensorRecord:
     )
 
 
-def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -> TensorRecord:
+def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int], *, has_tables: bool) -> TensorRecord:
     record = _object(content, f"tensor {name}", _keys_of(TensorRecord))
     described = _decode_description(name, record)
+    if has_tables:
+        text = _text(record["chunks"], f"the chunks of {name}")
+        table = _tables().decode(text, name, described.shape, described.item_bytes, sizes_of_files)
+        return replace(described, chunks=table)
     chunks = _items(record["chunks"], f"chunks of {name}")
     tensor = replace(
         described, chunks=tuple(_decode_chunk(chunk, name, described.shape, sizes_of_files) for chunk in chunks)
@@ -356,19 +379,21 @@ def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -
     return tensor
 
 
-def _decode_tensors(content: Any, files: Sequence[FileRecord]) -> dict[str, TensorRecord]:
+def _decode_tensors(content: Any, files: Sequence[FileRecord], *, has_tables: bool) -> dict[str, TensorRecord]:
     sizes_of_files = {record.name: record.num_bytes for record in files}
     # The two that no manifest lists count, too: a copy of a checkpoint writes them beside the listed ones.
     if len(sizes_of_files.keys() | {MANIFEST_NAME, COMMITTED_NAME}) < len(files) + 2:
         raise CorruptCheckpointError(f"{MANIFEST_NAME}: a file is listed twice")
     tensors = {
-        name: _decode_tensor(name, record, sizes_of_files) for name, record in _object(content, "tensors").items()
+        name: _decode_tensor(name, record, sizes_of_files, has_tables=has_tables)
+        for name, record in _object(content, "tensors").items()
     }
     # Otherwise a small file could back tensors of any size.
     used = Counter[str]()
     for tensor in tensors.values():
-        for chunk in tensor.chunks:
-            used[chunk.file] += chunk.num_bytes
+        chunks: Any = tensor.chunks
+        for file, num_bytes in chunks.bytes_by_file() if has_tables else ((it.file, it.num_bytes) for it in chunks):
+            used[file] += num_bytes
     for name, num_bytes in used.items():
         if num_bytes > sizes_of_files[name]:
             raise CorruptCheckpointError(f"{MANIFEST_NAME}: the chunks in {name} have more bytes than it has")
@@ -435,7 +460,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if type(has_optimizer) is not bool:
         _refuse("has_optimizer", has_optimizer, "true or false")
     algorithm = _text(content.get("hash_algorithm", "blake3"), "hash_algorithm", _ALGORITHM)
-    tensors = _decode_tensors(content["tensors"], files)
+    tensors = _decode_tensors(content["tensors"], files, has_tables=schema_version > _SCHEMA_WITHOUT_TABLES)
     base, in_base = _decode_base(content.get("base"), tensors)
     return Manifest(
         step=_whole(content["step"], "step"),

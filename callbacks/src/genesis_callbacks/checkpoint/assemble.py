@@ -6,18 +6,18 @@ One process, rank 0's trainer or its writer, does this for all ranks, without co
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .._compat import build_dcp_metadata
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, SaveFailedError
+from ..base.chunk_table import ChunkTable
 from ..base.local_shards import TensorShard
 from ..base.manifest import (
     DCP_METADATA_NAME,
     STATE_NAME,
-    ChunkRecord,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -33,26 +33,9 @@ from .retain import Retention, apply_retention
 from .verify import verify
 
 
-def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
-    return build_dcp_metadata(
-        {
-            tensor_name: (
-                record.torch_dtype,
-                record.shape,
-                [
-                    (chunk.offsets, chunk.sizes, chunk.file, chunk.byte_offset, chunk.num_bytes)
-                    for chunk in record.chunks
-                ],
-            )
-            for tensor_name, record in tensors.items()
-        },
-        name,
-    )
-
-
-def describe_tensor(part: TensorShard, digest: int, chunks: Iterable[ChunkRecord]) -> TensorRecord:
+def describe_tensor(part: TensorShard, digest: int, chunks: ChunkTable) -> TensorRecord:
     """Returns the manifest's record of the tensor that a part belongs to."""
-    return TensorRecord(part.shape, dtype_name(part.dtype), digest, tuple(chunks))
+    return TensorRecord(part.shape, dtype_name(part.dtype), digest, chunks)
 
 
 @contextlib.contextmanager
@@ -98,14 +81,14 @@ def assemble(
     files = [
         *shards,
         write_file(staging / STATE_NAME, state, algorithm=algorithm),
-        write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(own, final.name), algorithm=algorithm),
+        write_file(staging / DCP_METADATA_NAME, build_dcp_metadata(own, final.name), algorithm=algorithm),
     ]
     manifest = replace(
         header,
         created_seconds=time.time(),
         files=tuple(sorted(files, key=lambda record: record.name)),
         tensors=dict(tensors),
-        schema_version=schema_for(header.base),
+        schema_version=schema_for(header.base, sum(len(record.chunks) for record in own.values())),
     )
     data = encode_manifest(manifest)
     with _refusing():

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
+from ..base.chunk_table import ChunkTable
 from ..base.errors import describe_error
 from ..base.events import EventLog
 from ..base.files import sync_directory
@@ -30,7 +31,6 @@ from ..base.local_shards import TensorShard
 from ..base.locks import PrivateDescriptor, lock_file
 from ..base.manifest import (
     Ancestor,
-    ChunkRecord,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -439,23 +439,31 @@ def _collect_records(
     Raises:
         SaveFailedError: Two ranks have a tensor of the same name in their own states.
     """
-    chunks: dict[str, list[ChunkRecord]] = {part.name: [] for part in plan.tensors if part.name not in in_base}
+    files = tuple(SHARD_NAME.format(rank=rank) for rank in range(len(receipts)))
     records: dict[str, TensorRecord] = {}
+    shared_names = {part.name for part in plan.tensors if part.name not in in_base}
     for rank, receipt in enumerate(receipts):
-        if receipt.file is None:
-            continue
-        file, places = receipt.file.name, receipt.places.tolist()
-        described = plan.describe(plan.blocks_of(rank))
-        for (name, offsets, sizes), place in zip(described, places[: len(plan.written[rank])], strict=True):
-            chunks[name].append(ChunkRecord(offsets, sizes, file, *place))
         num_states = len(receipt.states)
-        own = zip(receipt.states, receipt.digests[-num_states:].tolist(), places[-num_states:], strict=False)
+        own = zip(receipt.states, receipt.digests[-num_states:].tolist(), receipt.places[-num_states:], strict=False)
         for part, digest, place in own:
-            if part.name in records or part.name in chunks:
+            if part.name in records or part.name in shared_names:
                 raise SaveFailedError(f"rank {rank}: another rank has a tensor of the name {part.name}, too")
-            records[part.name] = describe_tensor(part, digest, [ChunkRecord(part.offsets, part.sizes, file, *place)])
-    of_name = {part.name: part for part in plan.tensors}
-    return records | {name: describe_tensor(of_name[name], shared[name], found) for name, found in chunks.items()}
+            row = np.concatenate([[rank], place, part.offsets, part.sizes]).astype(np.int64)
+            records[part.name] = describe_tensor(part, digest, ChunkTable(files, row[None]))
+    written = [plan.blocks_of(rank) for rank in range(len(receipts))]
+    blocks, num_blocks = np.concatenate(written), [len(of_rank) for of_rank in written]
+    places = np.concatenate([it.places[:number] for it, number in zip(receipts, num_blocks, strict=True)])
+    ranks = np.repeat(np.arange(len(receipts)), num_blocks)
+    # By tensor, and of each tensor by rank.
+    order = np.argsort(plan.tensor_of[blocks], kind="stable")
+    ends = np.cumsum(np.bincount(plan.tensor_of[blocks], minlength=len(plan.tensors)))
+    for part, of_tensor in zip(plan.tensors, np.split(order, ends[:-1]), strict=True):
+        if part.name in shared_names:
+            num_dims = len(part.shape)
+            ranges = plan.ranges[blocks[of_tensor], :, :num_dims].reshape(len(of_tensor), 2 * num_dims)
+            rows = np.concatenate([ranks[of_tensor, None], places[of_tensor], ranges], axis=1)
+            records[part.name] = describe_tensor(part, shared[part.name], ChunkTable(files, rows))
+    return records
 
 
 def _check_against_previous(directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord]) -> None:

@@ -1,7 +1,7 @@
 """Plans a save from the ranks' reports: checks that they hold every element, and assigns parts to writers. Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,13 +75,6 @@ class SavePlan:
         item_bytes = np.array([tensor.dtype.itemsize for tensor in self.tensors], dtype=np.int64)
         sizes: Numbers = self.ranges[blocks, 1].prod(axis=-1)
         return sizes * item_bytes[self.tensor_of[blocks]]
-
-    def describe(self, blocks: Numbers) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Yields (name of the tensor, offsets, sizes) of each of these blocks."""
-        for number, (offsets, sizes) in zip(self.tensor_of[blocks].tolist(), self.ranges[blocks].tolist(), strict=True):
-            tensor = self.tensors[number]
-            num_dims = len(tensor.shape)
-            yield tensor.name, tuple(offsets[:num_dims]), tuple(sizes[:num_dims])
 
 
 def _hold_all(_: str) -> bool:
