@@ -14,9 +14,8 @@ from genesis.base.errors import UserError
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.quiet import warned_in_one_line
 from genesis.huggingface.shape import find_family
+from genesis.model.adapter import BASE_FORMATS
 from genesis.model.describe import (
-    BFLOAT16_BYTES,
-    FLOAT32_BYTES,
     Description,
     TrainingMemory,
     describe,
@@ -25,8 +24,6 @@ from genesis.model.describe import (
 from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
 from genesis.operations.plan.recipe import check_choices
 from genesis.recipe.resolved import ResolvedRecipe
-
-BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 
 _DESCRIPTION = """Prints the parameters of a model by part, its FLOPs per token and its memory, without building it.
 Example: genesis model describe --config configs/genesis-1b.yaml"""
@@ -41,7 +38,7 @@ def describe_main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--base_dtype",
-        choices=tuple(BASE_BYTES),
+        choices=tuple(BASE_FORMATS),
         default="float32",
         help="type of the frozen weights, if the recipe has adapters (default %(default)s)",
     )
@@ -58,7 +55,7 @@ def describe_main(argv: list[str]) -> int:
         family, obstacle = None, str(error)
     memory = None
     if adapter is not None:
-        memory = describe_training(description.config, adapter, BASE_BYTES[arguments.base_dtype])
+        memory = describe_training(description.config, adapter, BASE_FORMATS[arguments.base_dtype])
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts
 from genesis.model.mixture import Router
@@ -105,13 +105,13 @@ def describe(config: DecoderConfig) -> Description:
     )
 
 
-def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base_bytes: int) -> TrainingMemory:
+def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base: BaseFormat) -> TrainingMemory:
     """Returns the memory of training without activations: all weights in float32, or adapters beside a frozen base.
 
     Args:
         config: The decoder.
         adapter: The adapters; None to train all weights.
-        base_bytes: The bytes of an element of the frozen weights.
+        base: How the frozen weights are stored.
 
     Raises:
         UserError: The decoder cannot have the adapters.
@@ -119,12 +119,12 @@ def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base
     with torch.device("meta"):
         decoder = Decoder(config)
         if adapter is not None:
-            attach_adapters(decoder, adapter)
+            attach_adapters(decoder, adapter, base)
     trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in decoder.parameters()) - trained
+    frozen = [parameter for parameter in decoder.parameters() if not parameter.requires_grad]
     return TrainingMemory(
         num_trained=trained,
-        frozen_bytes=base_bytes * frozen,
+        frozen_bytes=sum(parameter.numel() * parameter.element_size() for parameter in frozen),
         weights_bytes=FLOAT32_BYTES * trained,
         gradients_bytes=FLOAT32_BYTES * trained,
         optimizer_bytes=2 * FLOAT32_BYTES * trained,

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from genesis.model.adapter import AdapterConfig, attach_adapters
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, has_nf4
 from genesis.model.decoder import Decoder
 
 
@@ -25,6 +25,6 @@ def gather_decoder(decoder: Decoder, adapter: AdapterConfig | None) -> Decoder:
     with torch.device("meta"):
         copy = Decoder(decoder.config)
         if adapter is not None:
-            attach_adapters(copy, adapter)
+            attach_adapters(copy, adapter, BaseFormat(is_nf4=has_nf4(decoder)))
     copy.load_state_dict(whole, assign=True)
     return copy.train(decoder.training)

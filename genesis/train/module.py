@@ -25,6 +25,7 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.adapter import (
     AdapterConfig,
+    BaseFormat,
     attach_adapters,
     fill_trained,
     has_adapters,
@@ -91,7 +92,7 @@ class GenesisModule(pl.LightningModule):
             what they are, so that a checkpoint does not depend on it.
 
     Attributes:
-        base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
+        base_format: How the base of adapters stores its weights; set it before a fit.
         attention_failure: Why this rank has no kernel of attention after its proofs; None if it has one.
         count_batch_flops: Returns the operations of a window on this rank, for `Throughput`.
         start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
@@ -117,7 +118,7 @@ class GenesisModule(pl.LightningModule):
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
         self.float8 = float8
-        self.base_dtype = torch.float32
+        self.base_format = BaseFormat()
         self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
         self.is_restored = False
@@ -159,6 +160,7 @@ class GenesisModule(pl.LightningModule):
         """
         unshared = {
             "model.adapter.dora": self.adapter_config is not None and self.adapter_config.dora,
+            "a base in NF4": self.base_format.is_nf4,
             "model.float8": self.float8 is not None,
         }
         options = data.training.options if isinstance(data, CorpusDataModule) else None
@@ -187,7 +189,7 @@ class GenesisModule(pl.LightningModule):
             decoder = Decoder(self.decoder_config)
             decoder.attention_kernel = self.attention
             if self.adapter_config is not None:
-                attach_adapters(decoder, self.adapter_config, self.base_dtype)
+                attach_adapters(decoder, self.adapter_config, self.base_format)
 
         def wrap() -> None:
             if self.float8 is not None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import lightning.pytorch as pl
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import AdapterConfig, BaseFormat
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe_training
 from genesis.train.data_module import CorpusDataModule
@@ -178,7 +178,6 @@ def plan_cuts(
     capacity: Capacity,
     *,
     is_new: bool,
-    base_bytes: int = 4,
 ) -> list[Change]:
     """Returns what must be smaller than in the recipe, so that the examination fits this device and takes minutes.
 
@@ -198,7 +197,7 @@ def plan_cuts(
         return of_token * num_tokens / capacity.flops_per_second
 
     def num_bytes() -> float:
-        memory = describe_training(_with_layers(decoder, layers), adapter, base_bytes)
+        memory = describe_training(_with_layers(decoder, layers), adapter, BaseFormat())
         return memory.frozen_bytes + memory.num_trained * _BYTES_PER_PARAMETER
 
     num_micro = min(num_micro, 2)

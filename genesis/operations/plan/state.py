@@ -14,7 +14,7 @@ from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
 from genesis.model.part import ParameterGroup
 from genesis.model.shares import share_matrices
-from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
+from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload, parameter_bytes
 from genesis.operations.plan.stand_ins import EvenMatrices, EvenRows
 from genesis.optim.offload import choose
 
@@ -109,8 +109,7 @@ def build_model(workload: Workload) -> Model:
         with torch.device("meta"):
             decoder = Decoder(workload.decoder)
             if workload.adapter is not None:
-                base = torch.bfloat16 if workload.base_bytes == HALF_BYTES else torch.float32
-                attach_adapters(decoder, workload.adapter, base)
+                attach_adapters(decoder, workload.adapter, workload.base)
     except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
         raise UserError("the decoder has a tensor of more than 2^63 bytes: lower dim, ffn_dim or vocab_size") from None
     groups = decoder.parameter_groups()
