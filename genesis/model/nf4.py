@@ -127,7 +127,8 @@ def _encode(blocks: Tensor, code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
 
 def dequantise(tensors: Mapping[str, UInt8[Tensor, "..."]], dtype: torch.dtype) -> Float[Tensor, "O I"]:
     """Returns the weight that four tensors hold, by their names in `BYTES`; float32 arithmetic, cast once."""
-    return _dequantise(*(tensors[name] for name in BYTES), dtype)
+    weight: Tensor = _dequantise(*(tensors[name] for name in BYTES), dtype)
+    return weight
 
 
 def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) -> Float[Tensor, "rows I"]:
@@ -137,9 +138,19 @@ def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) ->
     return _scale(tensors["packed"][rows], largest[rows], pairs, torch.float32)
 
 
+# Three operators of their own, so that torch.compile, checkpoints of activations and a plan see one operation: of the
+# traced steps, a compiler would keep the weight of the forward for the backward.
+
+
+@torch.library.custom_op("genesis::nf4_weight", mutates_args=())
 def _dequantise(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    compute = _find_computation(packed.device.type)
-    return compute(packed, scales, scale_max, offset, *_list_tables(packed.device), dtype)
+    return _find_computation(packed.device.type)(packed, scales, scale_max, offset, *_list_tables(packed.device), dtype)
+
+
+@_dequantise.register_fake
+def allocate_weight(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns an empty tensor like the weight that four tensors hold."""
+    return packed.new_empty((len(packed), 2 * packed.shape[1]), dtype=dtype)
 
 
 @cache
@@ -170,9 +181,6 @@ def _scale(packed: Tensor, largest: Tensor, pairs: Tensor, dtype: torch.dtype) -
 
 # ---- products
 
-# Operators of their own, so that torch.compile and checkpoints of activations see one operation: of the traced parts,
-# a compiler would keep the weight of the forward for the backward.
-
 
 @torch.library.custom_op("genesis::nf4_linear", mutates_args=())
 def _multiply(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
@@ -181,7 +189,7 @@ def _multiply(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offs
 
 @_multiply.register_fake
 def _(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    return linear(x, x.new_empty(len(packed), 2 * packed.shape[1]))  # a plan counts the weight that a product needs
+    return linear(x, allocate_weight(packed, scales, scale_max, offset, x.dtype))
 
 
 @torch.library.custom_op("genesis::nf4_linear_backward", mutates_args=())
@@ -191,7 +199,7 @@ def _multiply_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: 
 
 @_multiply_gradient.register_fake
 def _(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    return grad @ grad.new_empty(len(packed), 2 * packed.shape[1])
+    return grad @ allocate_weight(packed, scales, scale_max, offset, grad.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
