@@ -80,7 +80,7 @@ def _build_module(task: Task) -> tuple[GenesisModule, SaveScope | None]:
     adapter = AdapterConfig(**task.adapter)
     base = find_adapter_base(adapter.base, None)
     module = GenesisModule(decoder, optimizer, adapter=adapter)
-    module.base_dtype = base.dtype
+    module.base_format = base.format
     return module, build_scope(base, has_magnitudes=adapter.dora, also_train=adapter.also_train)
 
 

@@ -81,5 +81,5 @@ def start_adapter(model: GenesisModule, base: AdapterBase) -> None:
         UserError: These adapters cannot be used beside this base.
     """
     assert model.adapter_config is not None
-    model.base_dtype = base.dtype
+    model.base_format = base.format
     model.start = read_start(model.adapter_config, model.decoder_config, base)

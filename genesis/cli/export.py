@@ -105,7 +105,9 @@ def print_proof(proof: dict[str, Any]) -> None:
     """Prints the results of the comparisons, one line each."""
     num_values, num_merged = proof["weights"]["num_values"], proof["weights"].get("num_merged", 0)
     merged = f", {num_merged:,} merged values equal to one rounding" if num_merged else ""
-    print(f"weights: {num_values - num_merged:,} values bit-equal{merged}")
+    num_quantised = proof["weights"].get("num_quantised", 0)
+    quantised = f", {num_quantised:,} values whose 4 bits were computed twice and are equal" if num_quantised else ""
+    print(f"weights: {num_values - num_merged - num_quantised:,} values bit-equal{merged}{quantised}")
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
         print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids and equal decoded text")
@@ -121,6 +123,12 @@ def print_proof(proof: dict[str, Any]) -> None:
             is_compared = logits.get("left_out_tokens", 0) <= WHOLE_LONG_TOKENS
             more = "--proof full compares one" if is_compared else f"a proof has at most {WHOLE_LONG_TOKENS:,} tokens"
             print(f"logits: no sequence was longer than the window or the unscaled context: {more}")
+    if nf4 := proof.get("nf4"):
+        print(
+            f"nf4: logits differ from those of the model's own weights by up to {nf4['largest_difference']:.2g} "
+            f"(largest logit {nf4['largest_logit']:.2g}), the most likely token in "
+            f"{nf4['num_tokens'] - nf4['num_same_choice']:,} of {nf4['num_tokens']:,} places"
+        )
     if adapters := proof.get("adapters"):
         allowed = f"(allowed {adapters['tolerance']:.2g})"
         print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")

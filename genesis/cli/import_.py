@@ -29,6 +29,7 @@ Example: genesis import Qwen/Qwen3-0.6B runs/qwen
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NF4 = "nf4"
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +44,8 @@ def main(argv: list[str]) -> int:
         directory,
         arguments.out,
         has_tokenizer=not arguments.no_tokenizer,
-        dtype=_DTYPES[arguments.dtype],
+        dtype=_DTYPES.get(arguments.dtype, torch.float32),
+        is_nf4=arguments.dtype == _NF4,
         download=download,
         compares_models=arguments.proof != "weights",
         is_whole=arguments.proof == "full",
@@ -91,10 +93,11 @@ def _build_parser() -> Parser:
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
     parser.add_argument(
         "--dtype",
-        choices=tuple(_DTYPES),
+        choices=(*_DTYPES, _NF4),
         default="float32",
         help="type of the checkpoint's weights: float32 to train all of them; bfloat16, if they are in it, for a base "
-        "beside adapters, in half the memory (default %(default)s)",
+        "beside adapters, in half the memory; nf4 for such a base whose linear layers have 4 bits a weight, which "
+        "changes the model (default %(default)s)",
     )
     parser.add_argument(
         "--proof",

@@ -14,9 +14,8 @@ from genesis.base.errors import UserError
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.quiet import warned_in_one_line
 from genesis.huggingface.shape import find_family
+from genesis.model.adapter import BASE_FORMATS
 from genesis.model.describe import (
-    BFLOAT16_BYTES,
-    FLOAT32_BYTES,
     Description,
     TrainingMemory,
     build_without_memory,
@@ -28,8 +27,6 @@ from genesis.operations.plan.recipe import check_choices
 from genesis.optim.build import count_moment_bytes
 from genesis.optim.recipe import read_algorithm
 from genesis.recipe.resolved import ResolvedRecipe
-
-BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 
 _DESCRIPTION = """Prints the parameters of a model by part, its FLOPs per token and its memory, without building it.
 Example: genesis model describe --config configs/genesis-1b.yaml"""
@@ -48,7 +45,7 @@ def describe_main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--base_dtype",
-        choices=tuple(BASE_BYTES),
+        choices=tuple(BASE_FORMATS),
         default="float32",
         help="type of the frozen weights, if the recipe has adapters (default %(default)s)",
     )
@@ -64,8 +61,9 @@ def describe_main(argv: list[str]) -> int:
         family, obstacle = find_family(description.config).model_type, None
     except UserError as error:
         family, obstacle = None, str(error)
-    memory = describe_training(decoder, adapter, BASE_BYTES[arguments.base_dtype])
-    optimizer_bytes = count_moment_bytes(build_without_memory(decoder, adapter), algorithm)
+    base = BASE_FORMATS[arguments.base_dtype]
+    memory = describe_training(decoder, adapter, base)
+    optimizer_bytes = count_moment_bytes(build_without_memory(decoder, adapter, base), algorithm)
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters

@@ -16,6 +16,7 @@ from genesis.cli.option_names import check_names
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
+from genesis.model.adapter import BASE_FORMATS
 from genesis.operations.plan.bandwidths import (
     DEVICES_PER_NODE,
     LINKS,
@@ -180,7 +181,7 @@ def _build_parser() -> Parser:
     parser.add_argument("--memory", type=read_bytes, help="memory of each device, such as 24GB or 80GiB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--teacher", type=Path, help="decoder of the teacher of a distillation, if it is not here")
-    parser.add_argument("--base_dtype", choices=("float32", "bfloat16"), help="type of the frozen weights of adapters")
+    parser.add_argument("--base_dtype", choices=tuple(BASE_FORMATS), help="type of the frozen weights of adapters")
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--workspace",

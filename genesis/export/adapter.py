@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 
 from genesis.base.errors import UserError
-from genesis.export.card import describe_reading
+from genesis.export.card import describe_nf4, describe_reading
 from genesis.export.proof import (
     PROVE_ADAPTER_MODULE,
     UNPROVED_TOKENIZER,
@@ -43,6 +43,7 @@ from genesis.huggingface.peft import (
     to_peft,
 )
 from genesis.huggingface.shape import find_family, is_exported_as_another
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import (
     EXTRA_TENSORS,
     AdapterConfig,
@@ -55,7 +56,7 @@ from genesis.model.adapter import (
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis_callbacks.base.manifest import read_committed_hash
-from genesis_callbacks.checkpoint import Manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 from genesis_callbacks.checkpoint.tensor_places import find_base
 
 _OTHER_BYTES = 64 << 20
@@ -228,6 +229,9 @@ imported from: some layers have other names there, and PEFT leaves out their ada
     names = "AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
     names = names if described else names.replace(" AutoTokenizer,", "")
     opened = 'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")\n' if described else ""
+    base_manifest = read_manifest(base)
+    if list_nf4_tensors(base_manifest):
+        other += f"\n{describe_nf4()} BASE is therefore the export of the base by genesis (`genesis export`).\n"
     return f"""---
 {head}---
 

@@ -17,6 +17,7 @@ from genesis.export.evaluation import HEADS, Finding, build_model_index, describ
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tensors import Source
 from genesis.huggingface.directory import read_json
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
 from genesis.recipe.yaml import dump_yaml
@@ -107,6 +108,8 @@ def write_card(
         )
     if last.scaling is not None:
         sections.append("The adapters of the checkpoint are merged into the weights of their base.")
+    if list_nf4_tensors(manifest):
+        sections.append(describe_nf4())
     if findings:
         sections.append(f"## Evaluation\n{_describe_evaluation(findings)}")
     identity = hide_paths(manifest.identity)
@@ -118,6 +121,14 @@ def write_card(
         f"## Recipe\n```yaml\n{dump_yaml(hide_paths(manifest.recipe))}```",
     ]
     return _write_head(layout, name, findings) + "\n\n".join(sections) + "\n"
+
+
+def describe_nf4() -> str:
+    """Returns what a card says of weights that were trained beside, or restored from, a base in NF4."""
+    return (
+        "The linear layers of the base had 4 bits a weight (NF4), and adapters were trained beside these weights. The "
+        "model from which that base was made has other weights: it answers differently, also with these adapters."
+    )
 
 
 def describe_reading(tokenizer: Tokenizer, directory: Path) -> str:

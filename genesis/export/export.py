@@ -30,6 +30,7 @@ from genesis.huggingface.directory import (
 )
 from genesis.huggingface.family import Family
 from genesis.huggingface.shape import find_family, write_shape
+from genesis.huggingface.stored import list_weights
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config, read_adapter_config
@@ -161,12 +162,7 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
 
 def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, str]:
     """Returns canonical name to name in the files, in the checkpoint's order of names."""
-    held = [
-        sorted(
-            name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)
-        )
-        for source in sources
-    ]
+    held = [sorted(name for name in list_weights(source.manifest) if not is_adapter_tensor(name)) for source in sources]
     if not held[0] or any(names != held[0] for names in held):
         raise UserError(f"{sources[0].path} has no decoder, or another one than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}

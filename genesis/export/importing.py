@@ -24,7 +24,9 @@ from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
+from genesis.model.adapter import check_nf4, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
@@ -76,6 +78,7 @@ def import_directory(
     *,
     has_tokenizer: bool,
     dtype: torch.dtype = torch.float32,
+    is_nf4: bool = False,
     download: Download | None = None,
     compares_models: bool = True,
     is_whole: bool = False,
@@ -91,6 +94,8 @@ def import_directory(
         has_tokenizer: Whether to import the tokenizer as well.
         dtype: The type of the checkpoint's weights: float32 to train all of them, bfloat16 for a base with adapters,
             whose routers stay in float32.
+        is_nf4: Whether the linear layers of the blocks are quantised to NF4, for a base of adapters in a quarter of the
+            memory of bfloat16. All other weights keep their type, bfloat16 if all of them are, else float32.
         download: The download that `directory` comes from; the proof names its repository and commit.
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
         is_whole: Whether the proof leaves nothing out, however long it takes.
@@ -112,14 +117,23 @@ def import_directory(
         check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
     )
     with torch.device("meta"):
-        kept = Decoder(config).list_float32()
-    _check_lossless(directory, {name: tensor for name, tensor in found.items() if name not in kept}, dtype)
+        decoder = Decoder(config)
+        kept = decoder.list_float32()
+    quantised: set[str] = set()
+    if is_nf4:
+        check_nf4(decoder)
+        quantised = {f"{name}.weight" for name in find_linears(decoder)}
+        others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
+        dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32
+    stays = {name: tensor for name, tensor in found.items() if name not in quantised}
+    _check_lossless(directory, {name: tensor for name, tensor in stays.items() if name not in kept}, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
-    widened = {name: tensor for name, tensor in found.items() if dtype == torch.float32 or name in kept}
+    widened = {name: tensor for name, tensor in stays.items() if dtype == torch.float32 or name in kept}
     num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
         with stage("widening the weights", num_widened * torch.float32.itemsize, "bytes") as shown:
-            state = found | _widen(widened, staging / _WIDENED_NAME, shown)
+            state = stays | _widen(widened, staging / _WIDENED_NAME, shown)
+        state |= _quantise({name: found[name] for name in found if name in quantised})
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(
@@ -139,6 +153,16 @@ def import_directory(
         proof |= describe_source(download)
         write_proof(staging, proof)
     return proof
+
+
+def _quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors that hold these weights in NF4, by their names."""
+    state: dict[str, Tensor] = {}
+    with stage("quantising the weights", len(weights), "tensors") as shown:
+        for name, weight in shown.each(weights.items()):
+            layer = name.removesuffix(".weight")
+            state |= {f"{layer}.{tensor}": held for tensor, held in quantise(weight).items()}
+    return state
 
 
 def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:

@@ -12,6 +12,7 @@ import gc
 import math
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -34,9 +35,11 @@ from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed, attention_of
 from genesis.huggingface.shape import read_shape
+from genesis.huggingface.stored import find_nf4_tensors, list_nf4_tensors, list_weights, read_stored
 from genesis.huggingface.weights import iterate_tensors, read_file_names
-from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors
+from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, name_adapter_tensors, read_plain_state
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
@@ -70,7 +73,11 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=str(checkpoints[0]))
     size = plan_proof(count_parameters(manifest), _find_long_length(config), is_whole=request["is_whole"])
     result: dict[str, Any] = {
-        "weights": _compare_weights(directory, names, checkpoints, family, config, is_merged=request["is_merged"]),
+        "weights": _compare_weights(
+            *(directory, names, checkpoints, family, config),
+            is_merged=request["is_merged"],
+            is_import=request["is_import"],
+        ),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
     if family is None:
@@ -79,6 +86,8 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     result["tokenizer"] = prove_tokenizer(directory, ours, request["is_import"], size) if ours and is_open else None
     if request["compares_models"]:
         result |= _compare_models(directory, names, config, family, ours, size)
+    if request["compares_models"] and request["is_import"] and list_nf4_tensors(manifest):
+        result["nf4"] = _compare_nf4(checkpoints[0], directory, names, family, ours, size)
     if request["compares_models"] and request["is_merged"]:
         result["adapters"] = _compare_adapters(checkpoints[0], ours, size)
     return result
@@ -86,7 +95,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
 
 def count_parameters(manifest: Manifest) -> int:
     """Returns the number of parameters of the decoder in a checkpoint."""
-    return sum(math.prod(record.shape) for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX))
+    return sum(map(math.prod, list_weights(manifest).values()))
 
 
 # ---- weights
@@ -100,11 +109,13 @@ def _compare_weights(
     config: DecoderConfig,
     *,
     is_merged: bool,
+    is_import: bool,
 ) -> dict[str, Any]:
     manifest = read_manifest(checkpoints[0])
-    missing = {name for name in manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)}
+    shapes = list_weights(manifest)
+    missing = {name for name in shapes if not is_adapter_tensor(name)}
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
-    num_values = num_merged = 0
+    num_values: Counter[str] = Counter()
     held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
     rows: dict[str, set[int]] = {}
     for name, tensor in _shown(iterate_tensors(directory, names), len(names), "comparing the weights"):
@@ -115,29 +126,47 @@ def _compare_weights(
                 if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
                     continue  # a copy of tied embeddings, already compared by the import
                 raise UserError(f"{name} is in the directory but not in the checkpoint")
-            num_values += values.numel()
             if expert is not None:
                 rows.setdefault(ours, set()).add(expert)
-            if expert is None or len(rows[ours]) == manifest.tensors[ours].shape[0]:
+            if expert is None or len(rows[ours]) == shapes[ours][0]:
                 missing.remove(ours)
             if adapter is not None and name_adapter_tensors(ours)["lora_A"] in manifest.tensors:
                 _compare_merged(manifest, held, ours, expert, values, adapter.scaling)
-                num_merged += values.numel()
-            elif not torch.equal(_pick(held(ours), expert).to(values.dtype), values):
-                raise UserError(f"the values of {name} differ from the checkpoint's")
+                num_values["num_merged"] += values.numel()
+            elif is_import and find_nf4_tensors(manifest, ours):
+                _compare_quantised(checkpoints[0], manifest, ours, values)
+                num_values["num_quantised"] += values.numel()
+            else:
+                _compare_equal(held(ours), expert, values, name)
+                num_values["num_equal"] += values.numel()
     if missing:
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
-    compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
-    return {**compared, "num_merged": num_merged} if is_merged else compared
+    compared = {
+        "compared": "every value, bit for bit, after the cast",
+        "num_values": num_values.total(),
+        "num_different": 0,
+    }
+    del num_values["num_equal"]
+    return {**compared, **({"num_merged": 0} if is_merged else {}), **num_values}
+
+
+def _compare_equal(held: Tensor, expert: int | None, theirs: Tensor, name: str) -> None:
+    if not torch.equal((held if expert is None else held[expert]).to(theirs.dtype), theirs):
+        raise UserError(f"the values of {name} differ from the checkpoint's")
+
+
+def _compare_quantised(checkpoint: Path, manifest: Manifest, name: str, theirs: Tensor) -> None:
+    """Compares the bytes of a weight in NF4 with those that its values in the directory give, computed again."""
+    names = find_nf4_tensors(manifest, name)
+    held = read_tensors(checkpoint, names.values())
+    for tensor, expected in quantise(theirs).items():
+        if not torch.equal(held[names[tensor]], expected):
+            raise UserError(f"{tensor} of {name.removesuffix('.weight')} is not what its weights in the directory give")
 
 
 def _shown(tensors: Iterable[tuple[str, Tensor]], number: int, what: str) -> Iterator[tuple[str, Tensor]]:
     with stage(what, number, "tensors") as shown:
         yield from shown.each(tensors)
-
-
-def _pick(tensor: Tensor, expert: int | None) -> Tensor:
-    return tensor if expert is None else tensor[expert]
 
 
 def _compare_merged(
@@ -154,7 +183,7 @@ def _compare_merged(
 
 
 def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
-    first, *others = (read_tensors(path, [name])[name] for path in checkpoints)
+    first, *others = (read_stored(path, read_manifest(path), [name])[name] for path in checkpoints)
     if not others:
         return first
     total = first.double()
@@ -260,6 +289,45 @@ def _compare_models(
     }
 
 
+def _compare_nf4(
+    checkpoint: Path,
+    directory: Path,
+    names: dict[str, str],
+    family: Family,
+    tokenizer: Tokenizer | None,
+    size: ProofSize,
+) -> dict[str, Any]:
+    """Measures how far the logits of quantised weights are from those of the weights: a figure, and no bound."""
+    quantised = load_decoder(checkpoint, dtype=torch.float32).decoder
+    config = quantised.config
+    decoder = _build_decoder(directory, names, config, family)
+    sequences = _build_sequences(config, tokenizer, size)
+    largest = difference = 0.0
+    num_same_choice = num_tokens = 0
+    with torch.no_grad(), stage("logits of the quantised weights", len(sequences), "sequences") as shown:
+        for sequence in shown.each(sequences):
+            ours, theirs = quantised(torch.tensor([sequence])), decoder(torch.tensor([sequence]))
+            largest = max(largest, float(theirs.abs().max()))
+            difference = max(difference, float((ours - theirs).abs().max()))
+            num_same_choice += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
+            num_tokens += len(sequence)
+    plain, rounded = decoder.state_dict(), read_plain_state(quantised)
+    errors = {
+        name: float((rounded[name] - plain[name]).norm() / plain[name].norm().clamp(min=1e-38))
+        for name in plain.keys() & rounded.keys() - quantised.state_dict().keys()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return {
+        "compared": "logits of the weights in 4 bits and of the weights in this directory, both in float32",
+        "num_tokens": num_tokens,
+        "num_same_choice": num_same_choice,
+        "largest_logit": largest,
+        "largest_difference": difference,
+        "largest_relative_error": {"name": worst, "error": errors[worst]},
+        "relative_errors": dict(sorted(errors.items())),
+    }
+
+
 def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: ProofSize) -> dict[str, Any]:
     """Compares the logits of the base with separate adapters with those of merged weights before rounding."""
     adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
@@ -267,8 +335,8 @@ def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: Proof
     assert adapter_config is not None, "the checkpoint has adapters"
     with torch.device("meta"):
         merged = Decoder(adapted.config)
-    state = {name: tensor for name, tensor in adapted.state_dict().items() if not is_adapter_tensor(name)}
-    held = adapted.state_dict()
+    held = read_plain_state(adapted)
+    state = {name: tensor for name, tensor in held.items() if not is_adapter_tensor(name)}
     for name, weight in state.items():
         adapter = {role: held[full] for role, full in name_adapter_tensors(name).items() if full in held}
         if adapter:

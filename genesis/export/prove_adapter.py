@@ -37,6 +37,7 @@ from genesis.huggingface.peft import (
     to_peft,
 )
 from genesis.huggingface.shape import find_family, write_shape
+from genesis.huggingface.stored import list_weights, read_stored
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
@@ -108,7 +109,8 @@ def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
     Raises:
         UserError: transformers has other tensors.
     """
-    ours = read_tensors(base, prefix=DECODER_PREFIX).items()
+    manifest = read_manifest(base)
+    ours = read_stored(base, manifest, list_weights(manifest)).items()
     renamed = family.to_theirs({name.removeprefix(DECODER_PREFIX): tensor for name, tensor in ours})
     state = {name: tensor.float().contiguous() for name, tensor in renamed.items()}
     # By a directory, because transformers stacks the weights of experts only while it loads files.

@@ -17,7 +17,9 @@ from torch import Tensor
 from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
+from genesis.huggingface.stored import find_nf4_tensors, list_weights
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
+from genesis.model.nf4 import dequantise_rows
 from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.local_shards import LocalShard, TensorShard
 from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, read_tensors
@@ -62,8 +64,9 @@ class WeightsFile:
     def list_entries(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns name and shape of everything in the file, in order."""
         entries: list[tuple[str, tuple[int, ...]]] = []
+        shapes = list_weights(manifest)
         for ours, theirs in self.tensors:
-            shape = manifest.tensors[ours].shape
+            shape = shapes[ours]
             if "{}" in theirs:
                 entries += [(theirs.format(row), shape[1:]) for row in range(shape[0])]
             else:
@@ -84,8 +87,9 @@ def plan_files(
     """
     groups: list[list[tuple[str, str]]] = [[]]
     num_bytes = 0
+    shapes = list_weights(manifest)
     for ours, theirs in names.items():
-        size = math.prod(manifest.tensors[ours].shape) * dtype.itemsize
+        size = math.prod(shapes[ours]) * dtype.itemsize
         if groups[-1] and num_bytes + size > max_file_bytes:
             groups.append([])
             num_bytes = 0
@@ -102,7 +106,8 @@ def plan_files(
 
 def count_bytes(names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype) -> int:
     """Returns the size of the elements in bytes."""
-    return sum(math.prod(manifest.tensors[name].shape) for name in names) * dtype.itemsize
+    shapes = list_weights(manifest)
+    return sum(math.prod(shapes[name]) for name in names) * dtype.itemsize
 
 
 def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequence[Source], dtype: torch.dtype) -> None:
@@ -139,21 +144,32 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
         CorruptCheckpointError: The tensor differs from its digest; raised after the last row.
         UserError: A finite value is beyond the range of `dtype`.
     """
-    shape = sources[0].manifest.tensors[name].shape
+    shape = list_weights(sources[0].manifest)[name]
+    of_bytes = [_read_nf4(source, name) for source in sources]
     digests = [0] * len(sources)
     adapters = [read_tensors(source.path, source.find_adapter(name).values()) for source in sources]
     for first, count in _row_ranges(shape):
         blocks = []
         for index, source in enumerate(sources):
-            block, digest = _read_block(source, name, first, count)
-            digests[index] = (digests[index] + digest) % DIGEST_MODULUS
+            if held := of_bytes[index]:
+                block = dequantise_rows(held, slice(first, first + count))
+            else:
+                block, digest = _read_block(source, name, first, count)
+                digests[index] = (digests[index] + digest) % DIGEST_MODULUS
             if adapters[index]:
                 block = _merge(source, name, block, adapters[index], slice(first, first + count))
             blocks.append(block)
         yield _cast(_average(blocks), dtype, name)
-    for source, digest in zip(sources, digests, strict=True):
-        if digest != source.manifest.tensors[name].digest:
+    for source, digest, held in zip(sources, digests, of_bytes, strict=True):
+        if not held and digest != source.manifest.tensors[name].digest:
             raise CorruptCheckpointError(f"{source.path}: {name} is damaged: its bytes have changed since the save")
+
+
+def _read_nf4(source: Source, name: str) -> dict[str, Tensor]:
+    """Returns the tensors that hold a weight in NF4, whole and compared with their digests; empty for another one."""
+    names = find_nf4_tensors(source.manifest, name)
+    found = read_tensors(source.path, names.values())
+    return {tensor: found[full] for tensor, full in names.items()}
 
 
 def _merge(source: Source, name: str, block: Tensor, adapter: Mapping[str, Tensor], rows: slice) -> Tensor:

@@ -22,8 +22,9 @@ from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_config
 from genesis.huggingface.shape import find_family, read_shape
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.huggingface.weights import read_weights
-from genesis.model.adapter import AdapterConfig, attach_adapters
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, use_nf4
 from genesis.model.attend.kernel import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
@@ -229,7 +230,12 @@ def _prove_attention(device_type: str, *, has_flash: bool) -> None:
 
 
 def build_empty_decoder(
-    config: DecoderConfig, num_tensors: int, checkpoint: Path, adapter: AdapterConfig | None = None
+    config: DecoderConfig,
+    num_tensors: int,
+    checkpoint: Path,
+    adapter: AdapterConfig | None = None,
+    *,
+    is_nf4: bool = False,
 ) -> Decoder:
     """Returns the decoder of an untrusted recipe on the meta device.
 
@@ -238,6 +244,7 @@ def build_empty_decoder(
         num_tensors: The number of the decoder's tensors in the checkpoint.
         checkpoint: The checkpoint's directory.
         adapter: The adapters in the recipe.
+        is_nf4: Whether the checkpoint has the linear layers of the blocks in NF4.
 
     Raises:
         UserError: The recipe has more layers than the checkpoint has tensors, or sizes that torch cannot represent.
@@ -253,7 +260,9 @@ def build_empty_decoder(
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise _another_decoder(checkpoint, error) from None
     if adapter is not None:
-        attach_adapters(decoder, adapter)
+        attach_adapters(decoder, adapter, BaseFormat(is_nf4=is_nf4))
+    elif is_nf4:
+        use_nf4(decoder)
     return decoder
 
 
@@ -354,7 +363,7 @@ def _read_checkpoint(
     config = _read_run_config(checkpoint, manifest)
     adapter_config = read_adapter_config(manifest.recipe, f"the recipe in {checkpoint}")
     names = {name.removeprefix(DECODER_PREFIX) for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
-    in_base = names
+    in_base, is_nf4 = names, bool(list_nf4_tensors(manifest))
     if manifest.base is not None:
         in_base = names & {name.removeprefix(DECODER_PREFIX) for name in manifest.base.names}
     added: dict[str, Tensor] = {}
@@ -362,13 +371,13 @@ def _read_checkpoint(
         if adapter_config is not None:
             raise UserError(f"{checkpoint} holds adapters itself: give its base, beside which others can be loaded")
         adapter_config = read_peft_config(adapter, find_family(config))
-        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config)
+        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config, is_nf4=is_nf4)
         shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
         made = fingerprint(manifest, DECODER_PREFIX)
         added = read_adapters(adapter, adapter_config, find_family(config), shapes=shapes, base_fingerprint=made)
         in_base = names - added.keys()
     else:
-        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config)
+        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config, is_nf4=is_nf4)
     read = [name for name in sorted(names - added.keys()) if name not in in_base or name not in shared]
     found = read_tensors(checkpoint, [DECODER_PREFIX + name for name in read])
     state = {name: shared[name] for name in in_base & shared.keys()} | added

@@ -28,7 +28,8 @@ from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
-from genesis.model.part import ADAPTERS, VECTORS, ParameterGroup, Part, check_counts
+from genesis.model.nf4 import BLOCK, BYTES, Nf4Linear, Nf4Weight, dequantise
+from genesis.model.part import ADAPTERS, MATRICES, VECTORS, ParameterGroup, Part, check_counts
 from genesis_callbacks.base.local_shards import local_shards
 
 MAGNITUDE: Final = "lora_magnitude"
@@ -113,6 +114,27 @@ class AdapterConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+@dataclass(frozen=True)
+class BaseFormat:
+    """How the frozen weights of a base are stored.
+
+    Args:
+        dtype: The dtype of the weights; beside NF4 that of all others.
+        is_nf4: Whether the linear layers of the blocks, without routers, are in NF4 (`genesis.model.nf4`).
+    """
+
+    dtype: torch.dtype = torch.float32
+    is_nf4: bool = False
+
+
+BASE_FORMATS: Final = {
+    "float32": BaseFormat(),
+    "bfloat16": BaseFormat(torch.bfloat16),
+    "nf4": BaseFormat(torch.bfloat16, is_nf4=True),
+}
+"""The formats that `genesis import --dtype` writes, of a model in bfloat16."""
+
+
 class AdaptedLinear(nn.Linear, Part):
     """A linear layer with an adapter: `W x + scaling * B A dropout(x)`, with DoRA times `m / ||W + scaling * B A||`.
 
@@ -132,14 +154,16 @@ class AdaptedLinear(nn.Linear, Part):
     lora_magnitude: nn.Parameter | None
 
     def __init__(self, base: nn.Linear, config: AdapterConfig) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
-        self.weight, self.bias = base.weight, base.bias
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
+        for name, parameter in base.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
         self.scaling, self.dropout = config.scaling, config.dropout
         self.is_on = True
         self.rows: slice | Tensor | None = None
         self.column_ranks: MatrixShares | None = None
         self.draws_random_numbers = config.dropout > 0.0
-        device = base.weight.device
+        device = next(base.parameters()).device
         self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, config.rank, device=device))
         self.register_parameter(
@@ -184,15 +208,18 @@ class AdaptedLinear(nn.Linear, Part):
         """The FLOPs of the adapter, which multiplies every token; the part around this layer counts the base's."""
         adapter = 6 * (self.lora_A.numel() + self.lora_B.numel())
         multiplies_twice = self.lora_magnitude is not None and self.dropout > 0.0  # by the frozen weight
-        return adapter + (4 * self.weight.numel() if multiplies_twice else 0)
+        return adapter + (4 * self.in_features * self.out_features if multiplies_twice else 0)
+
+    def multiply(self, x: Float[Tensor, "*N I"], bias: Float[Tensor, " O"] | None) -> Float[Tensor, "*N O"]:
+        """Returns the output of the base's layer with a bias, without the adapter's part."""
+        return linear(x, take_rows(self.weight, self.rows), bias)
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""
-        weight = take_rows(self.weight, self.rows)
         bias = None if self.bias is None else take_rows(self.bias, self.rows)
         if not self.is_on:
-            return linear(x, weight, bias)
-        base = linear(x, weight, bias if self.lora_magnitude is None else None)
+            return self.multiply(x, bias)
+        base = self.multiply(x, bias if self.lora_magnitude is None else None)
         if not torch.is_autocast_enabled(x.device.type):  # the base casts to its own dtype
             x = x.to(self.lora_A.dtype)
         dropped = dropout(x, self.dropout, self.training)
@@ -200,11 +227,11 @@ class AdaptedLinear(nn.Linear, Part):
         update = linear(low * self.scaling, take_rows(self.lora_B, self.rows))
         if self.lora_magnitude is None:
             return base + update.to(base.dtype)
-        scale = take_rows(self.lora_magnitude, self.rows) / self._row_lengths(weight)
+        scale = take_rows(self.lora_magnitude, self.rows) / self._row_lengths()
         changed = base + update
         if self.training and self.dropout > 0.0:
             # As in PEFT: what DoRA adds to the base's output, `(scale - 1) W x + scale * update`, sees the dropout.
-            again = linear(dropped.to(base.dtype), weight)
+            again = self.multiply(dropped.to(base.dtype), None)
             changed = again + update
             out: Tensor = (base + changed * scale - again).to(base.dtype)
         else:
@@ -212,12 +239,35 @@ class AdaptedLinear(nn.Linear, Part):
         return out if bias is None else out + bias
 
     @torch.no_grad()  # a constant in the gradient: section 4.3 of the paper
-    def _row_lengths(self, weight: Float[Tensor, "O I"]) -> Float[Tensor, " O"]:
+    def _row_lengths(self) -> Float[Tensor, " O"]:
+        weight = take_rows(self.weight, self.rows)
         changed = weight + self.scaling * (take_rows(self.lora_B, self.rows) @ held(self.lora_A))
         if self.column_ranks is not None:
             return self.column_ranks.sum(changed.square().sum(1)).sqrt()
         lengths: Tensor = changed.norm(dim=1)
         return lengths
+
+
+class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):
+    """An `AdaptedLinear` whose frozen weight is four tensors of bytes."""
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each tensor: those of the adapter, and the frozen bytes."""
+        return {**super().parameter_groups(), **dict.fromkeys(BYTES, MATRICES)}
+
+    @torch.no_grad()
+    def fill_magnitude(self) -> None:
+        """Fills DoRA's magnitude with the length of each row. It gathers the bytes: a rank's rows need all scales."""
+        if self.lora_magnitude is None:
+            return
+        whole = {name: _gather(getattr(self, name)) for name in BYTES}
+        lengths = dequantise(whole, torch.float32).norm(dim=1)
+        for local in local_shards("magnitude", self.lora_magnitude, "parameter"):
+            local.data.copy_(lengths[local.part.offsets[0] : local.part.offsets[0] + local.part.sizes[0]])
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def use_rows(layer: nn.Linear, rows: slice | Tensor | None) -> None:
@@ -233,14 +283,14 @@ def _multiply(layer: nn.Linear, rows: slice | Tensor | None, x: Tensor) -> Tenso
 
 
 def attach_adapters(
-    decoder: Decoder, config: AdapterConfig, base_dtype: torch.dtype = torch.float32
+    decoder: Decoder, config: AdapterConfig, base: BaseFormat | None = None
 ) -> dict[str, AdaptedLinear | ExpertAdapter]:
     """Adds adapters to a newly built decoder in place, and freezes all other tensors except `config.also_train`.
 
     Args:
         decoder: Not wrapped yet, on the meta device or not.
         config: The adapters.
-        base_dtype: The dtype of the base's tensors; adapters are float32.
+        base: How the base's weights are stored; None for float32. Adapters are float32.
 
     Returns:
         The adapted layers, and the adapters of experts, by the names that `select_layers` and `select_experts` give.
@@ -249,21 +299,54 @@ def attach_adapters(
         UserError: A pattern matches no layer, or a layer cannot have the rank.
     """
     layers, stacks = select_layers(decoder, config), select_experts(decoder, config)
-    decoder.requires_grad_(False).to(base_dtype)
+    base = base or BaseFormat()
+    decoder.requires_grad_(False).to(base.dtype)
+    if base.is_nf4 and not has_nf4(decoder):
+        use_nf4(decoder)
     adapted: dict[str, AdaptedLinear | ExpertAdapter] = {}
-    for name, layer in layers.items():
-        one = adapted[name] = AdaptedLinear(layer, config)
+    for name in layers:
+        layer = decoder.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        one = adapted[name] = (AdaptedNf4Linear if isinstance(layer, Nf4Linear) else AdaptedLinear)(layer, config)
         decoder.set_submodule(name, one)
     for name in dict.fromkeys(stack.rpartition(".")[0] for stack in stacks):
-        base = decoder.get_submodule(name)
-        assert isinstance(base, Experts)
+        plain = decoder.get_submodule(name)
+        assert isinstance(plain, Experts)
         targets = tuple(target for target in STACKS if f"{name}.{target}" in stacks)
-        experts = AdaptedExperts(base, targets, rank=config.rank, scaling=config.scaling)
+        experts = AdaptedExperts(plain, targets, rank=config.rank, scaling=config.scaling)
         decoder.set_submodule(name, experts)
         adapted |= {f"{name}.{target}": adapter for target, adapter in experts.list_adapters().items()}
     for extra in config.also_train:
-        decoder.get_parameter(_find_extra(decoder, extra, base_dtype)).requires_grad_(True)
+        decoder.get_parameter(_find_extra(decoder, extra, base)).requires_grad_(True)
     return adapted
+
+
+def use_nf4(decoder: Decoder) -> None:
+    """Replaces the linear layers of the blocks by layers of bytes, whose values a restore must give, in place.
+
+    Raises:
+        UserError: A layer cannot be in NF4.
+    """
+    check_nf4(decoder)
+    for name, layer in find_linears(decoder).items():
+        decoder.set_submodule(name, Nf4Linear(layer))
+
+
+def check_nf4(decoder: Decoder) -> None:
+    """Refuses a decoder that cannot have its linear layers in NF4.
+
+    Raises:
+        UserError: The width of a layer is no multiple of the block, or there are routed experts.
+    """
+    remedy = "import it with --dtype bfloat16"
+    for name, layer in find_linears(decoder).items():
+        if layer.in_features % BLOCK:
+            raise UserError(
+                f"NF4 takes widths that are multiples of {BLOCK}, and {name} reads {layer.in_features}: {remedy}"
+            )
+    stack = next(iter(find_stacks(decoder)), None)
+    if stack is not None:
+        raise UserError(f"NF4 takes linear layers, and {stack} is a stack of routed experts: {remedy}")
 
 
 @contextmanager
@@ -277,6 +360,19 @@ def adapters_off(decoder: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
+
+
+def has_nf4(decoder: nn.Module) -> bool:
+    """Returns whether a decoder has weights in NF4."""
+    return any(isinstance(module, Nf4Weight) for module in decoder.modules())
+
+
+def read_plain_state(decoder: nn.Module) -> dict[str, Tensor]:
+    """Returns a decoder's tensors by name, with weights in the place of the bytes of NF4."""
+    layers = {name: module for name, module in decoder.named_modules() if isinstance(module, Nf4Weight)}
+    held = {f"{name}.{tensor}" for name in layers for tensor in BYTES}
+    state = {name: tensor for name, tensor in decoder.state_dict().items() if name not in held}
+    return state | {f"{name}.weight": layer.weight for name, layer in layers.items()}
 
 
 def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
@@ -379,7 +475,7 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= _NUM_NAMED else f"{', '.join(names[: _NUM_NAMED - 1])}, ..., {names[-1]}"
 
 
-def _find_extra(decoder: Decoder, extra: str, base_dtype: torch.dtype) -> str:
+def _find_extra(decoder: Decoder, extra: str, base: BaseFormat) -> str:
     """Returns the name of the tensor that `also_train` names.
 
     Raises:
@@ -390,9 +486,9 @@ def _find_extra(decoder: Decoder, extra: str, base_dtype: torch.dtype) -> str:
             "model.adapter.also_train has 'head', and the output weight is the embedding: name 'embedding', which "
             "trains both"
         )
-    if base_dtype != torch.float32:
+    if base.dtype != torch.float32:
         raise UserError(
-            f"model.adapter.also_train has {extra!r}, and the base is in {str(base_dtype).removeprefix('torch.')}, in "
+            f"model.adapter.also_train has {extra!r}, and the base is in {str(base.dtype).removeprefix('torch.')}, in "
             "which small updates are lost: give a base in float32"
         )
     return EXTRA_TENSORS[extra]

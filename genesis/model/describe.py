@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.experts import Experts
 from genesis.model.mixture import Router
@@ -69,8 +69,10 @@ class TrainingMemory:
     gradients_bytes: int
 
 
-def build_without_memory(config: DecoderConfig, adapter: AdapterConfig | None = None) -> Decoder:
-    """Returns the decoder, with adapters if there are any, on the meta device.
+def build_without_memory(
+    config: DecoderConfig, adapter: AdapterConfig | None = None, base: BaseFormat | None = None
+) -> Decoder:
+    """Returns the decoder, with adapters beside its base if there are any, on the meta device.
 
     Raises:
         UserError: The decoder cannot have the adapters.
@@ -78,7 +80,7 @@ def build_without_memory(config: DecoderConfig, adapter: AdapterConfig | None = 
     with torch.device("meta"):
         decoder = Decoder(config)
         if adapter is not None:
-            attach_adapters(decoder, adapter)
+            attach_adapters(decoder, adapter, base)
     return decoder
 
 
@@ -104,23 +106,23 @@ def describe(config: DecoderConfig) -> Description:
     )
 
 
-def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base_bytes: int) -> TrainingMemory:
+def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base: BaseFormat) -> TrainingMemory:
     """Returns the memory of weights and gradients in training: of all in float32, or of adapters on a frozen base.
 
     Args:
         config: The decoder.
         adapter: The adapters; None to train all weights.
-        base_bytes: The bytes of an element of the frozen weights.
+        base: How the frozen weights are stored.
 
     Raises:
         UserError: The decoder cannot have the adapters.
     """
-    decoder = build_without_memory(config, adapter)
+    decoder = build_without_memory(config, adapter, base)
     trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in decoder.parameters()) - trained
+    frozen = [parameter for parameter in decoder.parameters() if not parameter.requires_grad]
     return TrainingMemory(
         num_trained=trained,
-        frozen_bytes=base_bytes * frozen,
+        frozen_bytes=sum(parameter.numel() * parameter.element_size() for parameter in frozen),
         weights_bytes=FLOAT32_BYTES * trained,
         gradients_bytes=FLOAT32_BYTES * trained,
     )

@@ -20,6 +20,7 @@ class RunOptions:
         batch_sizes: The sequences of a step over all ranks, and those of a micro-batch; None if the command does not
             train, or the data is not known.
         has_float8: Whether products run in float8, which needs whole layers on each rank.
+        has_nf4: Whether the frozen base of adapters is in NF4, whose blocks no rank can divide.
     """
 
     decoder: DecoderConfig
@@ -28,6 +29,7 @@ class RunOptions:
     seq_len: int | None = None
     batch_sizes: tuple[int, int] | None = None
     has_float8: bool = False
+    has_nf4: bool = False
 
 
 def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
@@ -44,6 +46,8 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> N
     given = f"tensor_parallel is {num_ranks}"
     if run.has_float8:
         raise UserError(f"{given}, and model.float8 needs whole layers: leave out one of the two")
+    if run.has_nf4:
+        raise UserError(f"{given}, and the base is in NF4, which ranks cannot cut: import it with --dtype bfloat16")
     if "tensor" not in run.objective.trains_under:
         raise UserError(f"{given}, and {run.objective.__name__} does not train under tensor parallelism: set it to 1")
     found = _find_uncut(run, num_ranks)

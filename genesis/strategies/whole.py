@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from genesis.model.adapter import AdapterConfig, attach_adapters
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, has_nf4
 from genesis.model.decoder import Decoder
 
 
@@ -35,7 +35,7 @@ def gather_decoder(
     with torch.device("meta"):
         copy = Decoder(decoder.config)
         if adapter is not None:
-            attach_adapters(copy, adapter)
+            attach_adapters(copy, adapter, BaseFormat(is_nf4=has_nf4(decoder)))
     copy.load_state_dict(whole, assign=True)
     return copy.train(decoder.training)
 

@@ -11,7 +11,8 @@ from genesis.base.errors import UserError, check_is_named
 from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
-from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters
+from genesis.huggingface.stored import list_nf4_tensors
+from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, BaseFormat, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
 from genesis_callbacks.base.manifest import BaseReference, read_committed_hash
@@ -33,12 +34,12 @@ class AdapterBase(NamedTuple):
     Args:
         path: The checkpoint's directory, as an absolute path.
         manifest_hash: The hash of the checkpoint's manifest, by which the saves refer to it.
-        dtype: The dtype of the checkpoint's weights.
+        format: How the checkpoint stores its weights.
     """
 
     path: Path
     manifest_hash: str
-    dtype: torch.dtype
+    format: BaseFormat
 
 
 def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
@@ -75,7 +76,7 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
             f"{path} holds adapters itself, and cannot be the base of others: give its base {found.base.path}, or "
             "export it with --merge and import that"
         )
-    return AdapterBase(path.resolve(), read_committed_hash(path), _read_dtype(path, found))
+    return AdapterBase(path.resolve(), read_committed_hash(path), _read_format(path, found))
 
 
 def _read_there(given: str) -> Reference | None:
@@ -120,23 +121,24 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
         return {}
     with torch.device("meta"):
         decoder = Decoder(decoder_config)
-        attach_adapters(decoder, config)
+        attach_adapters(decoder, config, base.format)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
     family = find_family(decoder_config)
     made = fingerprint(read_manifest(base.path), DECODER_PREFIX)
     return read_adapters(Path(config.start), config, family, shapes=shapes, base_fingerprint=made)
 
 
-def _read_dtype(path: Path, manifest: Manifest) -> torch.dtype:
-    dtypes = _find_dtypes(manifest, ())
+def _read_format(path: Path, manifest: Manifest) -> BaseFormat:
+    of_bytes = list_nf4_tensors(manifest)
+    dtypes = _find_dtypes(manifest, of_bytes)
     if len(dtypes) > 1 and torch.float32 in dtypes:  # routers may be float32 beside other weights
         config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {path}")
         with torch.device("meta"):
-            dtypes = _find_dtypes(manifest, Decoder(config).list_float32())
+            dtypes = _find_dtypes(manifest, of_bytes | Decoder(config).list_float32())
     if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no weights of a decoder"
         raise UserError(f"{path} cannot be a base: it holds {names}; give a checkpoint with weights of one dtype")
-    return next(iter(dtypes))
+    return BaseFormat(next(iter(dtypes)), is_nf4=bool(of_bytes))
 
 
 def _find_dtypes(manifest: Manifest, left_out: Collection[str]) -> set[torch.dtype]:

@@ -25,6 +25,7 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.adapter import (
     AdapterConfig,
+    BaseFormat,
     attach_adapters,
     fill_trained,
     init_adapters,
@@ -91,7 +92,7 @@ class GenesisModule(pl.LightningModule):
             what they are, so that a checkpoint does not depend on it.
 
     Attributes:
-        base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
+        base_format: How the base of adapters stores its weights; set it before a fit.
         attention_failure: Why this rank has no kernel of attention after its proofs; None if it has one.
         count_batch_flops: Returns the operations of a window on this rank, for `Throughput`.
         start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
@@ -117,7 +118,7 @@ class GenesisModule(pl.LightningModule):
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
         self.float8 = float8
-        self.base_dtype = torch.float32
+        self.base_format = BaseFormat()
         self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
         self.is_restored = False
@@ -165,6 +166,7 @@ class GenesisModule(pl.LightningModule):
             seq_len=None if options is None else options.seq_len,
             batch_sizes=data.batch_sizes if is_training and isinstance(data, CorpusDataModule) else None,
             has_float8=self.float8 is not None,
+            has_nf4=self.base_format.is_nf4,
         )
         layout_strategy(strategy).check_options(run)
         needs_fixed_rows = getattr(strategy, "needs_fixed_rows", False)
@@ -185,7 +187,7 @@ class GenesisModule(pl.LightningModule):
             decoder = Decoder(self.decoder_config)
             decoder.attention_kernel = self.attention
             if self.adapter_config is not None:
-                attach_adapters(decoder, self.adapter_config, self.base_dtype)
+                attach_adapters(decoder, self.adapter_config, self.base_format)
 
         def wrap() -> None:
             if self.float8 is not None:

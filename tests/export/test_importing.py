@@ -96,4 +96,4 @@ def test_the_routers_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     routers = {name for name in manifest.tensors if name.endswith("router.weight")}
     assert len(routers) == 2
     assert {name for name, record in manifest.tensors.items() if record.dtype == "float32"} == routers
-    assert find_adapter_base(str(tmp_path / "run"), None).dtype == torch.bfloat16
+    assert find_adapter_base(str(tmp_path / "run"), None).format.dtype == torch.bfloat16

@@ -46,7 +46,7 @@ from tests.algorithms import algorithm_of
 from tests.fakecuda import device
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.device import outside
-from tests.fakecuda.tuning import build_adapter, build_objective, build_tuning_window, choose_base_dtype
+from tests.fakecuda.tuning import build_adapter, build_objective, build_tuning_window, choose_base_format
 from tests.fakecuda.watch import FakeMode, Watch
 from tests.mixtures import MIXTURES, mix
 
@@ -377,7 +377,7 @@ def run_fit(
                 float8=Float8Options() if has_float8 else None,
                 objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
-            module.base_dtype = choose_base_dtype(combination.adapter)
+            module.base_format = choose_base_format(combination.adapter)
             trainer.fit(module, datamodule=Windows(combination.objective))
         except (UserError, ValueError) as error:
             if keep.num_steps:

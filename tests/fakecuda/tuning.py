@@ -11,7 +11,7 @@ from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.pair_windows import build_pair_window
 from genesis.data.pairs import Answer, Pair
 from genesis.data.window import AccumulationWindow
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.objectives import gspo
 from genesis.objectives.cross_entropy import CrossEntropy
@@ -33,9 +33,9 @@ def build_adapter(name: str) -> AdapterConfig | None:
     return None if kind == "none" else AdapterConfig(rank=_RANK, dropout=0.1, dora=kind == "dora")
 
 
-def choose_base_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of the base that a combination names."""
-    return torch.bfloat16 if name.endswith("bfloat16") else torch.float32
+def choose_base_format(name: str) -> BaseFormat:
+    """Returns how the base that a combination names is stored."""
+    return BASE_FORMATS.get(name.split()[-1], BaseFormat())
 
 
 def build_objective(name: str, *, has_adapter: bool, shape: DecoderConfig) -> Objective:

@@ -8,7 +8,7 @@ import torch
 
 from genesis.base.errors import UserError
 from genesis.cli.model import describe_main
-from genesis.model.adapter import attach_adapters
+from genesis.model.adapter import BASE_FORMATS, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe, describe_training
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
@@ -120,7 +120,8 @@ def test_adapters_need_the_memory_of_what_they_train(capsys):
         read_decoder_config(recipe),
         read_adapter_config(load_yaml(recipe.read_text(), recipe), str(recipe)),
     )
-    memory, whole = describe_training(config, adapter, 2), describe_training(config, None, 2)
+    half = BASE_FORMATS["bfloat16"]
+    memory, whole = describe_training(config, adapter, half), describe_training(config, None, half)
     with torch.device("meta"):
         decoder = Decoder(config)
         layers = attach_adapters(decoder, adapter)

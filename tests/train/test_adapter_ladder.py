@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from genesis.export.importing import save_weights
-from genesis.model.adapter import AdapterConfig, is_adapter_tensor
-from genesis.model.decoder import Decoder
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat, find_linears, is_adapter_tensor
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.nf4 import quantise
 from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
@@ -24,15 +25,24 @@ from tests.train.support import build_strategy, build_trainer, counters_of, whol
 from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll
 
 LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.2}
-DORA = {**LORA, "dora": True, "also_train": ("embedding",)}
+DORA_ALONE = {**LORA, "dora": True}
+DORA = {**DORA_ALONE, "also_train": ("embedding",)}
 
 
-def make_base(directory: Path, corpus: Path, dtype: torch.dtype = torch.float32) -> Path:
-    decoder = Decoder(DECODER)
+def choose_shape(base: BaseFormat) -> DecoderConfig:
+    return replace(DECODER, dim=64, ffn_dim=64) if base.is_nf4 else DECODER
+
+
+def make_base(directory: Path, corpus: Path, base: BaseFormat = BASE_FORMATS["float32"]) -> Path:
+    shape = choose_shape(base)
+    decoder = Decoder(shape)
     decoder.init_weights(0)
     directory.mkdir()
-    tokenizer = open_tokenizer(corpus)
-    return save_weights(decoder.to(dtype).state_dict(), DECODER, tokenizer, directory / "checkpoints")
+    state = decoder.to(base.dtype).state_dict()
+    for name in find_linears(decoder) if base.is_nf4 else ():
+        held = quantise(state.pop(f"{name}.weight"))
+        state |= {f"{name}.{tensor}": values for tensor, values in held.items()}
+    return save_weights(state, shape, open_tokenizer(corpus), directory / "checkpoints")
 
 
 def climb(
@@ -42,9 +52,10 @@ def climb(
     config = AdapterConfig(**adapter)
     found = find_adapter_base(base, None)
     # Ranks draw other masks than one rank does for the same rows.
-    decoder = DECODER if config.dropout else replace(DECODER, dropout=0.0)
+    shape = choose_shape(found.format)
+    decoder = shape if config.dropout else replace(shape, dropout=0.0)
     module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config)
-    module.is_restored, module.base_dtype = True, found.dtype
+    module.is_restored, module.base_format = True, found.format
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(
         run_dir=directory,
@@ -72,25 +83,27 @@ def climb(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "adapter", "dtype"),
+    ("strategy", "world_size", "adapter", "base_format"),
     [
-        pytest.param("replicated", 1, DORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("replicated", 2, DORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, LORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("full", 1, LORA, torch.float32, marks=pytest.mark.slow),
+        pytest.param("replicated", 1, DORA, "float32", marks=pytest.mark.slow),
+        pytest.param("replicated", 2, DORA, "float32", marks=pytest.mark.slow),
+        pytest.param("zero1", 2, LORA, "float32", marks=pytest.mark.slow),
+        pytest.param("full", 1, LORA, "float32", marks=pytest.mark.slow),
         # `tests/cli/test_adapter.py` resumes a run in the quick tier.
-        pytest.param("full", 2, DORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("full", 4, DORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("full", 2, LORA, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("checkpointing", 2, DORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("offload", 2, LORA, torch.float32, marks=pytest.mark.slow),
-        pytest.param("compiled_shards", 1, LORA, torch.float32, marks=pytest.mark.long),
+        pytest.param("full", 2, DORA, "float32", marks=pytest.mark.slow),
+        pytest.param("full", 4, DORA, "float32", marks=pytest.mark.slow),
+        pytest.param("full", 2, LORA, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("replicated", 1, LORA, "nf4", marks=pytest.mark.slow),
+        pytest.param("full", 2, DORA_ALONE, "nf4", marks=pytest.mark.slow),
+        pytest.param("checkpointing", 2, DORA, "float32", marks=pytest.mark.slow),
+        pytest.param("offload", 2, LORA, "float32", marks=pytest.mark.slow),
+        pytest.param("compiled_shards", 1, LORA, "float32", marks=pytest.mark.long),
     ],
 )
 def test_killed_adapters_climb_on_bit_for_bit(
-    tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int, adapter: dict[str, Any], dtype: torch.dtype
+    tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int, adapter: dict[str, Any], base_format: str
 ) -> None:
-    base, run_dir = make_base(tmp_path / "base", tiny_corpus, dtype), tmp_path / "run"
+    base, run_dir = make_base(tmp_path / "base", tiny_corpus, BASE_FORMATS[base_format]), tmp_path / "run"
     shared = (str(base), str(tiny_corpus), strategy)
     straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared, "sync", adapter)
     with pytest.raises(AssertionError, match="died without a word"):

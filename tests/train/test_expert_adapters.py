@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX
 from genesis.export.importing import save_weights
-from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, is_adapter_tensor
+from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, fill_trained, is_adapter_tensor
 from genesis.model.decoder import Decoder
 from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
@@ -80,7 +80,7 @@ def reference() -> dict[str, Tensor]:
 def one_step(strategy: str, dtype: torch.dtype, precision: str) -> dict[str, Any]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keep, module = KeepGradients(), GenesisModule(MIXED, AdamW(lr=1e-2), adapter=LORA)
-    module.base_dtype = dtype
+    module.base_format = BaseFormat(dtype)
     frozen: dict[str, Tensor] = {}
 
     class KeepBase(pl.Callback):
@@ -159,7 +159,7 @@ def train(run_dir: str, base: str, corpus: str, strategy: str, kill_at_step: int
     """Trains to the last step beside the base, from the newest checkpoint if there is one."""
     found = find_adapter_base(base, None)
     module = GenesisModule(DECODER, algorithm_of(name, lr=1e-2), adapter=LORA)
-    module.is_restored, module.base_dtype = True, found.dtype
+    module.is_restored, module.base_format = True, found.format
     checkpoint = AsyncProcessCheckpoint(
         run_dir=run_dir,
         every_n_steps=1,

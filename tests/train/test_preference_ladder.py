@@ -87,7 +87,7 @@ def climb(
     scope = {}
     if config is not None:
         found = find_adapter_base(base, None)
-        module.base_dtype = found.dtype
+        module.base_format = found.format
         scope["scope"] = build_scope(found, has_magnitudes=config.dora, also_train=config.also_train)
     checkpoint = AsyncProcessCheckpoint(
         run_dir=directory,

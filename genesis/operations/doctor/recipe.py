@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import lightning.pytorch as pl
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import AdapterConfig, BaseFormat
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe_training
 from genesis.objectives.find import find_objective
@@ -247,7 +247,6 @@ def plan_cuts(
     capacity: Capacity,
     *,
     is_new: bool,
-    base_bytes: int = 4,
 ) -> list[Change]:
     """Returns what must be smaller than in the recipe, so that the examination fits this device and takes minutes.
 
@@ -267,7 +266,7 @@ def plan_cuts(
         return of_token * num_tokens / capacity.flops_per_second
 
     def num_bytes() -> float:
-        memory = describe_training(_with_layers(decoder, layers), adapter, base_bytes)
+        memory = describe_training(_with_layers(decoder, layers), adapter, BaseFormat())
         return memory.frozen_bytes + memory.num_trained * _BYTES_PER_PARAMETER
 
     num_micro = min(num_micro, 2)

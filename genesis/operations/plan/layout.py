@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
 from genesis.model.expert_share import check_expert_share
@@ -121,7 +121,7 @@ class Workload:
     Args:
         decoder: The model.
         adapter: Its adapters; None if all weights are trained.
-        base_bytes: Bytes of an element of frozen weights.
+        base: How frozen weights are stored.
         optimizer: How parameters are updated.
         objective: The class of the objective.
         seq_len: Tokens of a sequence.
@@ -140,7 +140,7 @@ class Workload:
 
     decoder: DecoderConfig
     adapter: AdapterConfig | None = None
-    base_bytes: int = FLOAT32_BYTES
+    base: BaseFormat = BASE_FORMATS["float32"]
     optimizer: Algorithm = field(default_factory=AdamW)
     objective: type[Objective] = CrossEntropy
     seq_len: int = 2048
@@ -197,6 +197,7 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         workload.objective,
         whole_matrices=whole,
         seq_len=workload.seq_len,
+        has_nf4=workload.base.is_nf4,
     )
     if layout.tensor_parallel > 1:
         check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from genesis.base.determinism import check_deterministic
 from genesis.base.errors import UserError
 from genesis.data.sizes import resolve_recipe
+from genesis.model.adapter import BASE_FORMATS
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
 from genesis.model.decoder import DecoderConfig
 from genesis.model.float8 import check_float8
@@ -118,12 +119,12 @@ def read_recipe(
     adapter = read_adapter_config(recipe.content, where)
     is_cpu = recipe.get("trainer.accelerator") == _CPU
     precision = _read_precision(recipe, assumptions, is_cpu=is_cpu)
-    base_bytes = FLOAT32_BYTES
+    base = BASE_FORMATS["float32"]
     if adapter is not None:
         if base_dtype is None:
             base_dtype = "bfloat16" if precision.startswith("bf16") else "float32"
             assumptions.append(f"the frozen base is in {base_dtype}; --base_dtype has the choice")
-        base_bytes = _DTYPES[base_dtype]
+        base = BASE_FORMATS[base_dtype]
     elif base_dtype is not None:
         raise UserError(
             f"--base_dtype is {base_dtype}, but {where} has no adapters, so that no weights are frozen: leave it out"
@@ -158,7 +159,7 @@ def read_recipe(
     workload = Workload(
         decoder=decoder,
         adapter=adapter,
-        base_bytes=base_bytes,
+        base=base,
         optimizer=read_algorithm(recipe.get("model.optimizer"), f"{where}: model.optimizer"),
         objective=objective,
         seq_len=seq_len,

@@ -12,6 +12,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from genesis.model.nf4 import allocate_weight
+
 ACTIVATIONS: Final = "activations"
 LOSS: Final = "logits and loss"
 CASTS: Final = "weights cast for products"
@@ -55,6 +57,7 @@ _RESULTS: Final[dict[Any, Callable[..., Tensor]]] = {
     torch.ops.aten.select_backward.default: _select_backward,
     torch.ops.aten.nonzero.default: _find_all,
     torch.ops.aten._grouped_mm.default: _multiply_groups,  # torch knows only sizes in bfloat16
+    torch.ops.genesis.nf4_weight.default: allocate_weight,  # one kernel on a GPU, whose tables have values
 }
 """Operators whose sizes torch does not know without values, where every value counts, or knows only slowly."""
 
@@ -82,7 +85,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._is_within_kernel = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = OPDEFS.get(func.name()) if func.namespace == "genesis" else None
+        own = OPDEFS.get(func.name()) if func.namespace == "genesis" and func not in _RESULTS else None
         if own is not None:  # torch would show only the results of an operator of ours
             with self:
                 return own._init_fn(*args, **(kwargs or {}))

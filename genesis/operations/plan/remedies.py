@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.operations.plan.bandwidths import Bandwidths
-from genesis.operations.plan.layout import HALF_BYTES, SHARDED, Checkpointing, Layout, Strategy, Workload
+from genesis.operations.plan.layout import SHARDED, Checkpointing, Layout, Strategy, Workload
 from genesis.operations.plan.speed import Rate, time_step
 from genesis.operations.plan.timeline import Timeline, play_step
 
@@ -219,4 +219,4 @@ def _with_bfloat16(workload: Workload, layout: Layout) -> tuple[Workload, Layout
 
 
 def _with_adapter(workload: Workload, layout: Layout) -> tuple[Workload, Layout]:
-    return replace(workload, adapter=AdapterConfig(rank=16), base_bytes=HALF_BYTES), layout
+    return replace(workload, adapter=AdapterConfig(rank=16), base=BASE_FORMATS["bfloat16"]), layout

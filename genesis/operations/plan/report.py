@@ -187,7 +187,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     proposal = None
     if question.old_batch is not None and question.old_batch != batch:
         proposal = workload.optimizer.parts[-1].propose_rate(batch / question.old_batch)
-    num_parameters = sum(parameter.num_elements for parameter in model.parameters)
+    num_parameters = sum(parameter.num_weights for parameter in model.parameters)
     return Plan(
         recipe=recipe,
         question=question,

@@ -12,9 +12,10 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
+from genesis.model.nf4 import BYTES
 from genesis.model.part import ParameterGroup
 from genesis.model.shares import share_matrices
-from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
+from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload, parameter_bytes
 from genesis.operations.plan.stand_ins import EvenMatrices, EvenRows
 from genesis.optim.offload import choose
 
@@ -48,6 +49,14 @@ class Parameter:
     def num_elements(self) -> int:
         """Its elements."""
         return math.prod(self.shape)
+
+    @property
+    def num_weights(self) -> int:
+        """The weights of the model that it holds: of NF4's tensors, one has two a byte and the others have none."""
+        name = self.name.rpartition(".")[2]
+        if name not in BYTES:
+            return self.num_elements
+        return 2 * self.num_elements if name == BYTES[0] else 0
 
     def local_elements(self, layout: Layout) -> int:
         """Returns the elements of the first rank, which has the most: FSDP2 cuts rows as torch.chunk."""
@@ -109,8 +118,7 @@ def build_model(workload: Workload) -> Model:
         with torch.device("meta"):
             decoder = Decoder(workload.decoder)
             if workload.adapter is not None:
-                base = torch.bfloat16 if workload.base_bytes == HALF_BYTES else torch.float32
-                attach_adapters(decoder, workload.adapter, base)
+                attach_adapters(decoder, workload.adapter, workload.base)
     except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
         raise UserError("the decoder has a tensor of more than 2^63 bytes: lower dim, ffn_dim or vocab_size") from None
     groups = decoder.parameter_groups()

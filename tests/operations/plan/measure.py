@@ -80,7 +80,7 @@ def build_on_meta(workload: Workload, layout: Layout) -> tuple[Decoder, Sharded 
     with torch.device("meta"):
         decoder = Decoder(workload.decoder)
         if workload.adapter is not None:
-            attach_adapters(decoder, workload.adapter, torch.float32 if workload.base_bytes == 4 else torch.bfloat16)
+            attach_adapters(decoder, workload.adapter, workload.base)
     shard = None
     if layout.is_sharded:
         precision = MixedPrecisionPolicy(

@@ -13,6 +13,8 @@ NAMES = sorted(
     str(path.relative_to(CONFIGS).with_suffix(""))
     for path in (*CONFIGS.glob("*.yaml"), *(CONFIGS / "finetune").glob("*.yaml"))
 )
+_MEMORY = {"397b": "141GB", "8-cards": "80GB", "genesis-3b": "48GB", "nf4": "12GB", "": "24GB"}
+"""A device's memory by a part of the recipe's name."""
 _GPUS = {"genesis-1b": "2,1,8", "genesis-1b-deep": "2,1"}
 
 
@@ -28,16 +30,9 @@ def test_the_bill_of_a_recipe_is_its_golden_one(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     gpus = ["--gpus", _GPUS[name]] if name in _GPUS else []
-    memory = (
-        "141GB"
-        if "397b" in name
-        else "80GB"
-        if name.endswith("8-cards")
-        else "48GB"
-        if name == "genesis-3b"
-        else "24GB"
-    )
-    assert main(["--config", f"configs/{name}.yaml", "--memory", memory, *gpus]) == 0
+    base = ["--base_dtype", "nf4"] if name.endswith("nf4") else []
+    memory = next(memory for words, memory in _MEMORY.items() if words in name)
+    assert main(["--config", f"configs/{name}.yaml", "--memory", memory, *gpus, *base]) == 0
     text = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert text == read_golden(f"plan/{name}.txt", text)
 

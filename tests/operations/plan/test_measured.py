@@ -8,7 +8,7 @@ import torch
 
 from genesis.base.device import kind_of
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.model.attend.table import KERNELS
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
@@ -125,7 +125,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         SHARED_EXPERTS, decoder=replace(MIXTURE, linear_attention=LINEAR.linear_attention)
     ),
     "adapters": case(ONE, adapter=LORA),
-    "adapters, bf16-mixed, narrow base": case(ONE, adapter=LORA, base_bytes=2, precision="bf16-mixed"),
+    "adapters, bf16-mixed, narrow base": case(ONE, adapter=LORA, base=BASE_FORMATS["bfloat16"], precision="bf16-mixed"),
     "adapters, DoRA": case(ONE, adapter=replace(LORA, dora=True)),
     "adapters, dropout, block": case(
         replace(ONE, activation_checkpointing="block"), adapter=replace(LORA, dropout=0.1)
@@ -138,9 +138,9 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         decoder=MIXTURE,
         adapter=replace(EXPERT_LORA, exclude=("*.gate_up",)),
     ),
-    "adapters of experts, narrow base": case(ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base_bytes=2),
+    "adapters of experts, narrow base": case(ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base=BASE_FORMATS["bfloat16"]),
     "adapters of experts, bf16-mixed, narrow base": case(
-        ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base_bytes=2, precision="bf16-mixed"
+        ONE, decoder=MIXTURE, adapter=EXPERT_LORA, base=BASE_FORMATS["bfloat16"], precision="bf16-mixed"
     ),
     "adapters of experts, full": case(FULL, decoder=MIXTURE, adapter=EXPERT_LORA),
     "adapters of experts shared by two": case(SHARED_EXPERTS, decoder=MIXTURE, adapter=EXPERT_LORA),
@@ -148,7 +148,7 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         replace(SHARED_EXPERTS, activation_checkpointing="block"),
         decoder=MIXTURE,
         adapter=EXPERT_LORA,
-        base_bytes=2,
+        base=BASE_FORMATS["bfloat16"],
         precision="bf16-mixed",
     ),
     "preferences": case(ONE, objective=DPO, adapter=LORA, micro_batch_size=2, global_batch_size=6),
