@@ -197,10 +197,8 @@ class GenesisCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning asks the instance
-        """Returns the Trainer's method that is this command, with the arguments that this class sets itself.
-
-        Lightning builds a parser for each method here, and the one of the other command would serve nobody.
-        """
+        """Returns the Trainer's method that is this command, with the arguments that this class sets itself."""
+        # Lightning builds a parser for each method here, and the one of the other command would serve nobody.
         data = {"train_dataloaders", "val_dataloaders"} if self._command == "fit" else {"dataloaders"}
         return {self._command: {"model", "datamodule", "weights_only", *data}}
 
