@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 # multiprocessing has no public way to a server of another process.
-_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_SERVER: Any = forkserver._forkserver
 NOTE = pytest.StashKey[str]()
 
 
