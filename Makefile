@@ -46,19 +46,19 @@ test test-ci test-rest test-repeats test-long stress demo-short: export PYTHONDO
 # Native code that never returns to the interpreter stops pytest-timeout, too. Such a test ends its worker.
 HANGING := -o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true
 PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup $(HANGING)
-# Runs the tests that $(1) selects in $(2), in a directory of their own, which stays where a test fails. pytest's own choice is
-# a directory beside those of earlier sessions, of which each session deletes some when it ends: two that end together
-# meet in one directory, and pytest fails.
+# Runs the tests that $(1) selects in $(2), with the options $(3), in a directory of their own, which stays where a test
+# fails. pytest's own choice is a directory beside those of earlier sessions, of which each session deletes some when it
+# ends: two that end together meet in one directory, and pytest fails.
 define run_tests
-	@directory=$$(mktemp -d) && cd $(2) && $(CURDIR)/$(BIN)/python $(PYTEST) --basetemp=$$directory/t -m "$(1)" || \
+	@directory=$$(mktemp -d) && cd $(2) && $(CURDIR)/$(BIN)/python $(PYTEST) --basetemp=$$directory/t -m "$(1)" $(3) || \
 		{ echo "the tests' files: $$directory" >&2; exit 1; }; rm -rf "$$directory"
 endef
 
-# What proves the product, in minutes.
+# What proves the product, in minutes. Benchmarks are no part of it, and their imports take each worker seconds.
 QUICK := not slow and not bench and not long and not cuda
 test: $(STAMP)
 	$(call run_tests,$(QUICK),callbacks)
-	$(call run_tests,$(QUICK) and not demo,.)
+	$(call run_tests,$(QUICK) and not demo,.,--ignore=tests/benchmarks)
 
 # Slow tests whose claims no other test proves, and the short demo.
 REST := (slow or demo) and not repeat and not long and not cuda

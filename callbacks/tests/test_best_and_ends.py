@@ -128,7 +128,10 @@ def names_in(run_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [("single", "sync"), ("ddp", "process"), pytest.param("fsdp2", "thread", marks=pytest.mark.slow)],
+    [
+        ("ddp", "process"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("single", "sync"), ("fsdp2", "thread"))),
+    ],
 )
 def test_the_best_is_saved_marked_and_outlives_retention(tmp_path, strategy, mode):
     world_size = 1 if strategy == "single" else 2
@@ -480,7 +483,7 @@ def test_forged_others_are_no_marks(tmp_path, others):
 # ---- an exception
 
 
-@pytest.mark.parametrize("mode", ["sync", "process"])
+@pytest.mark.parametrize("mode", ["process", pytest.param("sync", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", pytest.param("on_validation_start", marks=pytest.mark.slow)])
 def test_an_exception_saves_the_last_window_and_the_run_goes_on_bit_for_bit(tmp_path, hook, mode):
     straight = fit_on(1, tmp_path / "straight", "single", 6, save_at_end=False)

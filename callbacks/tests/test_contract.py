@@ -125,7 +125,9 @@ def resume_manually(root, is_manual, mode):
     return checkpoint.restore_report.text
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("thread", marks=pytest.mark.slow), "process"])
+@pytest.mark.parametrize(
+    "mode", ["process", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "thread"))]
+)
 @pytest.mark.parametrize("is_manual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_automatic_and_manual_optimization_resume_bit_equal(tmp_path, is_manual, mode):
     (report,) = run_ranks(resume_manually, 1, tmp_path, is_manual, mode)

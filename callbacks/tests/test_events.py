@@ -302,7 +302,7 @@ def live_a_story(run: Path, mode: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("mode", ["sync", "process"])
+@pytest.mark.parametrize("mode", ["process", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_run_with_a_kill_and_a_quarantine_reads_back_as_one_story(tmp_path: Path, mode: str) -> None:
     run_ranks(live_a_story, 1, tmp_path, mode)
     found = read_events(tmp_path)

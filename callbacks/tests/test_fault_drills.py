@@ -294,7 +294,9 @@ def train_on_a_small_disk(root: Path, mode: str) -> dict[str, object] | None:
     return {**run, "committed": committed(root), "verified": verify(find_latest(root), "deep").step}
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+@pytest.mark.parametrize(
+    "mode", ["process", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "thread"))]
+)
 def test_a_really_full_disk_fails_the_save_and_the_next_one_succeeds(tmp_path, mode):
     (run,) = run_ranks(train_on_a_small_disk, 1, tmp_path, mode)
     if run is None:
@@ -578,7 +580,9 @@ def fit_with_validation(run_dir: Path, strategy: str, ckpt_path: str | None = No
     return checkpoint.stopped_by_signal, trainer.global_step, module.validated
 
 
-@pytest.mark.parametrize(("strategy", "world_size", "stopped_after"), [("single", 1, 3), ("ddp", 2, 4)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "stopped_after"), [("ddp", 2, 4), pytest.param("single", 1, 3, marks=pytest.mark.slow)]
+)
 def test_a_signal_in_validation_saves_at_the_next_step_and_stops_all(tmp_path, strategy, world_size, stopped_after):
     stops = run_ranks(fit_with_validation, world_size, tmp_path, strategy)
     # What ends by a signal does not validate once more: the signal's sender waits, or kills after a while.

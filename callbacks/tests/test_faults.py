@@ -120,7 +120,8 @@ class KillInSave(Callback):
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "thread"])
 @pytest.mark.parametrize(
-    ("strategy", "rank"), [("single", 0), ("ddp", 0), pytest.param("fsdp2", 1, marks=pytest.mark.slow)]
+    ("strategy", "rank"),
+    [("ddp", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("single", 0), ("fsdp2", 1)))],
 )
 def test_a_trainer_killed_in_a_save_goes_on_from_the_one_before(tmp_path, strategy, rank, mode):
     world_size = 1 if strategy == "single" else 2

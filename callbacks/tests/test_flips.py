@@ -162,7 +162,7 @@ def test_damage_that_every_hash_vouches_for_is_caught_by_digests(run_dir, damage
             read(new)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 2), pytest.param("single", 1, marks=pytest.mark.slow)])
 def test_a_restore_of_vouched_for_damage_names_the_tensors_on_every_rank(run_dir, strategy, world_size):
     old, new = (run_dir / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
     take_a_stale_shard(old, new)
@@ -204,7 +204,7 @@ class SwapAfterReading(Callback):
 REAL_RESTORE_PARTS = _trainer_restore.restore_shards
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_local_shard_that_one_rank_maps_wrongly_is_named_on_every_rank(run_dir, strategy):
     with pytest.raises(AssertionError) as caught:
         run_training(2, run_dir, strategy, 6, ckpt_path="latest", mode="sync", callbacks=(SwapAfterReading(),))
@@ -220,7 +220,7 @@ def drop_optimizer(manifest: dict) -> None:
     }
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 2), pytest.param("single", 1, marks=pytest.mark.slow)])
 def test_an_emptied_optimizer_is_refused(run_dir, strategy, world_size):
     new = run_dir / "checkpoints/step-00000004"
     vouch(new, drop_optimizer)

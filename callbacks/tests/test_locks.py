@@ -265,7 +265,9 @@ def kill_and_restart(root: Path, mode: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+@pytest.mark.parametrize(
+    "mode", ["process", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "thread"))]
+)
 def test_a_restart_right_after_a_kill_goes_on_bit_for_bit_while_the_loaders_workers_live(tmp_path, mode):
     ((straight, resumed),) = run_ranks(kill_and_restart, 1, tmp_path, mode)
     assert len(resumed["losses"]) in (STEPS - 4, STEPS - 2)

@@ -31,7 +31,7 @@ def assert_same(value, other, path="") -> None:
         assert value == other, path
 
 
-QUICK = ("plain", "workers", "counting", "ema", "ddp")
+QUICK = ("counting", "ddp")
 
 
 @pytest.mark.process

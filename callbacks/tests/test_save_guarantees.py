@@ -237,7 +237,9 @@ def lose_a_rank(directory: Path, mode: str) -> None:
         pipeline.close(0.0)
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("thread", marks=pytest.mark.slow), "process"])
+@pytest.mark.parametrize(
+    "mode", ["process", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "thread"))]
+)
 def test_a_rank_that_is_killed_in_a_save_leaves_a_good_checkpoint_and_the_others_are_told(tmp_path, mode):
     with pytest.raises(AssertionError, match="rank 1: died without a word"):
         run_ranks(lose_a_rank, 2, tmp_path, mode)
@@ -263,7 +265,9 @@ def train_with_stale_snapshots(arguments: tuple, keywords: dict) -> dict[str, ob
     return train(*arguments, **keywords)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["process", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "thread"))]
+)
 def test_the_callback_refuses_stale_snapshots(tmp_path, mode):
     keywords = {"mode": mode, "every_n_steps": 2, "save_at_end": False}
     with pytest.raises(AssertionError, match=r"SaveFailedError: a stale snapshot: .* since step-00000002, although 2"):

@@ -596,8 +596,7 @@ def assert_same(runs: list[dict], others: list[dict]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "mode"),
     [
-        (1, "single", "process"),
-        *(pytest.param(1, "single", mode, marks=pytest.mark.slow) for mode in ("sync", "thread")),
+        *(pytest.param(1, "single", mode, marks=pytest.mark.slow) for mode in ("sync", "thread", "process")),
         (2, "fsdp2", "sync"),
         *(pytest.param(2, "fsdp2", mode, marks=pytest.mark.slow) for mode in ("thread", "process")),
         *(pytest.param(2, "ddp", mode, marks=pytest.mark.slow) for mode in ("sync", "thread", "process")),

@@ -125,9 +125,9 @@ def test_the_digests_of_a_save_wait_for_the_device_once_and_take_no_memory_for_t
 @pytest.mark.parametrize(
     ("mode", "first_us", "other_us"),
     [
-        ("thread", LATE_US, 0),
-        pytest.param("thread", 0, LATE_US, marks=pytest.mark.slow),
         ("process", LATE_US, 0),
+        pytest.param("thread", LATE_US, 0, marks=pytest.mark.slow),
+        pytest.param("thread", 0, LATE_US, marks=pytest.mark.slow),
         pytest.param("process", 0, LATE_US, marks=pytest.mark.slow),
         pytest.param("sync", LATE_US, 0, marks=pytest.mark.slow),
     ],

@@ -316,7 +316,7 @@ def _fit_on_rank(strategy: str, directory: str, skips: dict[int, str]) -> Any:
     return counters.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+@pytest.mark.parametrize("strategy", ["sharded", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_ranks_with_uneven_tokens_hold_the_same_global_clocks(tmp_path: Path, strategy: str) -> None:
     first, second = run_ranks(_fit_on_rank, 2, strategy, str(tmp_path), {1: VETO})
     assert first == second

@@ -219,7 +219,9 @@ def run_ours(root, strategy="one", model_type=PlainModel, *, world_size=1, verif
 # ---- good ones pass
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+@pytest.mark.parametrize(
+    "mode", ["thread", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "process"))]
+)
 def test_our_checkpoints_pass(tmp_path, mode):
     (result,) = run_ours(tmp_path, mode=mode, verification={"finite": True})
     assert (result["error"], result["step"], result["verified"]) == (None, 6, 3)
@@ -232,7 +234,9 @@ def test_our_checkpoints_of_weights_alone_pass(tmp_path):
     assert read_contents(tmp_path / "checkpoints/step-00000006").optimizers == {}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero"))]
+)
 def test_our_checkpoints_of_two_ranks_pass(tmp_path, strategy):
     results = run_ours(tmp_path, strategy, world_size=2, verification={"finite": True})
     assert [result["error"] for result in results] == [None, None]
@@ -244,9 +248,9 @@ def test_our_checkpoints_of_two_ranks_pass(tmp_path, strategy):
     [
         ("one", 1, {}),
         ("one", 1, {"save_weights_only": True}),
-        ("ddp", 2, {}),
-        ("zero", 2, {}),
         ("fsdp2", 2, {}),
+        pytest.param("ddp", 2, {}, marks=pytest.mark.slow),
+        pytest.param("zero", 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_lightnings_own_checkpoints_pass(tmp_path, strategy, world_size, options):
@@ -273,7 +277,7 @@ def test_a_file_that_a_thread_writes_later_is_waited_for(tmp_path):
     assert (result["error"], result["verified"]) == (None, 3)
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.slow)])
 def test_a_save_before_the_first_update_has_no_optimizer_state_and_passes(tmp_path, mode):
     (result,) = run_ours(tmp_path, "one", VetoedModel, mode=mode, every_n_steps=1)
     assert (result["error"], result["bad"], result["verified"]) == (None, 0, 6)
@@ -308,7 +312,9 @@ def test_exports_of_other_code_pass_in_half_precision_and_without_the_outer_name
 # ---- bad ones end the run, or warn
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("one", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("one", 1), ("fsdp2", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
+)
 def test_a_stub_ends_the_run_on_every_rank_after_the_first_save(tmp_path, strategy, world_size):
     results = run_stock(tmp_path, strategy, StubModel, world_size=world_size, trainer={"max_steps": 50})
     for result in results:
@@ -320,7 +326,7 @@ def test_a_stub_ends_the_run_on_every_rank_after_the_first_save(tmp_path, strate
     assert results[0]["bad"] == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_our_own_engine_is_not_trusted_either(tmp_path, world_size):
     strategy = "ddp" if world_size == 2 else "one"
     results = run_ours(tmp_path, strategy, StubModel, world_size=world_size, extra={"max_steps": 50})
@@ -329,7 +335,7 @@ def test_our_own_engine_is_not_trusted_either(tmp_path, world_size):
         assert 2 <= result["step"] <= 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_last_save_is_verified_before_fit_returns(tmp_path, world_size):
     strategy = "ddp" if world_size == 2 else "one"
     results = run_stock(tmp_path, strategy, StubModel, world_size=world_size, trainer={"max_steps": 2})
@@ -371,7 +377,7 @@ def test_what_is_left_out_on_purpose_can_be_ignored(tmp_path):
     assert (result["error"], result["verified"]) == (None, 3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_that_are_no_numbers_are_found_beside_training(tmp_path, world_size):
     strategy = "ddp" if world_size == 2 else "one"
     options = {"every_n_train_steps": 1, "trainer": {"max_steps": 30}}

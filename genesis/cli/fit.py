@@ -163,6 +163,7 @@ class GenesisCLI(LightningCLI):
     """LightningCLI with fixed model and data classes and our callbacks."""
 
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
+        self._command = subcommand
         self._allows_reward_code = is_reward_code_allowed(arguments)
         GenesisParser.recipes = ()
         super().__init__(
@@ -192,13 +193,11 @@ class GenesisCLI(LightningCLI):
             args=None if sys.argv[1:] == arguments else arguments,
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Returns the Trainer's methods that are commands, with the arguments that this class sets itself."""
-        return {
-            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
-            "validate": {"model", "dataloaders", "datamodule", "weights_only"},
-        }
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning asks the instance
+        """Returns the Trainer's method that is this command, with the arguments that this class sets itself."""
+        # Lightning builds a parser for each method here, and the one of the other command would serve nobody.
+        data = {"train_dataloaders", "val_dataloaders"} if self._command == "fit" else {"dataloaders"}
+        return {self._command: {"model", "datamodule", "weights_only", *data}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds our callbacks and the options of the run's directory."""

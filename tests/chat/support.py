@@ -1,6 +1,7 @@
 """A tokenizer with the control symbols of many families, templates in their forms, and conversations."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ TEXTS = [
     "The assistant answers the user: system, tool, function, arguments, Be brief. What is a \u00e9t\u00e9?\n\n" * 20,
     '{"name": "look_up", "arguments": {"word": "\u00e9t\u00e9"}}\n<tool_call>\n</tool_call> user assistant\n' * 20,
 ]
+
+TRL = next(Path(path, "chat_templates") for path in find_spec("trl").submodule_search_locations)  # type: ignore[union-attr]
+"""TRL's templates; its import takes every worker of pytest seconds."""
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Newlines are pieces of their own, as in the tokenizers of Llama 3 and Qwen."""

@@ -1,15 +1,13 @@
 """The beginnings of a conversation, measured at once, are what rendering each of them gives."""
 
 from datetime import date
-from pathlib import Path
 
 import pytest
-import trl
 
 from genesis.chat import turns
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError
-from tests.chat.support import CHATML, SMOLLM2, WRITTEN
+from tests.chat.support import CHATML, SMOLLM2, TRL, WRITTEN
 
 LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -42,7 +40,7 @@ HOSTILE = {
     "names of ours": "{% set genesis_prefixes_seen = 3 %}" + LOOP + PROMPT,
     "marks of ours": "\ue0100\ue013" + LOOP + PROMPT,
 }
-OF_TRL = {path.stem: path.read_text() for path in sorted((Path(trl.__path__[0]) / "chat_templates").glob("*.jinja"))}
+OF_TRL = {path.stem: path.read_text() for path in sorted(TRL.glob("*.jinja"))}
 FORMS = {"plain": LOOP + PROMPT, **HOSTILE, **WRITTEN, **OF_TRL}
 IN_ORDER = ("plain", "chatml", "smollm2", "llama3", "gemma", "qwen2_5")
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

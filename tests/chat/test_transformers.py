@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trl
 from transformers import AutoTokenizer
 
 from genesis.chat.render import ChatRenderer, RenderedChat
@@ -16,10 +15,9 @@ from genesis.chat.template import ChatTemplate, ConversationError
 from genesis.chat.training import find_training_template
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from tests.chat.support import CONVERSATIONS, WRITTEN, write_tokenizer
+from tests.chat.support import CONVERSATIONS, TRL, WRITTEN, write_tokenizer
 
 TODAY = date(2026, 2, 3)
-TRL = Path(trl.__path__[0]) / "chat_templates"
 OF_TEXT = [path.stem for path in sorted(TRL.glob("*.jinja")) if not re.match("idefics|llava|smolvlm", path.stem)]
 """Without those that take images, and no plain text."""
 TRAINING = [name for name in OF_TEXT if name.endswith("_training")]

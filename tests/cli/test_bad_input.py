@@ -329,12 +329,12 @@ def test_what_a_checkpoint_cannot_give_is_refused(genesis: Genesis, recipe: Path
     fit = ("fit", "--config", str(recipe))
     assert genesis(*fit).status == 0
     resume = (*fit, "--ckpt_path", "latest")
-    for change in (("--model.decoder.dim", "64"), ("--data.seq_len", "8")):
-        outcome = genesis(*resume, *change)
-        assert outcome.status == 2
-        assert outcome.err.startswith("genesis: error: ")
-        # The difference is a list, of a line a key.
-        assert f"{change[0][2:]} is {change[1]} and was" in outcome.err
+    outcome = genesis(*resume, "--model.decoder.dim", "64", "--data.seq_len", "8")
+    assert outcome.status == 2
+    assert outcome.err.startswith("genesis: error: ")
+    # The difference is a list, of a line a key.
+    assert "model.decoder.dim is 64 and was" in outcome.err
+    assert "data.seq_len is 8 and was" in outcome.err
     checkpoint = recipe.parent / "run/checkpoints/step-00000004"
     for shard in checkpoint.glob("*.distcp"):
         shard.write_bytes(bytes(byte ^ 0x55 for byte in shard.read_bytes()))

@@ -102,9 +102,7 @@ def test_a_streamed_run_that_is_killed_and_resumed_equals_one_that_was_not(
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"data.stream.num_lanes": 100}, ("data.stream.num_lanes is 100", "can only be divided into 4 parts")),
         ({"data.stream.tokenizer": None}, ("the stream has no tokenizer", "give data.stream.tokenizer")),
-        ({"data.stream.block_tokens": 5}, ("data.stream.block_tokens is 5", "give at least 17")),
         ({"data.max_epochs": {"wbe": 1}}, ("data.max_epochs names the source 'wbe'",)),
         ({"data.mix": {"wbe": 1}}, ("did you mean 'web'?",)),
         ({"data.stream": None}, ("there is nothing to train on", "data.stream")),

@@ -10,6 +10,7 @@ from tests.commands import PROOF_MODULES, run_module
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = "key twice|: half|unparsable|no length"
 """Cases that are refused before a proof starts."""
+EVERY = "3"
 KINDS = ("import", "template", "manifest", "data")
 
 
@@ -22,7 +23,7 @@ def attack(directory: Path, *words: str) -> None:
 @pytest.mark.early
 @pytest.mark.process
 def test_some_forged_inputs_of_each_kind_end_in_one_line(tmp_path: Path) -> None:
-    attack(tmp_path, "0", *KINDS, "--only", QUICK)
+    attack(tmp_path, "0", *KINDS, "--only", QUICK, "--every", EVERY)
 
 
 @pytest.mark.long

@@ -139,9 +139,7 @@ def cut_integers(self: Any, rows: Tensor) -> Tensor:
 
 
 def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
-    cases = [("tied", CP2), ("linear mixture", CP2)]
-    for (model, _), *of_ranks in zip(cases, *run_ranks(fit_each, 2, cases), strict=True):
-        check_fit(model, of_ranks, 1e-5 if "linear" in model else 2e-6)
+    check_fit("tied", [found for (found,) in run_ranks(fit_each, 2, [("tied", CP2)])], 2e-6)
 
 
 @pytest.mark.slow
@@ -158,6 +156,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("mixture", CP2),
                 ("biased mixture", CP2 | {"expert_parallel": 2}),
                 ("linear", CP2),
+                ("linear mixture", CP2),
                 ("tied", CP2 | {"activation_checkpointing": "block"}),
                 ("mixture", CP2 | {"activation_checkpointing": "block", "blocks_per_recomputation": 2}),
                 ("tied", CP2 | {"activation_checkpointing": "block", "activation_offload": True}),

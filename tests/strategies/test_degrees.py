@@ -50,10 +50,9 @@ def test_without_further_axes_dropout_is_seeded_by_the_data_rank_alone() -> None
 
 @given(resolved_degrees())
 def test_a_stage_holds_the_ranks_of_one_place_on_the_pipeline(degrees: Degrees) -> None:
-    for rank in range(degrees.world_size):
-        stage = place_on(degrees.dense_axes(), rank)["pp"]
-        others = [other for other in range(degrees.world_size) if place_on(degrees.dense_axes(), other)["pp"] == stage]
-        assert list(degrees.stage_ranks(rank)) == others
+    stages = [place_on(degrees.dense_axes(), rank)["pp"] for rank in range(degrees.world_size)]
+    for rank, stage in enumerate(stages):
+        assert list(degrees.stage_ranks(rank)) == [other for other, found in enumerate(stages) if found == stage]
 
 
 def test_tensor_parallel_neighbours_read_the_same_rows() -> None:

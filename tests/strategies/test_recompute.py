@@ -101,8 +101,12 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "adapter"),
-    [(DENSE, None), (MIXED, None), (LINEAR, None), (DENSE, ADAPTERS)],
-    ids=["dense", "experts", "linear_attention", "adapters"],
+    [
+        pytest.param(MIXED, None, id="experts"),
+        pytest.param(DENSE, None, id="dense", marks=pytest.mark.slow),
+        pytest.param(LINEAR, None, id="linear_attention", marks=[pytest.mark.slow, pytest.mark.each]),
+        pytest.param(DENSE, ADAPTERS, id="adapters", marks=[pytest.mark.slow, pytest.mark.each]),
+    ],
 )
 def test_gradients_with_groups_are_those_without_recomputation(
     shape: DecoderConfig, adapter: AdapterConfig | None
@@ -112,7 +116,7 @@ def test_gradients_with_groups_are_those_without_recomputation(
     assert_equal(plain, gradients_of(shape, adapter, activation_checkpointing="block", blocks_per_recomputation=9))
 
 
-@pytest.mark.parametrize("blocks_per_group", [1, 3])
+@pytest.mark.parametrize("blocks_per_group", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_inputs_of_recomputed_blocks_in_host_memory_change_no_gradient(blocks_per_group: int) -> None:
     traffic = Traffic()
     offloaded = gradients_of(

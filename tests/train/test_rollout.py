@@ -133,7 +133,9 @@ def slow_gradients(module: GenesisModule, window: Any, weights: dict[str, Tensor
     return {f"decoder.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mixture", [None, *MIXTURES])
+@pytest.mark.parametrize(
+    "mixture", [None, *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.each]) for name in MIXTURES)]
+)
 def test_the_gradients_of_every_step_equal_a_slow_reference(case: Path, mixture: str | None) -> None:
     data = build_data(case)
     module, keep = build_module(data, mixture), KeepWindows()
@@ -387,8 +389,7 @@ def test_a_rollout_continues_on_another_number_of_ranks(tmp_path: Path, case: Pa
 
 def test_an_error_of_the_reward_function_ends_the_run_with_the_row(tmp_path: Path) -> None:
     for body, message in (
-        ("1 / columns['bonus']", r"answer 1 to .*prompts.jsonl, line 1: ZeroDivisionError"),
-        ("columns['answer']", r"failed for answer 1 to .*prompts.jsonl, line \d: KeyError: 'answer'; correct it$"),
+        ("1 / columns['bonus']", r"failed for answer 1 to .*prompts.jsonl, line 1: ZeroDivisionError.*; correct it$"),
         (
             "float('nan')",
             r"gave nan for answer 1 to .*prompts.jsonl, line \d; return a finite number that fits float32$",

@@ -48,9 +48,10 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
 
 
 CASES = [
-    (1, "single replicated full"), (4, "hybrid"),
+    (1, "single replicated full"),
+    pytest.param(4, "hybrid replicated full", marks=[pytest.mark.slow, pytest.mark.each]),
     (2, "replicated zero1 full grad_op two_blocks offload half_offload checkpointing"),
-    pytest.param(1, "compiled", marks=pytest.mark.slow), pytest.param(4, "replicated full", marks=pytest.mark.slow),
+    pytest.param(1, "compiled", marks=pytest.mark.slow),
     pytest.param(2, "compiled_shards reduced_each", marks=pytest.mark.slow),
 ]  # fmt: skip
 
@@ -249,7 +250,7 @@ def gradients_with_dropout(strategy_options: dict[str, Any]) -> dict[str, Tensor
     return keep.gradients
 
 
-@pytest.mark.parametrize("which", ["block", 2])
+@pytest.mark.parametrize("which", ["block", pytest.param(2, marks=pytest.mark.slow)])
 def test_activation_checkpointing_changes_no_gradient_even_with_dropout(which: Any) -> None:
     (plain,) = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": "none"})
     (recomputed,) = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": which})
