@@ -248,7 +248,7 @@ class AdaptedLinear(nn.Linear, Part):
         return lengths
 
 
-class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):
+class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):  # type: ignore[override]  # no parameter `weight`
     """An `AdaptedLinear` whose frozen weight is four tensors of bytes."""
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:

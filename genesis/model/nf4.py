@@ -134,7 +134,7 @@ def dequantise(tensors: Mapping[str, UInt8[Tensor, "..."]], dtype: torch.dtype) 
 def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) -> Float[Tensor, "rows I"]:
     """Returns some rows of the weight that four tensors hold, float32, in the memory of these rows."""
     pairs, code = _list_tables(tensors["packed"].device)
-    largest = _read_largest(*(tensors[name] for name in BYTES[1:]), code)
+    largest = _read_largest(tensors["scales"], tensors["scale_max"], tensors["offset"], code)
     return _scale(tensors["packed"][rows], largest[rows], pairs, torch.float32)
 
 
@@ -184,7 +184,8 @@ def _scale(packed: Tensor, largest: Tensor, pairs: Tensor, dtype: torch.dtype) -
 
 @torch.library.custom_op("genesis::nf4_linear", mutates_args=())
 def _multiply(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    return linear(x, _dequantise(packed, scales, scale_max, offset, x.dtype))
+    weight: Tensor = _dequantise(packed, scales, scale_max, offset, x.dtype)
+    return linear(x, weight)
 
 
 @_multiply.register_fake
@@ -194,7 +195,8 @@ def _(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tens
 
 @torch.library.custom_op("genesis::nf4_linear_backward", mutates_args=())
 def _multiply_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    return grad @ _dequantise(packed, scales, scale_max, offset, grad.dtype)
+    weight: Tensor = _dequantise(packed, scales, scale_max, offset, grad.dtype)
+    return grad @ weight
 
 
 @_multiply_gradient.register_fake
@@ -234,7 +236,7 @@ class Nf4Weight(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
 
-class Nf4Linear(Nf4Weight, nn.Linear, Part):
+class Nf4Linear(Nf4Weight, nn.Linear, Part):  # type: ignore[override]  # no parameter `weight`
     """A frozen linear layer whose weight is four tensors of bytes.
 
     Args:
