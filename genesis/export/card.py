@@ -124,7 +124,7 @@ def write_card(
 
 
 def describe_nf4() -> str:
-    """Returns what a card says of weights that were trained beside, or restored from, a base in NF4."""
+    """Returns the line of a card about weights that were trained beside, or restored from, a base in NF4."""
     return (
         "The linear layers of the base had 4 bits a weight (NF4), and adapters were trained beside these weights. The "
         "model from which that base was made has other weights: it answers differently, also with these adapters."

@@ -20,7 +20,7 @@ BLOCK_ROWS: Final = 64
 """Rows of a block; another number gives other values. Smaller blocks need more generators, larger ones waste rows."""
 _UNSET_BITS: Final = {1: 0xDE, 2: 0x7FDE, 4: 0x7FDEADED, 8: 0x7FFDEADEDEADEDED}
 """The mark by an element's bytes: a quiet NaN that arithmetic never gives, so that a restored NaN differs from it.
-Bytes of an NF4 base have no NaN: their mark is a byte that no such tensor holds in all places."""
+Bytes of an NF4 base have no NaN: their mark is a byte that no such tensor holds everywhere."""
 _Draw = Callable[[tuple[int, ...], float, str, int], Tensor]
 """Returns a block of rows, given the parameter's shape, a deviation or bound, the key, and the block's number."""
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

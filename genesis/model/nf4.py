@@ -9,7 +9,7 @@ offset      uint8 [1, 4]         the mean of all scales, float32 as bytes
 
 Codes, blocks and values are those of bitsandbytes' NF4 with double quantisation. The tensors are plain bytes: digests,
 sharding by rows, saves and resumes treat them as they treat any other tensor, and no cast of a module can round them.
-A weight is computed anew for each product, and nothing but the bytes is kept for a backward.
+A weight is computed again for each product, and nothing but the bytes is kept for a backward.
 
 References:
     Dettmers et al., QLoRA, arXiv:2305.14314. Dettmers et al., 8-bit Optimizers, arXiv:2110.02861 (the scales' codes).
@@ -201,7 +201,8 @@ def _multiply_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: 
 
 @_multiply_gradient.register_fake
 def _(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    return grad @ allocate_weight(packed, scales, scale_max, offset, grad.dtype)
+    weight: Tensor = allocate_weight(packed, scales, scale_max, offset, grad.dtype)
+    return grad @ weight
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -225,7 +226,7 @@ class Nf4Weight(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "O I"]:
-        """The weight, computed anew in float32."""
+        """The weight, computed again in float32."""
         return dequantise({name: getattr(self, name) for name in BYTES}, torch.float32)
 
     def multiply(self, x: Float[Tensor, "*N I"], bias: Float[Tensor, " O"] | None) -> Float[Tensor, "*N O"]:
