@@ -737,7 +737,10 @@ plain_project.train(sys.argv[2], "single", test_scope.LAST_STEP, ckpt_path=sys.a
 @pytest.mark.slow
 def test_a_run_with_a_base_that_was_killed_goes_on_bit_equal(tmp_path, base, started_writers):
     run = tmp_path / "run"
-    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, str(base), str(run)], check=False)
+    # One thread, as the ranks have: another number of threads adds in another order.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(base), str(run)]
+    killed = subprocess.run(command, check=False, env=environment)
     assert killed.returncode == -signal.SIGKILL
     resumed = run_training(1, run, "single", LAST_STEP, ckpt_path="callback", **scoped(base))
     straight = run_training(1, tmp_path / "straight", "single", LAST_STEP, ckpt_path=str(base), **scoped(base))
