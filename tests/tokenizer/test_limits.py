@@ -114,7 +114,7 @@ def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_pat
 @pytest.mark.parametrize(
     ("expression", "words"),
     [
-        (r"\s*\s*x|\s", r"a search of its expressions \([^\n]*\) in [0-9,]+ characters takes more than 1 s of "),
+        (r"\s*\s*x|\s", r"a search of its expressions \([^\n]*\) in [0-9,]+ characters takes more than 0.25 s of "),
         ("(1|11)+b", "its library fails on a text"),
     ],
 )
@@ -126,7 +126,7 @@ def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 1.0)
+    monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
     with pytest.raises(UserError, match=rf"{words}[^\n]*[:;] use another tokenizer$"):
         open_tokenizer(tmp_path)
 
