@@ -1,4 +1,4 @@
-"""What waits, by client: clients take turns, however much of each of them waits."""
+"""Holds texts or requests that wait, by client: clients take turns, however many each of them has."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping

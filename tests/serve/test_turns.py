@@ -48,7 +48,7 @@ def test_a_client_with_sixty_requests_delays_the_one_of_another_client_by_its_sh
     served = tmp_path / "run"
     shutil.copytree(run, served, ignore=shutil.ignore_patterns("step-*"))
     save_endless(served)
-    body = {"model": "run", "prompt": "alpha", "max_tokens": 200, "temperature": 0.0}
+    body = {"model": "run", "prompt": "alpha", "max_tokens": 60, "temperature": 0.0}
     with (
         start(served, "--max_concurrent", "2", "--max_queue", "48", "--max_models", "1") as running,
         ThreadPoolExecutor(NUM_GREEDY) as threads,

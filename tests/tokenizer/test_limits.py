@@ -95,6 +95,15 @@ FORGED: dict[str, tuple[str, Change, str]] = {
 }
 
 
+def write_split(directory: Path, expression: str) -> None:
+    """Writes a tokenizer that splits texts by an expression."""
+    qwen(directory)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("name", FORGED)
 def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_path: Path, name: str) -> None:
     file, change, words = FORGED[name]
@@ -121,14 +130,22 @@ def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_pat
 def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expression: str, words: str
 ) -> None:
-    qwen(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    write_split(tmp_path, expression)
     monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
     with pytest.raises(UserError, match=rf"{words}[^\n]*[:;] use another tokenizer$"):
         open_tokenizer(tmp_path)
+
+
+def test_a_text_without_end_costs_the_limit_and_leaves_the_tokenizer_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_split(tmp_path, r"(?:yz|y|z|zy)+q|\s?\S")
+    tokenizer = open_tokenizer(tmp_path)
+    before = tokenizer.encode("ab")
+    monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
+    with pytest.raises(UserError, match=r"takes more than 0.25 s of processor time|its library fails on a text"):
+        tokenizer.encode("yz" * 40)
+    assert tokenizer.encode("ab") == before
 
 
 @pytest.mark.parametrize("expression", LINEAR)
