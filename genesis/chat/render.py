@@ -333,8 +333,8 @@ def _mark(
     starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     # Tokens stand in the order of the text, and only those about a span are compared with it.
     least, most = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
-    bounds = np.array(spans, np.int64).reshape(-1, 2)
-    firsts, lasts = np.searchsorted(most, bounds[:, 0], "right"), np.searchsorted(least, bounds[:, 1])
+    firsts = np.searchsorted(most, [span.start for span in spans], "right")
+    lasts = np.searchsorted(least, [span.end for span in spans])
     for number, (span, weight, first, last) in enumerate(
         zip(spans, weights, firsts.tolist(), lasts.tolist(), strict=True)
     ):
