@@ -17,6 +17,7 @@ from genesis.cli.surroundings import EscapedStream, escaped_streams
 from genesis.huggingface.directory import read_json
 from genesis.operations.supervise.metrics import RunCollector
 from genesis.operations.supervise.status import read_status
+from genesis.tokenizer.limited import TextSearch
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.base.checkpoint_errors import CorruptCheckpointError
 from genesis_callbacks.base.json_text import load_json
@@ -113,7 +114,7 @@ def test_a_panic_on_one_text_is_an_error_about_the_text(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = open_tokenizer(tmp_path)
     content = {**read_json(tmp_path / "tokenizer.json"), **PANICS["pieces of no length"]}
-    vars(tokenizer)["_tokenizer"] = Library.from_str(json.dumps(content))
+    vars(tokenizer)["_texts"] = TextSearch(Library.from_str(json.dumps(content)), [])
     with pytest.raises(UserError, match="its library fails on a text"):
         tokenizer.encode("a")
 

@@ -98,8 +98,11 @@ def test_a_file_is_read_up_to_its_limit_also_if_its_size_was_another(tmp_path: P
         read_file("/proc/self/maps", 100)
 
 
-def test_a_descriptor_that_the_user_gives_is_read_as_it_is() -> None:
+def test_a_descriptor_that_the_user_gives_is_read_whole_and_is_no_file_of_data() -> None:
     reader, writer = os.pipe()
+    for read in (open_file, check_file):
+        with pytest.raises(RefusedFileError, match="is no file that can be read again"):
+            read(f"/dev/fd/{reader}")
     os.write(writer, b"steps: 1\n")
     os.close(writer)
     assert read_text(f"/dev/fd/{reader}") == "steps: 1\n"

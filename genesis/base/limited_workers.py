@@ -210,13 +210,23 @@ def serve_texts(descriptor: int, serve: "Callable[[Connection[object, object]], 
     serve_pipe(descriptor, serve)
 
 
+def count_encoding_seconds(num_bytes: int) -> float:
+    """Returns the limit of processor time for encoding texts of so many bytes."""
+    return _ENCODING_SECONDS * (1 + num_bytes / 1e6)
+
+
+def is_limited() -> bool:
+    """Whether this process is a worker that the kernel may end, whose work needs no other process."""
+    return os.getpid() in _allowed
+
+
 @contextlib.contextmanager
 def encoding(num_bytes: int) -> Iterator[None]:
     """Limits the processor time within the `with`, which encodes texts of so many bytes, in a worker of `serve_texts`.
 
     The expressions of a stranger's tokenizer may take minutes for a kilobyte. In another process it has no effect.
     """
-    end_after(_ENCODING_SECONDS * (1 + num_bytes / 1e6))
+    end_after(count_encoding_seconds(num_bytes))
     try:
         yield
     finally:
@@ -228,7 +238,7 @@ def end_after(seconds: float) -> None:
 
     It has no effect in a process without `allow_timed_end`.
     """
-    if os.getpid() in _allowed:
+    if is_limited():
         signal.setitimer(signal.ITIMER_PROF, seconds)  # an idle process spends none of it
 
 

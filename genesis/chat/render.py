@@ -333,10 +333,14 @@ def _mark(
     starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     # Tokens stand in the order of the text, and only those about a span are compared with it.
     least, most = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
-    for number, (span, weight) in enumerate(zip(spans, weights, strict=True)):
+    firsts = np.searchsorted(most, [span.start for span in spans], "right")
+    lasts = np.searchsorted(least, [span.end for span in spans])
+    for number, (span, weight, first, last) in enumerate(
+        zip(spans, weights, firsts.tolist(), lasts.tolist(), strict=True)
+    ):
         is_wanted = bool(weight) and (labels == "assistant" or number + 1 == len(spans))
         if labels != "all" and not is_wanted:
             continue
-        near = slice(np.searchsorted(most, span.start, "right"), np.searchsorted(least, span.end))
+        near = slice(first, last)
         trained[near][(starts[near] < span.end) & (ends[near] > span.start)] = bool(weight)
     return trained

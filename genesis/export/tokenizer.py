@@ -11,7 +11,9 @@ from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.fast_form import FAST_NAME
-from genesis.tokenizer.huggingface import open_library
+from genesis.tokenizer.huggingface import open_library, read_json
+from genesis.tokenizer.limited import TextSearch
+from genesis.tokenizer.limits import list_expressions
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _SPACE_MARK: Final = "\u2581"
@@ -29,12 +31,14 @@ def compare_fast_tokenizer(tokenizer: Tokenizer, fast: bytes, *, left_out: str =
     Raises:
         UserError: A text is encoded or decoded differently, or the content is not a tokenizer.
     """
-    theirs = open_library({FAST_NAME: fast})
+    files = {FAST_NAME: fast}
+    theirs = open_library(files)
     theirs.encode_special_tokens = True
+    texts = TextSearch(theirs, list_expressions(read_json(files, FAST_NAME)))
     return compare_tokenizers(
         tokenizer,
-        lambda text: theirs.encode(text, add_special_tokens=False).ids,
-        lambda ids: theirs.decode(ids, skip_special_tokens=False),
+        lambda text: texts.encode(text).ids,
+        lambda ids: texts.decode(ids, has_controls=True),
         left_out=left_out,
     )
 

@@ -88,7 +88,7 @@ def _resolve(value: str) -> str:
     path = Path(value)
     if path.exists() and not path.is_dir():
         try:
-            check_file(path, _MAX_RECIPE_BYTES)
+            check_file(path, _MAX_RECIPE_BYTES, may_be_given=True)
         except OSError as error:
             raise UserError(f"--config {value} {error.strerror}: give a file with a recipe") from None
         return value

@@ -31,12 +31,19 @@ class Completion:
         worker: The worker that holds the model.
         facts: The facts about the model.
         prompts: The request's prompts.
+        client: The client's name in the line of turns.
     """
 
     def __init__(
-        self, asked: CompletionRequest, model: str, worker: Worker, facts: Facts, prompts: Sequence[EncodedPrompt]
+        self,
+        asked: CompletionRequest,
+        model: str,
+        worker: Worker,
+        facts: Facts,
+        prompts: Sequence[EncodedPrompt],
+        client: str,
     ) -> None:
-        self._asked, self._worker, self._prompts = asked, worker, prompts
+        self._asked, self._worker, self._prompts, self._client = asked, worker, prompts, client
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
         repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
         self._choices = [Choice(facts.tokenizer, asked.stop, len(text), stop_ids=facts.stop_ids) for text in repeated]
@@ -73,7 +80,7 @@ class Completion:
     def __enter__(self) -> Self:
         for index, request in enumerate(self._requests):
             receive = partial(self._receive, index)
-            self._tickets.append(self._worker.submit(request, receive, self._num_prompt_logprobs))
+            self._tickets.append(self._worker.submit(request, receive, self._client, self._num_prompt_logprobs))
         return self
 
     def __exit__(

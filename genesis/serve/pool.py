@@ -1,7 +1,7 @@
 """Decides which models are loaded and which requests wait. Only this module refuses requests for lack of capacity."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class Limits:
 
     Args:
         max_concurrent: Texts that one model generates together.
-        max_queue: Texts that may wait for a row in a batch or for their model; further requests get status 429.
+        max_queue: Texts that may wait for a row in a batch or for their model; further requests get status 429. One
+            client may have three quarters of them.
         max_models: Models in memory.
         max_request_seconds: Time from a request's arrival to its last token.
         max_write_seconds: Time that the server waits for a client that does not read.
@@ -69,19 +70,20 @@ class ModelPool:
         self._seats: OrderedDict[_Key, _Seat] = OrderedDict()
         self._line: deque[tuple[Entry, asyncio.Future[_Seat]]] = deque()
         self._num_admitted: dict[_Key, int] = {}
+        self._num_of_client: Counter[str] = Counter()
         self._ended: list[Worker] = []
         self._is_closed = False
 
     @asynccontextmanager
-    async def lend(self, entry: Entry, num_texts: int) -> AsyncIterator[Worker]:
-        """Lends the model of `entry`, loaded, to a request of `num_texts` texts.
+    async def lend(self, entry: Entry, num_texts: int, client: str) -> AsyncIterator[Worker]:
+        """Lends the model of `entry`, loaded, to a request of `num_texts` texts of a client.
 
         Raises:
             ApiError: Too many texts wait already, or the server is shutting down.
             UserError: The model cannot be loaded.
         """
         key = _key(entry)
-        self._admit(entry, num_texts)
+        self._admit(entry, num_texts, client)
         try:
             seat = await self._take_seat(entry)
             try:
@@ -93,6 +95,9 @@ class ModelPool:
             self._num_admitted[key] -= num_texts
             if not self._num_admitted[key]:
                 del self._num_admitted[key]
+            self._num_of_client[client] -= num_texts
+            if not self._num_of_client[client]:
+                del self._num_of_client[client]
             self._advance()
 
     @property
@@ -135,17 +140,23 @@ class ModelPool:
         for worker in [*self._ended, *(seat.worker for seat in self._seats.values())]:
             worker.join()
 
-    def _admit(self, entry: Entry, num_texts: int) -> None:
+    def _admit(self, entry: Entry, num_texts: int, client: str) -> None:
         if self._is_closed:
             raise stopping()
         key = _key(entry)
         seated = self._seats.keys() | ({key} if self._can_seat(key) else set())
         admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
-        if _count_waiting(admitted, seated, self._limits.max_concurrent) > self._limits.max_queue:
+        limits = self._limits
+        most_of_client = limits.max_models * limits.max_concurrent + limits.max_queue - limits.max_queue // 4
+        if (
+            _count_waiting(admitted, seated, limits.max_concurrent) > limits.max_queue
+            or self._num_of_client[client] + num_texts > most_of_client
+        ):
             raise busy(
                 f"texts that wait: {self.num_waiting}, the limit is {self._limits.max_queue}: retry a little later"
             )
         self._num_admitted = admitted
+        self._num_of_client[client] += num_texts
 
     def _can_seat(self, key: _Key) -> bool:
         if self._line:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from genesis.serve.errors import ApiError, busy, stopping
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
+from genesis.serve.turns import Turns
 from genesis.tokenizer.open import build_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -212,7 +212,7 @@ class TurnLine:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # the client whose turn is next is the first
+        self._waiting: Turns[asyncio.Future[None]] = Turns()
         self.is_taken = False
 
     async def enter(self, client: str) -> None:
@@ -222,31 +222,24 @@ class TurnLine:
             ApiError: Too many wait.
         """
         if self.is_taken:
-            num_own, limit = len(self._lines.get(client, ())), self._max_waiting
-            if num_own >= limit // 2 or sum(map(len, self._lines.values())) >= limit:
+            if self._waiting.count(client) >= self._max_waiting // 2 or len(self._waiting) >= self._max_waiting:
                 raise busy("too many large requests wait: retry a little later")
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._lines.setdefault(client, deque()).append(future)
+            self._waiting.add(client, future)
             try:
                 await future
             except asyncio.CancelledError:
                 if future.done() and not future.cancelled():
                     self.leave()
-                elif future in (line := self._lines.get(client, deque())):
-                    line.remove(future)
-                    if not line:
-                        del self._lines[client]
+                else:
+                    self._waiting.remove(client, future)
                 raise
         self.is_taken = True
 
     def leave(self) -> None:
         """Gives the turn to the next client."""
-        while self._lines:
-            client, line = next(iter(self._lines.items()))
-            del self._lines[client]
-            future = line.popleft()
-            if line:
-                self._lines[client] = line  # behind all others
+        while self._waiting:
+            future = self._waiting.take()
             if not future.done():  # a client that has just gone still stands in the line
                 future.set_result(None)
                 return

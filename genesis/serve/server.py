@@ -173,11 +173,11 @@ class Server:
                     stack.enter_context(connection.work())
                     asked = await self.preparer.read(body, is_chat=is_chat, client=connection.client)
                     entry = await asyncio.to_thread(self._catalogue.find, asked.model)
-                    worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
+                    worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts, connection.client))
                     facts = worker.loaded.result()
                     prompts = await self.preparer.encode(asked, body, facts, client=connection.client)
                 del body
-            completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts))
+            completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts, connection.client))
             if asked.is_stream:
                 return await self._stream(request, completion, deadline)
             async with asyncio.timeout_at(deadline):

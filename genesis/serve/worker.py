@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from genesis.generate.prompt_scores import ScoredToken, score_prompt
 from genesis.model.decoder import Decoder
 from genesis.serve.errors import ApiError, stopping
 from genesis.serve.prompt import Facts
+from genesis.serve.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Ticket:
 
     request: Request
     receive: Callable[[Result], None]
+    client: str
     num_prompt_logprobs: int | None = None
     is_cancelled: bool = False
 
@@ -55,7 +57,8 @@ class Worker:
 
     Args:
         load: Loads the model; called in the worker's thread.
-        num_rows: Maximum number of texts in the batch; further texts wait in order of arrival.
+        num_rows: Maximum number of texts in the batch. Of those that wait, the next one is that of the client with the
+            fewest rows.
         before: A stopped worker whose memory must be freed before this worker loads its model.
     """
 
@@ -63,8 +66,8 @@ class Worker:
         self._load, self._num_rows, self._before = load, num_rows, before
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._unscored: deque[Ticket] = deque()
+        self._waiting: Turns[Ticket] = Turns()
+        self._unscored: Turns[Ticket] = Turns()
         self._live: dict[int, Ticket] = {}
         self._is_stopped = False
         self._reason: UserError = stopping()
@@ -93,21 +96,26 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(
-        self, request: Request, receive: Callable[[Result], None], num_prompt_logprobs: int | None = None
+        self,
+        request: Request,
+        receive: Callable[[Result], None],
+        client: str,
+        num_prompt_logprobs: int | None = None,
     ) -> Ticket:
         """Queues a text; `receive` is called in the event loop's thread.
 
         Args:
             request: The text to continue; if only its prompt is scored, it may ask for no new tokens.
             receive: Called with each result.
+            client: The client's name in the line of turns.
             num_prompt_logprobs: The number of alternatives for each token of the prompt; None to return no scores of
                 the prompt.
         """
-        ticket = Ticket(request, receive, num_prompt_logprobs)
+        ticket = Ticket(request, receive, client, num_prompt_logprobs)
         with self._changed:
             if self._is_stopped:
                 raise self._reason
-            self._waiting.append(ticket)
+            self._waiting.add(client, ticket)
             self._changed.notify()
         return ticket
 
@@ -115,6 +123,8 @@ class Worker:
         """Cancels a text; its `receive` is not called any more."""
         with self._changed:
             ticket.is_cancelled = True
+            self._waiting.remove(ticket.client, ticket)
+            self._unscored.remove(ticket.client, ticket)
             self._changed.notify()
 
     def stop(self) -> None:
@@ -177,18 +187,16 @@ class Worker:
                 for handle in [handle for handle, ticket in self._live.items() if ticket.is_cancelled]:
                     batch.remove(handle)
                     del self._live[handle]
-                while self._waiting and (batch.num_free or self._waiting[0].is_cancelled):
-                    self._add(batch, self._waiting.popleft())
+                while self._waiting and batch.num_free:
+                    self._add(batch, self._waiting.take(Counter(ticket.client for ticket in self._live.values())))
                 if self._live or self._unscored:
                     return True
                 self._changed.wait()
         return False
 
     def _add(self, batch: Batch, ticket: Ticket) -> None:
-        if ticket.is_cancelled:
-            return
         if ticket.num_prompt_logprobs is not None:
-            self._unscored.append(ticket)
+            self._unscored.add(ticket.client, ticket)
             return
         try:
             self._live[batch.add(ticket.request)] = ticket
@@ -198,8 +206,8 @@ class Worker:
     def _score_next(self, decoder: Decoder) -> None:
         """Scores one waiting prompt; only one per step, so that running texts do not wait for all prompts."""
         with self._changed:
-            ticket = self._unscored.popleft() if self._unscored else None
-        if ticket is None or ticket.is_cancelled:
+            ticket = self._unscored.take() if self._unscored else None
+        if ticket is None:
             return
         assert ticket.num_prompt_logprobs is not None
         tokens = score_prompt(decoder, ticket.request.prompt, ticket.num_prompt_logprobs)
@@ -207,7 +215,8 @@ class Worker:
         if not is_last:
             ticket.num_prompt_logprobs = None
             with self._changed:
-                self._waiting.appendleft(ticket)
+                if not ticket.is_cancelled:
+                    self._waiting.put_first(ticket.client, ticket)
         self._post(self._deliver, [(ticket, PromptScores(tokens, is_last))])
 
     def _end(self, error: UserError) -> None:

@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
+from genesis.tokenizer.limited import TextSearch
 from genesis.tokenizer.limits import (
     check_claims,
-    check_seconds,
     check_stop_ids,
     has_unknown,
     iterate_steps,
     list_expressions,
+    list_hard_texts,
 )
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
-from genesis.tokenizer.panics import refusing_panics
 from genesis.tokenizer.tokenizer import is_utf8
 from genesis_callbacks.base.json_text import load_json
 
@@ -87,9 +87,10 @@ class HuggingFaceTokenizer:
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
         self._is_partial = [not is_utf8(one) for one in self._bytes]
         symbols = [self.pieces[token] for token in sorted(special)]
-        expressions = list_expressions(content)
-        self.has_unknown_expressions: bool = has_unknown(expressions)
-        check_seconds(expressions, [_PROBE, _BEYOND_ASCII, *symbols], self._tokenizer.encode_batch_fast)
+        self._expressions = list_expressions(content)
+        self.has_unknown_expressions: bool = has_unknown(self._expressions)
+        self._texts = TextSearch(self._tokenizer, self._expressions)
+        self._texts.check([_PROBE, _BEYOND_ASCII, *symbols, *list_hard_texts(self._expressions)])
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
         self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
@@ -106,11 +107,9 @@ class HuggingFaceTokenizer:
         self._longest = self._find_longest(content, list(added.values()))
         self._check()
 
-    @refusing_panics
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._texts.encode(text).ids
 
     def min_num_tokens(self, text: str) -> int:
         """Returns a number of ids that the text cannot go below: as if it had only the longest token.
@@ -121,27 +120,22 @@ class HuggingFaceTokenizer:
             return 0
         return -(-len(text.encode().translate(None, bytes(self._missing))) // self._longest)
 
-    @refusing_panics
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
         if num_threads == 1:  # the library starts one thread per processor
             return [np.array(self.encode(text), np.int32) for text in texts]
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
+        return [np.array(ids, np.int32) for ids in self._texts.encode_batch(texts)]
 
-    @refusing_panics
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
         return self.encode_with_offsets(text)[0]
 
-    @refusing_panics
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
         if may_have_hidden(text):
-            encoded = self._with_hidden.encode(self.literal.swap(text), add_special_tokens=False)
-            return [self._symbols.get(token, token) for token in encoded.ids], encoded.offsets
-        encoded = self._with_controls.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
+            ids, offsets = self._texts_with_hidden.encode(self.literal.swap(text))
+            return [self._symbols.get(token, token) for token in ids], offsets
+        return self._texts_with_controls.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8.
@@ -155,11 +149,9 @@ class HuggingFaceTokenizer:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
         return b"".join([self._bytes[token] for token in ids])
 
-    @refusing_panics
     def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
         """Returns the text of `ids` as transformers gives it."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not has_controls)
-        return text
+        return self._texts.decode(list(ids), has_controls=has_controls)
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text: a special token, or an id without a token."""
@@ -179,8 +171,8 @@ class HuggingFaceTokenizer:
         return content
 
     @cached_property
-    def _with_controls(self) -> tokenizers.Tokenizer:
-        return self._build(has_controls_in_text=True)
+    def _texts_with_controls(self) -> TextSearch:
+        return TextSearch(self._build(has_controls_in_text=True), self._expressions)
 
     @cached_property
     def literal(self) -> LiteralControls:
@@ -205,6 +197,10 @@ class HuggingFaceTokenizer:
         return built
 
     @cached_property
+    def _texts_with_hidden(self) -> TextSearch:
+        return TextSearch(self._with_hidden, self._expressions)
+
+    @cached_property
     def _symbols(self) -> Mapping[int, int]:
         by_spelling = self._with_hidden.get_vocab(with_added_tokens=True)
         return {by_spelling[self.literal.swap(one.content)]: token for token, one in self._specials.items()}
@@ -227,7 +223,7 @@ class HuggingFaceTokenizer:
         Raises:
             UserError: The tokenizer adds more than one id before a text.
         """
-        plain, framed = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+        plain, framed = self.encode("a"), self._texts.encode("a", is_framed=True).ids
         start = next(start for start in range(len(framed)) if framed[start : start + len(plain)] == plain)
         if start > 1:
             raise UserError(f"it puts {start} ids before a text, but a document begins with at most one")

@@ -4,10 +4,7 @@ The library `tokenizers` and our own tables follow the numbers in the files: an 
 a step that replaces may double each text. The limits are far above what tokenizers need.
 """
 
-import os
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from genesis.base.errors import UserError
@@ -25,10 +22,6 @@ _MAX_STOP_IDS: Final = 1_000
 _MAX_DIGITS: Final = 20
 _STEPS: Final = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders"))
 _RUN_CHARS: Final = 1_000
-_PARALLELISM: Final = "TOKENIZERS_PARALLELISM"
-"""The variable that the library reads at each call for a batch."""
-_RUN_SECONDS: Final = 10.0
-"""Texts of single characters, which take some milliseconds."""
 _MAX_CHARSMAP_BYTES: Final = 64
 """The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,12 +55,12 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     for piece, token in tokens:
         if token is not None and not (type(token) is int and 0 <= token < limit):
             raise UserError(
-                f"the token {_shorten(piece)} has the id {_shorten(token)}: with {len(tokens):,} tokens, an id is a "
+                f"the token {quote(piece)} has the id {quote(token)}: with {len(tokens):,} tokens, an id is a "
                 f"number from 0 to {limit - 1:,}"
             )
         if isinstance(piece, str) and len(piece) > _MAX_PIECE_CHARS:
             raise UserError(
-                f"the token {_shorten(piece)} has {len(piece):,} characters: at most {_MAX_PIECE_CHARS:,} are read"
+                f"the token {quote(piece)} has {len(piece):,} characters: at most {_MAX_PIECE_CHARS:,} are read"
             )
     for name, inner in _STEPS:
         _check_growth(name, list(iterate_steps(content.get(name), inner)))
@@ -117,47 +110,13 @@ def has_unknown(expressions: Sequence[str]) -> bool:
     return not {*expressions} <= {*LINEAR}
 
 
-def check_seconds(expressions: Sequence[str], given: Sequence[str], encode: Callable[[list[str]], object]) -> None:
-    """Checks that the expressions of a tokenizer find an end in texts that are hard for many of them.
+def list_hard_texts(expressions: Sequence[str]) -> list[str]:
+    """Returns texts that are hard for many expressions without end: runs of each character that they name.
 
-    No test of an expression finds every slow one: what encodes texts of others has a limit of its own
-    (`genesis.base.limited_workers`). This one is for all the rest, and for the texts that opening encodes.
-
-    Args:
-        expressions: As `list_expressions` returns them.
-        given: Texts that opening encodes.
-        encode: Encodes texts in the library without holding the interpreter, as its calls for a batch do. It gets
-            no threads, which would not survive a fork.
-
-    Raises:
-        UserError: The texts take many times as long as any tokenizer takes.
+    No test of an expression finds every slow one, so that each text has a limit (`genesis.tokenizer.limited`).
     """
-    if not expressions:
-        return
     characters = sorted({*" \na1.", *"".join(expressions)} & {*map(chr, range(128))})
-    texts = [*given, *(character * _RUN_CHARS for character in characters)]
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            encode(texts)
-            ended.put("")
-        except BaseException as error:  # a panic of the library, whose search has a limit of its own, too
-            ended.put(f"fail on ({error})")
-
-    before = os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = "false"
-    threading.Thread(target=run, name="check-expressions", daemon=True).start()
-    try:
-        fault = ended.get(timeout=_RUN_SECONDS)
-    except queue.Empty:
-        fault = f"take more than {_RUN_SECONDS:.0f} s for"
-    finally:
-        del os.environ[_PARALLELISM]
-        os.environ.update({} if before is None else {_PARALLELISM: before})
-    if fault:
-        quoted = _shorten(expressions[0])
-        raise UserError(f"its expressions ({quoted}) {fault} texts of {_RUN_CHARS:,} characters: use another tokenizer")
+    return [character * _RUN_CHARS for character in characters]
 
 
 def iterate_steps(content: Any, key: str) -> Iterator[Mapping[str, Any]]:
@@ -218,6 +177,7 @@ def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
         )
 
 
-def _shorten(value: Any) -> str:
+def quote(value: Any) -> str:
+    """Returns a value as a message shows it."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of many digits"
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -4,15 +4,20 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from genesis.model.adapter import AdapterConfig
+from genesis_callbacks.checkpoint import read_manifest
 from tests.commands import PIPE, ForkedCommand
 from tests.data.corpus_support import write_jsonl
 from tests.planted import plant_code
 from tests.serve.support import start
+from tests.serve.test_adapters import write_peft
+from tests.tiny_runs import build_decoder, save_adapted
 from tests.tokenizer.test_huggingface import TEXTS, qwen
 
 SHAPE = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_window_layers": 0}
@@ -69,6 +74,32 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
     fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
     small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")
     run(*fit, *small, "--trainer.accelerator", "cpu")
+    assert not marker.exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_code_of_an_adapter_and_of_its_base_runs_in_no_command_that_opens_them(own_run: Path, tmp_path: Path) -> None:
+    base, marker = own_run / "checkpoints/step-00000001", tmp_path / "it-ran"
+    options: dict[str, Any] = {"rank": 2, "alpha": 4.0, "include": ["*.attention.*"]}
+    decoder = build_decoder(1)
+    tuned = save_adapted(tmp_path / "tuned/checkpoints", base, decoder, read_manifest(base).identity, **options)
+    theirs = write_peft(tmp_path / "theirs", decoder, AdapterConfig(**options))
+    content = json.loads((theirs / "adapter_config.json").read_text())
+    content |= {"auto_mapping": {"base_model_class": "PlantedModel", "parent_library": "modeling_planted"}}
+    content |= {"base_model_name_or_path": str(theirs), "revision": "main"}
+    (theirs / "adapter_config.json").write_text(json.dumps(content))
+    for place in (theirs, own_run, tuned, base):
+        plant_code(place, marker)
+    with start(base, "--adapter", f"poet={theirs}", "--adapter", f"own={tuned}", PYTHONPATH=str(theirs)) as server:
+        models = [model["id"] for model in server.ask("/v1/models")[1]["data"]]
+        asked = [{"model": model, "prompt": "alpha", "max_tokens": 1} for model in models]
+        assert [server.ask("/v1/completions", body)[0] for body in asked] == [200] * len(models)
+        assert len(models) >= 3
+    run("generate", tuned, "--prompt", "alpha", "--max_new_tokens", "1", "--device", "cpu")
+    run("generate", theirs, "--prompt", "alpha", "--device", "cpu", statuses=(2,))
+    run("export", tuned, tmp_path / "peft", "--adapter", "--base_name", str(theirs))
+    run("import", theirs, tmp_path / "imported", statuses=(2,))
     assert not marker.exists()
 
 

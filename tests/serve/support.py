@@ -46,10 +46,12 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(
-        self, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, *, client: str = "127.0.0.1"
     ) -> tuple[int, Any, dict[str, str]]:
-        """Returns status, JSON and headers of the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_SECONDS)
+        """Returns status, JSON and headers of the answer to a client at an address of this machine."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=DEADLINE_SECONDS, source_address=(client, 0)
+        )
         with contextlib.closing(connection):
             content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             kind = {} if body is None else {"Content-Type": "application/json"}

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Split
 
 from genesis.base.errors import UserError
 from genesis.export.tokenizer import compare_fast_tokenizer
-from genesis.tokenizer.limits import LINEAR, check_charsmap, check_seconds
+from genesis.tokenizer.limits import LINEAR, check_charsmap
 from genesis.tokenizer.open import open_tokenizer
 from tests.tokenizer.test_huggingface import qwen
 
@@ -95,6 +95,15 @@ FORGED: dict[str, tuple[str, Change, str]] = {
 }
 
 
+def write_split(directory: Path, expression: str) -> None:
+    """Writes a tokenizer that splits texts by an expression."""
+    qwen(directory)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("name", FORGED)
 def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_path: Path, name: str) -> None:
     file, change, words = FORGED[name]
@@ -113,20 +122,30 @@ def test_a_claim_beyond_any_tokenizer_is_one_line_before_it_takes_memory(tmp_pat
 
 @pytest.mark.parametrize(
     ("expression", "words"),
-    [(r"\s*\s*x|\s", "take more than 1 s for texts of 1,000 characters"), ("(1|11)+b", "fail on ")],
+    [
+        (r"\s*\s*x|\s", r"a search of its expressions \([^\n]*\) in [0-9,]+ characters takes more than 0.25 s of "),
+        ("(1|11)+b", "its library fails on a text"),
+    ],
 )
 def test_an_expression_without_end_is_refused_where_a_tokenizer_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expression: str, words: str
 ) -> None:
-    qwen(tmp_path)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    if "more" in words:
-        monkeypatch.setattr("genesis.tokenizer.limits._RUN_SECONDS", 1.0)
-    with pytest.raises(UserError, match=rf"its expressions \([^\n]*{words}[^\n]*: use another tokenizer$"):
+    write_split(tmp_path, expression)
+    monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
+    with pytest.raises(UserError, match=rf"{words}[^\n]*[:;] use another tokenizer$"):
         open_tokenizer(tmp_path)
+
+
+def test_a_text_without_end_costs_the_limit_and_leaves_the_tokenizer_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_split(tmp_path, r"(?:yz|y|z|zy)+q|\s?\S")
+    tokenizer = open_tokenizer(tmp_path)
+    before = tokenizer.encode("ab")
+    monkeypatch.setattr("genesis.base.limited_workers._ENCODING_SECONDS", 0.25)
+    with pytest.raises(UserError, match=r"takes more than 0.25 s of processor time|its library fails on a text"):
+        tokenizer.encode("yz" * 40)
+    assert tokenizer.encode("ab") == before
 
 
 @pytest.mark.parametrize("expression", LINEAR)
@@ -135,7 +154,7 @@ def test_known_expressions_find_an_end_in_texts_that_are_hard_for_others(express
     ends = ("x", "!", " ", "\n")
     tokenizer = Tokenizer(BPE({"a": 0}, []))
     tokenizer.pre_tokenizer = Split(Regex(expression), "isolated")
-    check_seconds([expression], [unit * 4000 + end for unit in units for end in ends], tokenizer.encode_batch_fast)
+    tokenizer.encode_batch_fast([unit * 4000 + end for unit in units for end in ends])
 
 
 def test_gaps_and_ordinary_steps_are_read(tmp_path: Path) -> None:

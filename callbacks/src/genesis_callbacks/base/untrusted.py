@@ -13,7 +13,8 @@ without waiting, and never more of them is read than the caller's limit. Links a
 consist of them; what counts is the kind of the open descriptor. The error is a `RefusedFileError` that names the file.
 
 The descriptors of the process itself are the exception, because only a user gives them: /dev/stdin, and /dev/fd/N as
-a shell writes for `--config <(command)`. They are read as they are, up to the limit, and so is /dev/null by this name.
+a shell writes for `--config <(command)`. `read_file` and `read_text` read them as they are, up to the limit, and so
+/dev/null by this name. Other readers refuse them: data is read several times, and by processes without the descriptor.
 
 `tests/test_untrusted_readers.py` finds code that opens files in another way. No communication; imports no torch.
 """
@@ -68,8 +69,12 @@ _FAULTS: Final = (
 )
 
 
-def open_descriptor(path: str | os.PathLike[str]) -> int:
+def open_descriptor(path: str | os.PathLike[str], *, may_be_given: bool = False) -> int:
     """Returns a descriptor of the regular file at `path`, for reading; the caller closes it.
+
+    Args:
+        path: The file.
+        may_be_given: Whether it may also be a descriptor of this process, which can be read once.
 
     Raises:
         OSError: The file cannot be opened, or is no regular file; the error names it.
@@ -78,6 +83,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
     if "\0" in name:  # for which Python raises no OSError
         raise RefusedFileError(errno.EINVAL, "has a null character in its name", printable(name))
     if _GIVEN_BY_USERS.fullmatch(name):
+        if not may_be_given:
+            raise RefusedFileError(errno.EINVAL, "is no file that can be read again, or by another process", name)
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     # Before the open, because opening some devices has effects, and after it, because the path may have been replaced.
     check_regular(name, os.stat(name))  # noqa: PTH116 - a text is as good as a path here
@@ -105,7 +112,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
     Raises:
         OSError: As of `open_descriptor`, or the file has more than `max_bytes`, also if it grew while it was read.
     """
-    descriptor = open_descriptor(path)
+    descriptor = open_descriptor(path, may_be_given=True)
     try:
         num_bytes = os.fstat(descriptor).st_size
         _check_size(path, num_bytes, max_bytes)
@@ -132,13 +139,18 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES, *, 
     return io.TextIOWrapper(io.BytesIO(read_file(path, max_bytes)), encoding="utf-8", errors=errors).read()
 
 
-def check_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> int:
+def check_file(path: str | os.PathLike[str], max_bytes: int | None = None, *, may_be_given: bool = False) -> int:
     """Checks a file that a library opens by its path, and returns the file's size in bytes.
 
+    Args:
+        path: The file.
+        max_bytes: The largest size; None if any is good.
+        may_be_given: As for `open_descriptor`.
+
     Raises:
-        OSError: As of `read_file`; without `max_bytes` any size is good.
+        OSError: As of `read_file`.
     """
-    descriptor = open_descriptor(path)
+    descriptor = open_descriptor(path, may_be_given=may_be_given)
     try:
         num_bytes = os.fstat(descriptor).st_size
     finally:

@@ -1,0 +1,149 @@
+"""Searches texts by the expressions of a stranger's tokenizer in a process with limits, which the kernel ends.
+
+An expression may search a text of a kilobyte for minutes, and nothing interrupts the library meanwhile. So every call
+that searches a text goes through `TextSearch`, which asks such a process where a tokenizer has other expressions than
+those that are known to take linear time. A process that has limits itself, as a worker of `genesis data prepare`,
+calls the library directly.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import tokenizers
+
+from genesis.base.errors import UserError
+from genesis.base.limited_workers import (
+    TEXTS_BYTES,
+    LimitedWorkers,
+    LimitReachedError,
+    count_encoding_seconds,
+    is_limited,
+    serve_limited,
+)
+from genesis.tokenizer.limits import has_unknown, quote
+from genesis.tokenizer.panics import refusing_panics, without_panics_printed
+
+_WORKERS: Final = LimitedWorkers(__name__, 1)
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and each id's start and end (exclusive) in characters."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class TextSearch:
+    """The calls of a tokenizer of the library that search a text. Several threads may call.
+
+    Each raises a UserError if the expressions take too long for a text, or the library fails on it.
+
+    Args:
+        built: The tokenizer, which does not change any more.
+        expressions: Its regular expressions, as `list_expressions` returns them.
+    """
+
+    def __init__(self, built: tokenizers.Tokenizer, expressions: Sequence[str]) -> None:
+        self._built, self._expressions = built, expressions
+        self._is_direct = is_limited() or not has_unknown(expressions)
+
+    def encode(self, text: str, *, is_framed: bool = False) -> Encoded:
+        """Returns the ids of a text; `is_framed` with those that the tokenizer adds before and after it."""
+        ids, offsets = self._call(_encode, len(text), text, is_framed)
+        return Encoded(ids, offsets)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text, by several threads."""
+        found: list[list[int]] = self._call(_encode_batch, sum(map(len, texts)), [*texts])
+        return found
+
+    def decode(self, ids: list[int], *, has_controls: bool) -> str:
+        """Returns the text of ids as the library's decoder gives it."""
+        text: str = self._call(_decode, len(ids), ids, has_controls)
+        return text
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Checks the expressions on texts, unless another process has done so."""
+        if not self._is_direct:
+            self.encode_batch(texts)
+
+    def _call(self, function: Callable[..., Any], size: int, *arguments: Any) -> Any:
+        if self._is_direct:
+            return function(self._built, *arguments)
+        call, seconds = (self._key, function, arguments), count_encoding_seconds(size)
+        try:
+            found = _exchange(call, seconds)
+            if found is None:  # the process has just started
+                _exchange((self._key, _read, self._state), seconds)
+                found = _exchange(call, seconds)
+        except LimitReachedError as error:
+            raise UserError(
+                f"a search of its expressions ({quote(self._expressions[0])}, ...) in {size:,} characters {error}: use "
+                "another tokenizer"
+            ) from None
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    @cached_property
+    def _state(self) -> tuple[str, bool]:
+        return self._built.to_str(), self._built.encode_special_tokens
+
+    @cached_property
+    def _key(self) -> bytes:
+        return hashlib.blake2b(repr(self._state).encode()).digest()
+
+
+@refusing_panics
+def _encode(built: tokenizers.Tokenizer, text: str, is_framed: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    encoded = built.encode(text, add_special_tokens=is_framed)
+    return encoded.ids, encoded.offsets
+
+
+@refusing_panics
+def _encode_batch(built: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [one.ids for one in built.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@refusing_panics
+def _decode(built: tokenizers.Tokenizer, ids: list[int], has_controls: bool) -> str:
+    text: str = built.decode(ids, skip_special_tokens=not has_controls)
+    return text
+
+
+def _exchange(message: object, seconds: float) -> Any:
+    return pickle.loads(_WORKERS.ask(pickle.dumps(message), seconds, TEXTS_BYTES))
+
+
+# ---- in the process
+
+
+_tokenizers: dict[bytes, tokenizers.Tokenizer] = {}
+
+
+def main(descriptor: int) -> None:
+    """Searches texts until the process at the other end of the pipe is gone."""
+    serve_limited(descriptor, _answer)
+
+
+def _answer(message: bytes) -> bytes:
+    key, function, arguments = pickle.loads(message)
+    found: object = None
+    if function is _read:
+        _tokenizers[key] = _read(*arguments)
+    elif key in _tokenizers:
+        try:
+            with without_panics_printed():
+                found = function(_tokenizers[key], *arguments)
+        except UserError as error:
+            found = error
+    return pickle.dumps(found)
+
+
+def _read(content: str, has_no_controls: bool) -> tokenizers.Tokenizer:
+    read = tokenizers.Tokenizer.from_str(content)
+    read.encode_special_tokens = has_no_controls
+    return read
