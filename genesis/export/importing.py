@@ -113,7 +113,7 @@ def import_directory(
     )
     with torch.device("meta"):
         kept = Decoder(config).list_float32()
-    _check_lossless(directory, {name: tensor for name, tensor in found.items() if name not in kept}, dtype)
+    check_lossless(directory, {name: tensor for name, tensor in found.items() if name not in kept}, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
     widened = {name: tensor for name, tensor in found.items() if dtype == torch.float32 or name in kept}
     num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
@@ -148,7 +148,7 @@ def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:
     check_space(out, num_bytes + num_bytes // 10)
 
 
-def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Checks that no weight is rounded.
 
     Raises:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
 from genesis.objectives.vocabulary import Vocabulary
 
@@ -138,7 +138,7 @@ class Prepared(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch, Vocabulary], Tensor]], Tensor]
+ScorePairs = Callable[[Path, Path | None, Callable[[LanguageModel, MicroBatch, Vocabulary], Tensor]], Tensor]
 """Returns the scores that a checkpoint gives to the two answers of each pair, from a directory if they are there."""
 
 
@@ -218,7 +218,7 @@ class Objective(ABC):
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""
         return {TOKENS: window.num_valid_tokens, BYTES: window.num_bytes}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+    def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with what the head needs beside the labels, in `MicroBatch.extra`.
 
         Called before each forward, under `torch.no_grad`, on all ranks alike: it may run further forwards.
@@ -240,6 +240,8 @@ class Objective(ABC):
 
 
 @torch.no_grad()
-def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+def prepare(
+    objective: Objective, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary
+) -> MicroBatch:
     """Returns the micro-batch as the objective's head needs it. Nothing that `Objective.prepare` does has a graph."""
     return objective.prepare(decoder, micro_batch, vocabulary)
