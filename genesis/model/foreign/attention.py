@@ -142,8 +142,8 @@ def _attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: DocumentM
         key, value = (one.repeat_interleave(repeats, 1) for one in (key, value))
     window = (-1 if mask.window is None else mask.window - 1, 0)
     assert mask.offsets is not None
-    places = (mask.offsets, mask.offsets, length, length)
-    out: Tensor = varlen_attn(query, key, value, *places, scale=scaling, window_size=window)
+    where = (mask.offsets, mask.offsets, length, length)
+    out: Tensor = varlen_attn(query, key, value, *where, scale=scaling, window_size=window)
     return out.view(rows, length, heads, -1)
 
 

@@ -82,7 +82,7 @@ def test_the_proof_accepts_the_families(kind: str) -> None:
 
 
 def test_the_proof_finds_documents_that_a_model_does_not_keep_apart() -> None:
-    theirs = make_theirs(configure("falcon", num_kv_heads=2, alibi=False, multi_query=False))
+    theirs = make_theirs(configure("falcon", num_kv_heads=4, alibi=False, multi_query=False))
     with pytest.raises(UserError, match=r"documents to rows"):
         wrap(theirs).prove(48)
     wrap(theirs, documents="rows").prove(48)
