@@ -4,7 +4,6 @@ Files are read by our checked readers first. Each way ends with a proof: the dir
 tensor is compared bit for bit, and logits with those of the model that trains.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from genesis.model.foreign.decoder import PREFIX, TransformersDecoder, find_shap
 from genesis.model.language_model import project
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.files import write_files
+from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_directory
 
 _TOLERANCE: Final = 1e-4
@@ -105,7 +105,7 @@ def _describe(given: Mapping[str, Any], directory: Path) -> DecoderConfig:
     with blaming(directory / CONFIG_NAME, "correct it"):
         theirs = read_config(given)
         # With every default of this version, so that another version reads the same model.
-        whole = json.loads(theirs.to_json_string(use_diff=False))
+        whole = load_json(theirs.to_json_string(use_diff=False))
         body = TransformersConfig({key: value for key, value in whole.items() if key not in LEFT_OUT})
         return DecoderConfig(**find_shape(theirs)._asdict(), body=body)
 
@@ -115,8 +115,8 @@ def _read_files(directory: Path) -> dict[str, Tensor]:
     """Returns the tensors of the files, views of mapped files, after checking all headers and values."""
     read = dict(iterate_tensors(directory, read_file_names(directory)))
     for name, tensor in read.items():
-        is_sound = tensor.is_floating_point() and all(bool(piece.isfinite().all()) for piece in iterate_pieces(tensor))
-        if not is_sound or tensor.element_size() < torch.float16.itemsize:
+        is_quantised = tensor.element_size() == 1 and tensor.dtype != torch.bool
+        if is_quantised or not all(bool(piece.isfinite().all()) for piece in iterate_pieces(tensor)):
             raise UserError(
                 f"{directory}: {name} is {str(tensor.dtype).removeprefix('torch.')} or has values that are not "
                 "finite, and weights must be finite, in float32, bfloat16 or float16: dequantise the model by "
@@ -207,7 +207,7 @@ def write_foreign(
             state[name] = torch.cat(blocks).view(tensor.shape)
             shown.advance(tensor.numel() * torch.float32.itemsize)
     assert isinstance(config.body, TransformersConfig)
-    theirs = AutoModelForCausalLM.from_config(read_config(config.body.config), dtype=dtype)
+    theirs = AutoModelForCausalLM.from_config(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
     theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
     theirs.tie_weights()
     theirs.save_pretrained(staging, max_shard_size=max_file_bytes)

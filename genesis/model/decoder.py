@@ -153,7 +153,12 @@ class DecoderConfig:
 
     @property
     def parts(self) -> Parts:
-        """The configurations of the parts; those that are not given follow from the short fields."""
+        """The configurations of the parts; those that are not given follow from the short fields.
+
+        Raises:
+            UserError: A body has none.
+        """
+        refuse_body(self)
         given: dict[str, dict[str, Any]] = {}
         for name, (part, field) in SHORT_FIELDS.items():
             given.setdefault(part, {})[field] = getattr(self, name)
@@ -545,8 +550,8 @@ def refuse_body(config: DecoderConfig) -> None:
     """
     if config.body is not None:
         raise UserError(
-            f"the model is of another library ({type(config.body).__name__}), and this needs a decoder of Genesis: "
-            "export the model by `genesis export`, then use transformers or vLLM"
+            f"the model is of another library ({type(config.body).__name__}), and this needs a decoder of Genesis: it "
+            "can be trained, validated, and exported by `genesis export`, for transformers or vLLM"
         )
 
 

@@ -283,7 +283,7 @@ class GenesisModule(pl.LightningModule):
     def _prove_model(self) -> None:
         """Lets the model prove itself on a row as long as those of the fit. Communicates."""
         data = vars(self.trainer).get("datamodule")
-        if isinstance(data, CorpusDataModule):
+        if self.decoder_config.body is not None and isinstance(data, CorpusDataModule):
             with self.trainer.precision_plugin.forward_context():
                 self._model.prove(data.training.options.seq_len)
             free_gathered_parameters(self)

@@ -83,7 +83,7 @@ def find_shape(config: Any) -> BodyShape:
 def _build_theirs(body: TransformersConfig, config: Any) -> Any:
     # Eager code is right for any rule if each row is one document, and every model has it.
     attention = NAME if body.documents == "packed" else "eager"
-    options = {"dtype": torch.float32, "experts_implementation": body.experts}
+    options = {"dtype": torch.float32, "experts_implementation": body.experts, "trust_remote_code": False}
     with blaming(f"config.json of {config.model_type}", "correct it"):
         try:
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)

@@ -191,5 +191,5 @@ def test_what_cannot_be_trained_is_refused_by_name(config: dict[str, Any], messa
 
 
 def test_what_needs_our_own_decoder_refuses_the_model() -> None:
-    with pytest.raises(UserError, match=r"export the model by `genesis export`"):
+    with pytest.raises(UserError, match=r"exported by `genesis export`"):
         Decoder(describe(configure("llama")))
