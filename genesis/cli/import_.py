@@ -3,6 +3,7 @@
 import argparse
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     check_is_new(arguments.out)
     download = _find_download(arguments.model)
     directory = find_export(arguments.model) if download is None else download.directory
-    options = {
+    options: dict[str, Any] = {
         "has_tokenizer": not arguments.no_tokenizer,
         "dtype": _DTYPES[arguments.dtype],
         "download": download,

@@ -104,7 +104,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, options.layout, staging)
         if is_foreign:
-            proof = import_module("genesis.export.foreign").write_foreign(
+            proof: dict[str, Any] = import_module("genesis.export.foreign").write_foreign(
                 *(sources, config, staging), dtype=dtype, max_file_bytes=options.max_file_bytes
             )
             write_generation_config(reading, staging)

@@ -207,7 +207,8 @@ def write_foreign(
             state[name] = torch.cat(blocks).view(tensor.shape)
             shown.advance(tensor.numel() * torch.float32.itemsize)
     assert isinstance(config.body, TransformersConfig)
-    theirs = AutoModelForCausalLM.from_config(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
+    build: Any = AutoModelForCausalLM.from_config
+    theirs = build(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
     theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
     theirs.tie_weights()
     theirs.save_pretrained(staging, max_shard_size=max_file_bytes)

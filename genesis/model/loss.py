@@ -120,7 +120,7 @@ def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
 
 
 def _apply_token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, softcap: float | None
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, softcap: float | None = None
 ) -> Tensor:
     losses: Tensor = _TokenLosses.apply(hidden, weight, labels, dtype, softcap)  # type: ignore[no-untyped-call]  # torch's
     return losses

@@ -66,4 +66,4 @@ def apply_recomputation(
     for number, block in decoder.numbered_blocks.items():
         if number % every_n == 0:
             run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random[number])
-            block.forward = run  # type: ignore[method-assign]
+            block.forward = run

@@ -271,16 +271,17 @@ class Sharded(ModelParallelStrategy):
             cast_forward_inputs=False,
         )
         dtype = self.computed_dtype or decoder.output_weight.dtype
-        if max(self._axes.values()) > 1:
-            assert isinstance(decoder, Decoder), "`check_options` refuses other models"
         if self._axes["pp"] > 1:
+            assert isinstance(decoder, Decoder), "`check_options` refuses other models"
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         if self._axes["tp"] > 1:
+            assert isinstance(decoder, Decoder)
             share = RowShare(self._mesh.tensor.get_group())
             share_matrices(decoder, share, MatrixCutter(self._mesh.tensor))
             self.vocabulary = CutVocabulary(share)
         if self._axes["cp"] > 1:
+            assert isinstance(decoder, Decoder)
             exchange = ContextExchange(self._mesh.data.get_group("cp"))
             share_context(decoder, exchange)
             self.vocabulary = ContextVocabulary(exchange, self.vocabulary)
@@ -304,6 +305,7 @@ class Sharded(ModelParallelStrategy):
             offload=self.offload.build_activations(),
         )
         if self._stages:
+            assert isinstance(decoder, Decoder)
             group = self._mesh.dense.get_group("pp")
             num_shares = self._axes["cp"] * self._axes["tp"]
             assert self.stage_clock is not None

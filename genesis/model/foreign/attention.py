@@ -90,7 +90,12 @@ def make_mask(
         is_same = documents.ids[batch, query] == documents.ids[batch, key]
         return is_same & mask_function(batch, head, documents.positions[batch, query], documents.positions[batch, key])
 
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "local_size": local_size}
+    sizes: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "local_size": local_size,
+    }
     dense = sdpa_mask(**sizes, mask_function=rule, allow_is_causal_skip=False, device=device, use_vmap=use_vmap)
     return DocumentMask(None, None, dense)
 
@@ -131,7 +136,7 @@ def attend(
     if is_host(kind) or is_own or dropout > 0.0 or dtype not in (torch.bfloat16, torch.float16):
         own = options if is_own else None
         return _attend_each(module, query, key, value, mask, dropout, scaling, own), None
-    return _attend_by_kernel(*(one.to(dtype) for one in (query, key, value)), mask, scaling), None
+    return _attend_by_kernel(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling), None
 
 
 def _attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, scaling: float | None) -> Tensor:
@@ -143,8 +148,9 @@ def _attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: DocumentM
     window = (-1 if mask.window is None else mask.window - 1, 0)
     assert mask.offsets is not None
     where = (mask.offsets, mask.offsets, length, length)
-    out: Tensor = varlen_attn(query, key, value, *where, scale=scaling, window_size=window)
-    return out.view(rows, length, heads, -1)
+    out: Any = varlen_attn(query, key, value, *where, scale=scaling, window_size=window)
+    by_head: Tensor = out.view(rows, length, heads, -1)
+    return by_head
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths are read here: each packing would be compiled
@@ -161,19 +167,20 @@ def _attend_each(
     assert mask.offsets is not None
     rows, _, length, _ = query.shape
     lengths = mask.offsets.diff().tolist()
-    documents = zip(*(one.transpose(1, 2).flatten(0, 1).split(lengths) for one in (query, key, value)), strict=True)
+    parts = (torch.split(one.transpose(1, 2).flatten(0, 1), lengths) for one in (query, key, value))
+    documents = zip(*parts, strict=True)
     outs = []
     for of_one in documents:
-        each = [one.transpose(0, 1)[None] for one in of_one]  # [1, H, s, E]
+        of_query, of_key, of_value = (one.transpose(0, 1)[None] for one in of_one)  # [1, H, s, E]
         seen = None
-        size = each[0].shape[2]
+        size = of_query.shape[2]
         if own is not None or (mask.window is not None and size > mask.window):
             index = torch.arange(size, device=query.device)
             seen = index[None, :] <= index[:, None]
             if mask.window is not None:
                 seen &= index[None, :] > index[:, None] - mask.window
             seen = seen[None, None]
-        outs.append(_attend_densely(module, *each, seen, dropout, scaling, own)[0])
+        outs.append(_attend_densely(module, of_query, of_key, of_value, seen, dropout, scaling, own)[0])
     return torch.cat(outs).view(rows, length, *outs[0].shape[1:])
 
 

@@ -86,7 +86,8 @@ def _build_theirs(body: TransformersConfig, config: Any) -> Any:
     options = {"dtype": torch.float32, "experts_implementation": body.experts, "trust_remote_code": False}
     with blaming(f"config.json of {config.model_type}", "correct it"):
         try:
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
+            build: Any = AutoModelForCausalLM.from_config
+            return build(config, attn_implementation=attention, **options)
         except KeyError as error:
             if error.args != (NAME,):
                 raise
@@ -139,7 +140,7 @@ class TransformersDecoder(LanguageModel):
 
     def _find_blocks(self) -> str:
         kinds = set(self.model._no_split_modules or ())
-        found = [
+        found: list[str] = [
             name
             for name, module in self.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) and all(type(one).__name__ in kinds for one in module)
@@ -149,7 +150,8 @@ class TransformersDecoder(LanguageModel):
                 f"{type(self.model).__name__} has {len(found)} lists of blocks, and one is needed, which is sharded "
                 "and recomputed block by block: train it by transformers"
             )
-        return found[0]
+        (name,) = found
+        return name
 
     def _mark_float32(self) -> None:
         """Makes the modules that transformers keeps in float32, and all buffers, keep their dtype when it is cast."""
@@ -158,7 +160,7 @@ class TransformersDecoder(LanguageModel):
             own = [f"{name}.{one}" for one, _ in module.named_parameters(recurse=False)]
             is_kept = bool(own) and all(any(re.search(rf"\.{key}(\.|$)", one) for key in kept) for one in own)
             if is_kept:
-                module.keeps_float32 = True  # type: ignore[assignment]  # read by strategies, as that of a `Part`
+                module.keeps_float32 = True  # read by strategies, as that of a `Part`
             if is_kept or any(True for _ in module.buffers(recurse=False)):
                 vars(module)["_apply"] = partial(_apply_precisely, module, is_kept)
 
@@ -261,12 +263,14 @@ class TransformersDecoder(LanguageModel):
             found = rows.gather(out.logits if head is own_logits else out.last_hidden_state)
             counted = None if counted is None else rows.spread(counted)
         if head is own_logits:
-            return found
+            logits: T = found
+            return logits
         if self._scale != 1.0:
             found = found * self._scale
         result = head(found, self.output_weight)
         if head is project and self.softcap is not None:
-            result = self.softcap * torch.tanh(result / self.softcap)  # type: ignore[assignment, operator]
+            whole: Any = result
+            result = self.softcap * torch.tanh(whole / self.softcap)  # type: ignore[assignment]  # logits
         if not has_statistics:
             return result
         return result, self._measure_routers(out.router_logits, counted) if asks_loss else {}
