@@ -152,6 +152,11 @@ USED: dict[str, str] = {
     "_run_for_rank": "datatrove.executor.base:PipelineExecutor",
     "_strip_protocol": "fsspec:AbstractFileSystem",
     "_validators": "huggingface_hub.utils",
+    # ---- transformers
+    "_is_hf_initialized": "transformers.modeling_utils",
+    "_keep_in_fp32_modules": "transformers.modeling_utils:PreTrainedModel",
+    "_keep_in_fp32_modules_strict": "transformers.modeling_utils:PreTrainedModel",
+    "_no_split_modules": "transformers.modeling_utils:PreTrainedModel",
 }
 """Private names and their owners: `module`, or `module:Class`, whose methods may assign the name to an object."""
 

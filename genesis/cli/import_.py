@@ -1,12 +1,14 @@
 """`genesis import`."""
 
 import argparse
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from genesis.base.arguments import Parser
-from genesis.base.errors import check_is_named
+from genesis.base.errors import UserError, check_is_named
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.chat.learned import find_stop_ids
 from genesis.chat.stops import describe_ends
@@ -40,16 +42,23 @@ def main(argv: list[str]) -> int:
     check_is_new(arguments.out)
     download = _find_download(arguments.model)
     directory = find_export(arguments.model) if download is None else download.directory
-    proof = import_directory(
-        directory,
-        arguments.out,
-        has_tokenizer=not arguments.no_tokenizer,
-        dtype=_DTYPES.get(arguments.dtype, torch.float32),
-        is_nf4=arguments.dtype == _NF4,
-        download=download,
-        compares_models=arguments.proof != "weights",
-        is_whole=arguments.proof == "full",
-    )
+    options: dict[str, Any] = {
+        "has_tokenizer": not arguments.no_tokenizer,
+        "dtype": _DTYPES.get(arguments.dtype, torch.float32),
+        "download": download,
+    }
+    if arguments.kind is None:
+        options["is_nf4"] = arguments.dtype == _NF4
+        compared = {"compares_models": arguments.proof != "weights", "is_whole": arguments.proof == "full"}
+        proof = import_directory(directory, arguments.out, **options, **compared)
+    elif arguments.proof != PROOFS[0]:
+        raise UserError("--proof is of imports into the decoder of Genesis: leave it out beside --as transformers")
+    elif arguments.dtype == _NF4:
+        raise UserError("--dtype nf4 is for the decoder of Genesis: give bfloat16 beside --as transformers")
+    else:
+        proof = import_module("genesis.export.foreign").import_foreign(directory, arguments.out, **options)
+        if proof["documents"] == "rows":
+            print("documents: each gets a padded row of its own, since this model does not keep packed ones apart")
     print(f"{arguments.out}: a checkpoint of {arguments.model}")
     code = describe_code(directory)
     if code is not None:
@@ -90,6 +99,13 @@ def _build_parser() -> Parser:
         "ORG/NAME@REVISION with a branch, a tag or a commit",
     )
     parser.add_argument("out", type=Path, help="the run's directory to create; it must not exist")
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=("transformers",),
+        help="train the model by transformers' own classes, whatever its family: it can be trained and exported, but "
+        "not served here (default: by the decoder of Genesis)",
+    )
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
     parser.add_argument(
         "--dtype",

@@ -89,7 +89,8 @@ def write_card(
     findings = find_results(last) if len(sources) == 1 else []  # an average is a different model, without results
     sections = [
         f"# {name}",
-        f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
+        f"A {'Llama-style language model' if config.body is None else 'language model of transformers'} of "
+        f"{describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
         *([reading] if reading else []),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,10 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     check_is_new(out)
     sources = [_open(path, is_merged=options.is_merged, is_alone=len(checkpoints) == 1) for path in checkpoints]
     config = _read_config(sources)
-    family = find_family(config) if options.layout == "huggingface" else None
+    is_foreign = config.body is not None
+    if is_foreign and options.layout != "huggingface":
+        raise UserError("the model is of transformers, which alone reads and writes it: leave out --format safetensors")
+    family = find_family(config) if options.layout == "huggingface" and not is_foreign else None
     names = _name_tensors(sources, family)
     dtype = DTYPES[options.dtype]
     manifest = sources[-1].manifest
@@ -100,24 +104,31 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         check_proof_memory(count_bytes(names, manifest, torch.float32) * (2 if options.is_merged else 1))
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, options.layout, staging)
-        if family is not None:
+        if is_foreign:
+            proof: dict[str, Any] = import_module("genesis.export.foreign").write_foreign(
+                *(sources, config, staging), dtype=dtype, max_file_bytes=options.max_file_bytes
+            )
+            write_generation_config(reading, staging)
+        elif family is not None:
             _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **reading.ids, "dtype": options.dtype})
             write_generation_config(reading, staging)
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
-        write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
+        if not is_foreign:
+            write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
         card = write_card(out.name, sources, config, dtype, options.layout, reading.origin, form, described)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
         paths = [source.path for source in sources]
-        proof = run_proof(
-            *(staging, paths, place, options.layout),
-            compares_models=options.compares_models,
-            is_whole=options.is_whole,
-            is_merged=options.is_merged,
-        )
+        if not is_foreign:
+            proof = run_proof(
+                *(staging, paths, place, options.layout),
+                compares_models=options.compares_models,
+                is_whole=options.is_whole,
+                is_merged=options.is_merged,
+            )
         proof |= {"tokenizer_origin": reading.origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
@@ -150,9 +161,10 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
         shape = model.get("decoder") if isinstance(model, dict) else None
         configs.append(build_decoder_config(shape, where=f"the recipe in {source.path}"))
         num_tensors = sum(name.startswith(DECODER_PREFIX) for name in source.manifest.tensors)
-        build_empty_decoder(configs[-1], num_tensors, source.path)
+        if configs[-1].body is None:
+            build_empty_decoder(configs[-1], num_tensors, source.path)
     tokenizers = {source.manifest.identity.get("tokenizer_hash") for source in sources}
-    if len(set(configs)) > 1 or len(tokenizers) > 1:
+    if any(config != configs[0] for config in configs) or len(tokenizers) > 1:
         raise UserError(
             f"{sources[0].path} and {sources[-1].path} have different shapes or tokenizers: average only checkpoints "
             "of one model"

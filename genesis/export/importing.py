@@ -126,7 +126,7 @@ def import_directory(
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
         dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32
     stays = {name: tensor for name, tensor in found.items() if name not in quantised}
-    _check_lossless(directory, {name: tensor for name, tensor in stays.items() if name not in kept}, dtype)
+    check_lossless(directory, {name: tensor for name, tensor in stays.items() if name not in kept}, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
     widened = {name: tensor for name, tensor in stays.items() if dtype == torch.float32 or name in kept}
     num_widened = sum(tensor.numel() for tensor in widened.values() if tensor.dtype != torch.float32)
@@ -172,7 +172,7 @@ def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:
     check_space(out, num_bytes + num_bytes // 10)
 
 
-def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Checks that no weight is rounded.
 
     Raises:

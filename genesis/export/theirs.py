@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, DATA_SUFFIXES, read_json
 
-_LEFT_OUT = CODE_KEYS | {"num_labels", "id2label", "label2id"}
+LEFT_OUT = CODE_KEYS | {"num_labels", "id2label", "label2id"}
 """Keys that are not passed on: those of code, and classes of a classifier, of which transformers makes any number."""
 
 
@@ -42,8 +42,8 @@ def _without_code(directory: Path) -> Iterator[Path]:
     with TemporaryDirectory() as name:
         data = Path(name)
         for file in directory.iterdir():
-            if file.name in CODE_NAMES and _LEFT_OUT & (content := read_json(file)).keys():
-                kept = {key: value for key, value in content.items() if key not in _LEFT_OUT}
+            if file.name in CODE_NAMES and LEFT_OUT & (content := read_json(file)).keys():
+                kept = {key: value for key, value in content.items() if key not in LEFT_OUT}
                 (data / file.name).write_text(json.dumps(kept), encoding="utf-8")
             elif file.suffix in DATA_SUFFIXES:
                 (data / file.name).symlink_to(file.absolute())

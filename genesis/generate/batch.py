@@ -22,7 +22,8 @@ from genesis.base.device import send
 from genesis.base.errors import UserError
 from genesis.generate.sample import RowSampler
 from genesis.generate.sampling_options import SamplingOptions
-from genesis.model.decoder import Decoder, project
+from genesis.model.decoder import Decoder
+from genesis.model.language_model import project
 
 DEFAULT_NEW_TOKENS = 256
 _NO_TOKEN = -1

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from genesis.model.decoder import Decoder, project
+from genesis.model.decoder import Decoder
+from genesis.model.language_model import project
 
 
 def transpose_linears(decoder: Decoder) -> None:

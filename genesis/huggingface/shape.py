@@ -27,7 +27,7 @@ from genesis.huggingface.qwen3 import QWEN3
 from genesis.huggingface.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from genesis.huggingface.qwen3_moe import OLMOE, QWEN3_MOE
 from genesis.huggingface.smollm3 import SMOLLM3
-from genesis.model.decoder import SHORT_FIELDS, DecoderConfig
+from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, refuse_body
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 
@@ -73,7 +73,8 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     if family is None:
         raise UserError(
             f"{path}: model_type is {content.get('model_type')!r}, which the decoder cannot represent; "
-            f"it must be {', '.join(family.model_type for family in FAMILIES[:-1])} or {FAMILIES[-1].model_type}"
+            f"it must be {', '.join(family.model_type for family in FAMILIES[:-1])} or {FAMILIES[-1].model_type}; "
+            "`genesis import --as transformers` imports any causal model of transformers, to train and not to serve it"
         )
     content = {**family.defaults, **content}
     num_layers = content.get("num_hidden_layers")
@@ -105,6 +106,7 @@ def find_family(config: DecoderConfig) -> Family:
     Raises:
         UserError: No family has these parts.
     """
+    refuse_body(config)
     if config.mixers is not None:
         names = dict.fromkeys(type(mixer).__name__ for mixer in config.mixers)
         raise UserError(f"no family of Hugging Face's has layers of {', '.join(names)}; export as --format safetensors")

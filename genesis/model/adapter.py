@@ -28,6 +28,7 @@ from genesis.model.decoder import Decoder
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
+from genesis.model.language_model import LanguageModel
 from genesis.model.nf4 import BLOCK, BYTES, Nf4Linear, Nf4Weight, dequantise
 from genesis.model.part import ADAPTERS, MATRICES, VECTORS, ParameterGroup, Part, check_counts
 from genesis_callbacks.base.local_shards import local_shards
@@ -37,7 +38,6 @@ ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)
 """The names of an adapter's tensors in its layer."""
 EXTRA_TENSORS: Final = {"embedding": "embedding.weight", "head": "output.weight"}
 """The allowed values of `also_train`: tensors of the decoder outside of the blocks."""
-_ROUTER: Final = "router"
 _NUM_NAMED: Final = 3
 
 
@@ -283,7 +283,7 @@ def _multiply(layer: nn.Linear, rows: slice | Tensor | None, x: Tensor) -> Tenso
 
 
 def attach_adapters(
-    decoder: Decoder, config: AdapterConfig, base: BaseFormat | None = None
+    decoder: LanguageModel, config: AdapterConfig, base: BaseFormat | None = None
 ) -> dict[str, AdaptedLinear | ExpertAdapter]:
     """Adds adapters to a newly built decoder in place, and freezes all other tensors except `config.also_train`.
 
@@ -321,7 +321,7 @@ def attach_adapters(
     return adapted
 
 
-def use_nf4(decoder: Decoder) -> None:
+def use_nf4(decoder: LanguageModel) -> None:
     """Replaces the linear layers of the blocks by layers of bytes, whose values a restore must give, in place.
 
     Raises:
@@ -332,7 +332,7 @@ def use_nf4(decoder: Decoder) -> None:
         decoder.set_submodule(name, Nf4Linear(layer))
 
 
-def check_nf4(decoder: Decoder) -> None:
+def check_nf4(decoder: LanguageModel) -> None:
     """Refuses a decoder that cannot have its linear layers in NF4.
 
     Raises:
@@ -375,7 +375,7 @@ def read_plain_state(decoder: nn.Module) -> dict[str, Tensor]:
     return state | {f"{name}.weight": layer.weight for name, layer in layers.items()}
 
 
-def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
+def select_layers(decoder: LanguageModel, config: AdapterConfig) -> dict[str, nn.Linear]:
     """Returns the linear layers that get adapters, by name: only layers of the blocks, and no routers.
 
     Raises:
@@ -396,7 +396,7 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
     return chosen
 
 
-def select_experts(decoder: Decoder, config: AdapterConfig) -> dict[str, Experts]:
+def select_experts(decoder: LanguageModel, config: AdapterConfig) -> dict[str, Experts]:
     """Returns the stacks of routed experts that get adapters, by name; `select_layers` checks the patterns.
 
     Raises:
@@ -408,20 +408,20 @@ def select_experts(decoder: Decoder, config: AdapterConfig) -> dict[str, Experts
     return chosen
 
 
-def find_linears(decoder: Decoder) -> dict[str, nn.Linear]:
+def find_linears(decoder: LanguageModel) -> dict[str, nn.Linear]:
     """Returns the linear layers that may have adapters, by name: all linear layers of the blocks except routers."""
     return {
-        f"blocks.{name}": module
-        for name, module in decoder.blocks.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != _ROUTER
+        f"{decoder.blocks_name}.{name}": module
+        for name, module in decoder.get_submodule(decoder.blocks_name).named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in decoder.router_names
     }
 
 
-def find_stacks(decoder: Decoder) -> dict[str, Experts]:
+def find_stacks(decoder: LanguageModel) -> dict[str, Experts]:
     """Returns the stacks of routed experts that may have adapters, by name, with the experts that have them."""
     return {
-        f"blocks.{name}.{target}": module
-        for name, module in decoder.blocks.named_modules()
+        f"{decoder.blocks_name}.{name}.{target}": module
+        for name, module in decoder.get_submodule(decoder.blocks_name).named_modules()
         if isinstance(module, Experts)
         for target in STACKS
     }
@@ -475,12 +475,17 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= _NUM_NAMED else f"{', '.join(names[: _NUM_NAMED - 1])}, ..., {names[-1]}"
 
 
-def _find_extra(decoder: Decoder, extra: str, base: BaseFormat) -> str:
+def _find_extra(decoder: LanguageModel, extra: str, base: BaseFormat) -> str:
     """Returns the name of the tensor that `also_train` names.
 
     Raises:
         UserError: The decoder has no such tensor, or its dtype is too coarse to be trained.
     """
+    if not isinstance(decoder, Decoder):
+        raise UserError(
+            f"model.adapter.also_train has {extra!r}, and the model is of another library, whose tables stay frozen "
+            "under adapters: leave it out, or train all weights without adapters"
+        )
     if extra == "head" and decoder.config.has_tied_embeddings:
         raise UserError(
             "model.adapter.also_train has 'head', and the output weight is the embedding: name 'embedding', which "
@@ -503,7 +508,7 @@ def is_adapter_tensor(name: str) -> bool:
     return name.rpartition(".")[2] in ADAPTER_TENSORS
 
 
-def init_adapters(decoder: Decoder, seed: int) -> None:
+def init_adapters(decoder: LanguageModel, seed: int) -> None:
     """Initializes all adapters, with the same values for the same seed under any sharding. Does not communicate.
 
     The base must have its values, because DoRA starts with the lengths of its rows.
@@ -514,7 +519,7 @@ def init_adapters(decoder: Decoder, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill_trained(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+def fill_trained(decoder: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     """Copies whole tensors by name into adapters and other trained parameters. Does not communicate."""
     for name, tensor in tensors.items():
         for local in local_shards(name, decoder.get_parameter(name), "parameter"):

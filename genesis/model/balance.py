@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import ENTROPY, LOAD, Router, find_routers
 from genesis_callbacks.base.local_shards import local_shards
 
@@ -138,7 +138,7 @@ class LayerBalance:
         )
 
 
-def measure_balance(decoder: Decoder, figures: Mapping[str, float]) -> dict[str, LayerBalance]:
+def measure_balance(decoder: LanguageModel, figures: Mapping[str, float]) -> dict[str, LayerBalance]:
     """Returns the balance of each mixture by its canonical name.
 
     Args:

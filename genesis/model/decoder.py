@@ -12,22 +12,21 @@ self-contained modules, so that sharding, activation checkpointing and compilati
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from genesis.base.errors import UserError
-from genesis.model.attend.table import TORCH_KERNEL
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.exchange import HeadExchange
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.kv_cache import CacheTensor, KVCache
+from genesis.model.language_model import BodyConfig, BodyShape, LanguageModel, project
 from genesis.model.mixer import (
     AttentionHeads,
     ForwardTokens,
@@ -48,6 +47,8 @@ SHORT_FIELDS: Final = {
     "norm_eps": ("norm", "eps"),
 }
 """Fields of `DecoderConfig` that set a field of a part's configuration if that configuration is not given."""
+_MIXTURE_PARTS: Final = ("router", "experts")
+"""The parts of a mixture that are listed by themselves; the rest of it is dense."""
 
 
 class Parts(NamedTuple):
@@ -84,6 +85,7 @@ class DecoderConfig:
         mixers: The sequence mixers of the layers in their order; the list begins again where it ends before the last
             layer. None for layers with attention, and `linear_attention` if it is given. A list that these two can
             describe becomes these two.
+        body: A whole model that another library defines, in the place of all parts; None for a decoder of parts.
 
     Raises:
         UserError: The shape is invalid.
@@ -105,9 +107,13 @@ class DecoderConfig:
     norm: NormConfig | None = None
     linear_attention: GatedDeltaConfig | None = None
     mixers: tuple[SequenceMixerConfig, ...] | None = None
+    body: BodyConfig | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
+        if self.body is not None:
+            self._check_body_alone()
+            return
         self._settle_mixers()
         for name, (part, _) in SHORT_FIELDS.items():
             value, default, owner = getattr(self, name), vars(DecoderConfig)[name], find_owner(self, name)
@@ -121,6 +127,13 @@ class DecoderConfig:
         self.parts.feed_forward.check(self.num_layers)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+
+    def _check_body_alone(self) -> None:
+        """Refuses options of parts beside a body, which has none of them."""
+        left = {field.name for field in fields(self)} - {*BodyShape._fields, "body"}
+        given = next((name for name in sorted(left) if getattr(self, name) != vars(DecoderConfig)[name]), None)
+        if given is not None:
+            raise UserError(f"{given} is {getattr(self, given)}, and body is given, which has no such part: remove one")
 
     def _settle_mixers(self) -> None:
         """Replaces a list of mixers by the fields that earlier releases can also read, if they can describe it."""
@@ -140,7 +153,12 @@ class DecoderConfig:
 
     @property
     def parts(self) -> Parts:
-        """The configurations of the parts; those that are not given follow from the short fields."""
+        """The configurations of the parts; those that are not given follow from the short fields.
+
+        Raises:
+            UserError: A body has none.
+        """
+        refuse_body(self)
         given: dict[str, dict[str, Any]] = {}
         for name, (part, field) in SHORT_FIELDS.items():
             given.setdefault(part, {})[field] = getattr(self, name)
@@ -154,7 +172,9 @@ class DecoderConfig:
         )
 
     def list_mixers(self) -> list[tuple[SequenceMixerConfig, list[int]]]:
-        """Returns each mixer with the numbers of its layers, counted from 0."""
+        """Returns each mixer with the numbers of its layers, counted from 0; nothing for a body, which has its own."""
+        if self.body is not None:
+            return []
         attention, linear = self.parts.attention, self.linear_attention
         found: list[tuple[SequenceMixerConfig, list[int]]] = []
         for layer in range(self.num_layers):
@@ -325,38 +345,32 @@ class BlockInputs(NamedTuple):
     counted: Bool[Tensor, "B S"] | None
 
 
-def project(hidden: Float[Tensor, "B S D"], output_weight: Float[Tensor, "V D"]) -> Float[Tensor, "B S V"]:
-    """The default head: returns the logits."""
-    return linear(hidden, output_weight)
-
-
-class Decoder(nn.Module):
-    """The language model.
+class Decoder(LanguageModel):
+    """The language model that is put together from parts.
 
     It may be built on the meta device; `to_empty` and `init_weights` then allocate and fill it. It has no buffers.
+    `run_blocks` runs one of `groups` after the other. Where this decoder has `blocks_elsewhere`, it may also lack its
+    embedding, its last norm and its output weight, and `genesis.strategies.pipeline` runs it.
 
     Attributes:
-        groups: The blocks that one call of `run_blocks` runs, in order: by default all.
         share: This rank's share of the tokens of each row if ranks share matrices; None for whole rows.
         context: The ranks that share rows alone (context parallelism), whose shares `share` divides further; None for
             whole rows.
-        attention_kernel: The kernel of attention without a cache, by its name in `genesis.model.attend.table`.
-        blocks_elsewhere: The blocks that other ranks hold, by their numbers, without values. This decoder may then also
-            lack its embedding, its last norm and its output weight, and `genesis.strategies.pipeline` runs it.
-        copies: The names of parameters of which another rank holds the same, so that it is not counted twice.
+
+    Raises:
+        UserError: The configuration describes a model that another library defines (`build_model`).
     """
 
+    blocks_name = "blocks"
+
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
+        refuse_body(config)
+        super().__init__(config.num_layers)
         self.config = config
-        self.blocks_elsewhere: dict[int, Block] = {}
-        self.copies: frozenset[str] = frozenset()
         self._mixers = config.list_mixers()
         mixers = {layer: mixer for mixer, layers in self._mixers for layer in layers}
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, mixers[layer], layer) for layer in range(config.num_layers))
-        self.groups: Sequence[range] = [range(config.num_layers)]
-        self.attention_kernel = TORCH_KERNEL
         self.share: SequenceShare | None = None
         self.context: HeadExchange | None = None
         self.norm = config.parts.norm.build(config.dim)
@@ -368,29 +382,16 @@ class Decoder(nn.Module):
         """The weight that turns hidden states into logits."""
         return self.embedding.weight if self.config.has_tied_embeddings else self.output.weight
 
-    @property
-    def numbered_blocks(self) -> dict[int, Block]:
-        """The blocks that are there, by their numbers, which are also their names."""
-        return {int(name): block for name, block in self.blocks.named_children()}  # type: ignore[misc]
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """Every part by its canonical name; the embedding and the output weight are the decoder's own."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, Part)}
+    def draws_random_numbers(self, block: nn.Module) -> bool:
+        """Returns whether the block, or one of its parts, has dropout."""
+        return self.config.dropout > 0 or any(
+            part.draws_random_numbers for part in block.modules() if isinstance(part, Part)
+        )
 
     def new_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty cache for sequences of at most `num_slots` tokens, beside the output weight."""
         weight = self.output_weight
         return KVCache(self.config.cache_tensors, num_rows, num_slots, weight.device, weight.dtype)
-
-    def list_float32(self) -> set[str]:
-        """Returns the names of the parameters that are float32 in a decoder of any dtype, such as those of routers."""
-        return {
-            f"{name}.{parameter}"
-            for name, part in self.parts.items()
-            if part.keeps_float32
-            for parameter, _ in part.named_parameters()
-        }
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -429,18 +430,18 @@ class Decoder(nn.Module):
         has_statistics: bool = False,
         counted: Bool[Tensor, "B S"] | None = None,
     ) -> T | tuple[T, dict[str, Statistics]]:
-        """Returns the result of `head` for the final hidden states and the output weight: by default the logits.
+        """Returns the result of `head`; see `LanguageModel.forward`.
 
         Args:
-            input_ids: Tokens.
-            document_ids: Which document of its row each token belongs to; None for one document per row.
-            document_offsets: Where these documents begin in the flattened batch, and its end; None to compute them.
+            input_ids: See there, as for the other arguments.
+            document_ids: See there.
+            document_offsets: See there.
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
             logits_to_keep: The positions of the flattened batch whose logits are returned; the last block computes
                 only these positions. None for all positions.
-            head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
-            has_statistics: Whether to return the parts' statistics as well, by the parts' canonical names.
-            counted: The tokens that the statistics contain; None for all tokens.
+            head: See there.
+            has_statistics: See there.
+            counted: See there.
         """
         if has_statistics and counted is None:
             counted = torch.ones_like(input_ids, dtype=torch.bool)
@@ -514,3 +515,52 @@ class Decoder(nn.Module):
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         return x, statistics
+
+    # ---- costs
+
+    @property
+    def flops_per_token(self) -> int:
+        """Those of the parts, and six for each element of the output weight."""
+        return 6 * self.output_weight.numel() + sum(part.flops_per_token for part in self.parts.values())
+
+    def context_flops_per_token(self, context: int) -> int:
+        """Returns the sum of all parts."""
+        return sum(part.context_flops_per_token(context) for part in self.parts.values())
+
+    @property
+    def num_inactive_parameters(self) -> int:
+        """Those of all mixtures."""
+        return sum(part.num_inactive_parameters for part in self.parts.values())
+
+    def name_part(self, parameter: str) -> str:
+        """Returns the name of the mixer or feed-forward part, of a part of a mixture, `norms`, or the tensor's own."""
+        if "norm" in parameter:
+            return "norms"
+        first, *rest = parameter.split(".")
+        if first != self.blocks_name:
+            return first
+        return next((part for part in _MIXTURE_PARTS if f"{part}." in parameter), rest[1])
+
+
+def refuse_body(config: DecoderConfig) -> None:
+    """Refuses a model that another library defines, where parts of Genesis are needed.
+
+    Raises:
+        UserError: It is one.
+    """
+    if config.body is not None:
+        raise UserError(
+            f"the model is of another library ({type(config.body).__name__}), and this needs a decoder of Genesis: it "
+            "can be trained, validated, and exported by `genesis export`, for transformers or vLLM"
+        )
+
+
+def build_model(config: DecoderConfig) -> LanguageModel:
+    """Returns the model of a configuration, without values: a decoder of parts, or its body.
+
+    Raises:
+        UserError: The body cannot be built.
+    """
+    if config.body is None:
+        return Decoder(config)
+    return config.body.build(BodyShape(*(getattr(config, name) for name in BodyShape._fields)))

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, find_linears
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.experts import Experts
+from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import Router
-from genesis.model.part import Part
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
-_MIXTURE_PARTS = ("router", "experts")
-"""The parts of a mixture that are listed by themselves; the rest of it is dense."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,14 @@ class TrainingMemory:
 
 def build_without_memory(
     config: DecoderConfig, adapter: AdapterConfig | None = None, base: BaseFormat | None = None
-) -> Decoder:
+) -> LanguageModel:
     """Returns the decoder, with adapters beside its base if there are any, on the meta device.
 
     Raises:
         UserError: The decoder cannot have the adapters.
     """
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = build_model(config)
         if adapter is not None:
             attach_adapters(decoder, adapter, base)
     return decoder
@@ -89,20 +87,19 @@ def describe(config: DecoderConfig) -> Description:
     decoder = build_without_memory(config)
     parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
     for name, parameter in decoder.named_parameters():
-        part = _part_of(name)
+        part = decoder.name_part(name)
         parameters[part] = parameters.get(part, 0) + parameter.numel()
     if not parameters["attention"]:
         del parameters["attention"]  # all layers have other mixers
     num_parameters = sum(parameters.values())
-    parts = decoder.parts.values()
     return Description(
         config=config,
         parameters=parameters,
-        flops_per_token=6 * decoder.output_weight.numel() + sum(part.flops_per_token for part in parts),
-        attention_flops_per_token=sum(part.context_flops_per_token(config.max_seq_len) for part in parts),
+        flops_per_token=decoder.flops_per_token,
+        attention_flops_per_token=decoder.context_flops_per_token(config.max_seq_len),
         kv_cache_bytes_per_token=config.count_cache_bytes_per_token(BFLOAT16_BYTES),
         weights_bytes=FLOAT32_BYTES * num_parameters,
-        num_inactive_parameters=sum(part.num_inactive_parameters for part in parts if isinstance(part, Experts)),
+        num_inactive_parameters=decoder.num_inactive_parameters,
     )
 
 
@@ -138,24 +135,10 @@ def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterC
     if adapter is None:
         return total
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = build_model(config)
         adapted = attach_adapters(decoder, adapter)
     frozen = sum(layer.weight.numel() for layer in find_linears(decoder).values())
     frozen += sum(part.flops_per_token // 6 for part in decoder.parts.values() if isinstance(part, Experts | Router))
     if not decoder.output_weight.requires_grad:
         frozen += decoder.output_weight.numel()
     return total - 2 * frozen + sum(layer.flops_per_token for layer in adapted.values())
-
-
-def list_attending_parts(config: DecoderConfig) -> list[Part]:
-    """Returns the parts, on the meta device, whose arithmetic for a token depends on the length of its document."""
-    return [part for part in build_without_memory(config).parts.values() if part.context_flops_per_token(1)]
-
-
-def _part_of(name: str) -> str:
-    if "norm" in name:
-        return "norms"
-    first, *rest = name.split(".")
-    if first != "blocks":
-        return first
-    return next((part for part in _MIXTURE_PARTS if f"{part}." in name), rest[1])

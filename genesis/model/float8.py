@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from genesis.base.device import has_float8, is_host
 from genesis.base.errors import UserError
 from genesis.model.adapter import check_patterns, choose_by_name, find_linears, find_stacks, list_names
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import DecoderConfig, build_model
+from genesis.model.language_model import LanguageModel
 from genesis.model.part import Part
 from genesis_callbacks.checkpoint.device_proof import DeviceProof
 
@@ -85,7 +86,7 @@ class Float8Choice(NamedTuple):
         return f"float8: {len(self.layers)} linear layers{left}"
 
 
-def choose_layers(decoder: Decoder, options: Float8Options) -> Float8Choice:
+def choose_layers(decoder: LanguageModel, options: Float8Options) -> Float8Choice:
     """Returns the linear layers of the blocks that are converted, and those that are left out. Pure.
 
     Embedding and head lie outside of the blocks; routers and stacks of experts are no linear layers.
@@ -113,7 +114,7 @@ def choose_layers(decoder: Decoder, options: Float8Options) -> Float8Choice:
     return Float8Choice(layers, left_out)
 
 
-def convert_layers(decoder: Decoder, choice: Float8Choice, device: torch.device) -> None:
+def convert_layers(decoder: LanguageModel, choice: Float8Choice, device: torch.device) -> None:
     """Converts the chosen layers of a decoder in place; parameters and their names stay.
 
     Args:
@@ -146,7 +147,7 @@ def check_float8(config: DecoderConfig, options: Float8Options | None) -> None:
     """
     if options is not None:
         with torch.device("meta"):
-            choose_layers(Decoder(config), options)
+            choose_layers(build_model(config), options)
 
 
 def check_device(device: torch.device) -> None:

@@ -45,7 +45,10 @@ def split_tokens(num_tokens: int, vocab_size: int, device: torch.device) -> int:
 
 
 def sum_cross_entropy(
-    hidden: Float[Tensor, "*N D"], weight: Float[Tensor, "V D"], labels: Int64[Tensor, "*N"]
+    hidden: Float[Tensor, "*N D"],
+    weight: Float[Tensor, "V D"],
+    labels: Int64[Tensor, "*N"],
+    softcap: float | None = None,
 ) -> Float32[Tensor, ""]:
     """Returns the sum of -log p(label) over the labels that are not `IGNORE_INDEX`, in nats.
 
@@ -56,19 +59,23 @@ def sum_cross_entropy(
         hidden: What the decoder gives to its head.
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
+        softcap: The bound c of logits, which are then `c * tanh(logits / c)`; None without one.
     """
     dtype = find_product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(hidden.device.type, enabled=False):
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         loss_sum: Tensor = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
-            hidden, weight, labels, dtype, needs_grad, needs_grad and weight.requires_grad
+            hidden, weight, labels, dtype, needs_grad, needs_grad and weight.requires_grad, softcap
         )
     return loss_sum.float()
 
 
 def token_losses(
-    hidden: Float[Tensor, "*N D"], weight: Float[Tensor, "V D"], labels: Int64[Tensor, "*N"]
+    hidden: Float[Tensor, "*N D"],
+    weight: Float[Tensor, "V D"],
+    labels: Int64[Tensor, "*N"],
+    softcap: float | None = None,
 ) -> Float32[Tensor, " N"]:
     """Returns -log p(label) of each token, in nats, with all leading dimensions in one; 0 where the label is ignored.
 
@@ -79,6 +86,7 @@ def token_losses(
         hidden: What the decoder gives to its head.
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
+        softcap: As in `sum_cross_entropy`.
     """
     dtype = find_product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
@@ -86,10 +94,10 @@ def token_losses(
     assert len(hidden) == len(labels), f"{len(hidden)} hidden states and {len(labels)} labels"
     with torch.autocast(hidden.device.type, enabled=False):
         if kind_of(hidden.device) != "cpu":  # to count the valid labels there, the host would have to wait
-            return _apply_token_losses(hidden, weight, labels, dtype)
+            return _apply_token_losses(hidden, weight, labels, dtype, softcap)
         # Questions have no labels: often most of the tokens.
         valid = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        losses = _apply_token_losses(hidden[valid], weight, labels[valid], dtype)
+        losses = _apply_token_losses(hidden[valid], weight, labels[valid], dtype, softcap)
         return losses.new_zeros(len(labels)).index_copy(0, valid, losses)
 
 
@@ -111,9 +119,21 @@ def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-def _apply_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-    losses: Tensor = _TokenLosses.apply(hidden, weight, labels, dtype)  # type: ignore[no-untyped-call]  # torch's
+def _apply_token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, softcap: float | None = None
+) -> Tensor:
+    losses: Tensor = _TokenLosses.apply(hidden, weight, labels, dtype, softcap)  # type: ignore[no-untyped-call]  # torch's
     return losses
+
+
+def _bound(logits: Tensor, softcap: float | None) -> Tensor:
+    """Returns the logits within the bound, in float32, or unchanged without one."""
+    return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
+
+
+def _pass_bound(gradient: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
+    """Returns the gradient in the logits before the bound, by that in the bounded `logits`, in place."""
+    return gradient if softcap is None else gradient.mul_(1.0 - (logits / softcap).square_())
 
 
 class _SumCrossEntropy(torch.autograd.Function):
@@ -136,6 +156,7 @@ class _SumCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         needs_grad: bool,
         needs_weight_grad: bool,  # not where the output weight is frozen
+        softcap: float | None,
     ) -> Tensor:
         num_tokens = hidden.shape[0]
         step = split_tokens(num_tokens, weight.shape[0], weight.device)
@@ -143,7 +164,7 @@ class _SumCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
-        is_fused = _is_fused(kind_of(hidden.device))
+        is_fused = softcap is None and _is_fused(kind_of(hidden.device))
         for start in range(0, num_tokens, step):
             chunk, target = hidden[start : start + step].to(dtype), labels[start : start + step, None]
             if is_fused:
@@ -161,15 +182,17 @@ class _SumCrossEntropy(torch.autograd.Function):
                 continue
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
-            logits = chunk @ low_weight.t()
+            logits = _bound(chunk @ low_weight.t(), softcap)
             probs, log_normaliser = normalise(logits)
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
-            del logits  # as large as `probs`, and not read again
             if grad_hidden is None:
+                del logits  # before those of the next chunk exist
                 continue
             # d(-log p)/d(logits) = softmax - onehot; ignored rows are cleared after and before the products, where
             # they are narrow.
             probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
+            _pass_bound(probs, logits, softcap)
+            del logits  # as large as `probs`, and not read again
             grad_logits = probs.to(dtype)
             grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
             if grad_weight is not None:
@@ -180,27 +203,30 @@ class _SumCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # In place, which saves two copies; autograd refuses a second backward, since the saved tensors have changed.
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        return grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale), None, None, None, None
+        scaled = (grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale))
+        return *scaled, None, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
     """Computes the losses chunk by chunk, and the logits of each chunk a second time in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, softcap: float | None
+    ) -> Tensor:
         # The weight as it came: its cast would be a copy of a parameter that sharding frees until the backward.
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.dtype = dtype
+        ctx.dtype, ctx.softcap = dtype, softcap
         losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
-        is_fused = _is_fused(kind_of(hidden.device))
+        is_fused = softcap is None and _is_fused(kind_of(hidden.device))
         for run in split_chunks(len(labels), weight):
             target = labels[run, None]
-            logits = hidden[run].to(dtype) @ low_weight.t()
+            logits = _bound(hidden[run].to(dtype) @ low_weight.t(), softcap)
             if is_fused:
                 losses[run] = fuse(lose_rows)(logits, target).squeeze(1)
                 continue
@@ -213,14 +239,14 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         needs_hidden_grad, needs_weight_grad, *_ = ctx.needs_input_grad
         (factors,) = grad_outputs
         grad_hidden = torch.empty_like(hidden) if needs_hidden_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         low_weight = weight.to(ctx.dtype)
-        is_fused = _is_fused(kind_of(hidden.device))
+        is_fused = ctx.softcap is None and _is_fused(kind_of(hidden.device))
         with _without_autocast(hidden.device.type):
             for run in split_chunks(len(labels), weight):
                 target = labels[run, None]
@@ -238,17 +264,20 @@ class _TokenLosses(torch.autograd.Function):
                     continue
                 is_ignored = target == IGNORE_INDEX
                 target = target.masked_fill(is_ignored, 0)
-                probs, _ = normalise(chunk @ low_weight.t())
+                logits = _bound(chunk @ low_weight.t(), ctx.softcap)
+                probs, _ = normalise(logits)
                 # d(-log p)/d(logits) = softmax - onehot. The factors come before the cast: in float16 their product
                 # with the scale of a loss may be all that keeps a gradient from being 0.
                 probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
+                _pass_bound(probs, logits, ctx.softcap)
+                del logits
                 grad_logits = (probs * factors[run, None].masked_fill(is_ignored, 0)).to(ctx.dtype)
                 if grad_hidden is not None:
                     grad_hidden[run] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
                 if grad_weight is not None:
                     grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
                 del probs, grad_logits  # before the logits of the next chunk exist
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 # ---- a chunk in one compiled function, on accelerators

@@ -78,6 +78,11 @@ class Part(nn.Module, ABC):
     def flops_per_token(self) -> int:
         """Floating-point operations of a token's forward and backward: six for each weight that it multiplies."""
 
+    @property
+    def num_inactive_parameters(self) -> int:
+        """The number of its parameters that a token does not use, such as those of other experts."""
+        return 0
+
     def context_flops_per_token(self, context: int) -> int:
         """Returns the additional FLOPs of a token for its products with the tokens of a context of this length."""
         return 0

@@ -16,6 +16,8 @@ from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts, find_owner
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
+from genesis.model.foreign.config import TransformersConfig as TransformersConfig  # as for the mixture below
+from genesis.model.language_model import BodyConfig, BodyShape
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # a recipe and a checkpoint may then name it
 from genesis.model.norm import NormConfig
@@ -76,6 +78,8 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
             parts[name] = build_dataclass(part, content[name], f"{where}: {name}")
     if content.get("feed_forward") is not None:
         parts["feed_forward"] = _build_chosen(FeedForwardConfig, content["feed_forward"], f"{where}: feed_forward")
+    if content.get("body") is not None:
+        parts["body"] = _build_chosen(BodyConfig, content["body"], f"{where}: body")
     if content.get("mixers") is not None:
         parts["mixers"] = _build_mixers(content["mixers"], f"{where}: mixers")
     config: DecoderConfig = build_dataclass(DecoderConfig, {**content, **parts}, where)
@@ -120,6 +124,9 @@ def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
     `build_decoder_config` reads it. A part that the short fields can describe is written by them, which earlier
     releases can also read.
     """
+    if config.body is not None:
+        shape = {name: getattr(config, name) for name in BodyShape._fields}
+        return {**shape, "body": _dump_chosen(config.body)}
     config = _shorten(config)
     content: dict[str, Any] = {}
     for field in fields(config):

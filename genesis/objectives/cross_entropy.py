@@ -16,6 +16,7 @@ class CrossEntropy(Objective):
 
     label_options = MappingProxyType[str, Any]({})
     head_memory = "fused"
+    bounds_logits = True
     trains_under = frozenset({"tensor", "context", "pipeline"})
 
     def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:

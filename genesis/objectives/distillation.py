@@ -19,7 +19,7 @@ from genesis.base.errors import UserError, check_is_named
 from genesis.data.corpus_data import CorpusData
 from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import (
     TOKENS,
@@ -159,7 +159,7 @@ class Distillation(Objective):
         self.cache, data.columns = str(path), cache
         return cache
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+    def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the teacher's classes; in validation, or where a cache gave them, unchanged."""
         if not decoder.training or find_classes(micro_batch) is not None:
             return micro_batch

@@ -39,7 +39,7 @@ from torch import Tensor
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.objective import (
     FitContext,
     Head,
@@ -112,7 +112,7 @@ class GSPO(Objective):
         num_answers = sum(len(m.input_ids) for m in window.micro_batches)
         return {ANSWERS: num_answers, **super().count(window), **window.num_units}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+    def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities of the tokens, if there is a KL."""
         if not self.kl:
             return micro_batch

@@ -23,7 +23,7 @@ from genesis.base.errors import UserError
 from genesis.base.progress import numbered
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
 from genesis.objectives.vocabulary import Vocabulary
 
@@ -140,7 +140,7 @@ class Prepared(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-ScorePairs = Callable[[Path, Path | None, Callable[[Decoder, MicroBatch, Vocabulary], Tensor]], Tensor]
+ScorePairs = Callable[[Path, Path | None, Callable[[LanguageModel, MicroBatch, Vocabulary], Tensor]], Tensor]
 """Returns the scores that a checkpoint gives to the two answers of each pair, from a directory if they are there."""
 
 
@@ -165,6 +165,8 @@ class Objective(ABC):
         has_teacher: Whether it may run another model beside the trained one.
         runs_model: Whether `prepare` runs the trained model: in a pipeline all ranks then call it before a window, else
             the rank with the last stage alone before each forward.
+        bounds_logits: Whether its losses are those of a model that bounds its logits: `Vocabulary.sum_cross_entropy` and
+            `Vocabulary.token_losses` alone.
         trains_under: The kinds of parallelism beside those of data and experts under which it trains. `tensor`: its
             losses are those of a `Vocabulary`. `context`: its terms are sums over tokens, of which a rank has some.
             `pipeline`: it runs the trained model as `runs_model` says, and by heads that return one tensor.
@@ -181,6 +183,7 @@ class Objective(ABC):
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
     runs_model: ClassVar[bool] = False
+    bounds_logits: ClassVar[bool] = False
     trains_under: ClassVar[frozenset[Literal["tensor", "context", "pipeline"]]] = frozenset()
 
     # ---- before a fit
@@ -238,7 +241,7 @@ class Objective(ABC):
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""
         return {TOKENS: window.num_valid_tokens, BYTES: window.num_bytes}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+    def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with what the head needs beside the labels, in `MicroBatch.extra`.
 
         Called before each forward, under `torch.no_grad`, on all ranks alike: it may run further forwards.
@@ -260,6 +263,8 @@ class Objective(ABC):
 
 
 @torch.no_grad()
-def prepare(objective: Objective, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+def prepare(
+    objective: Objective, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary
+) -> MicroBatch:
     """Returns the micro-batch as the objective's head needs it. Nothing that `Objective.prepare` does has a graph."""
     return objective.prepare(decoder, micro_batch, vocabulary)

@@ -40,7 +40,7 @@ from genesis.base.errors import UserError, check_is_named
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.objective import (
     FitContext,
     Head,
@@ -97,6 +97,7 @@ class DPO(Objective):
     learns_from = "pairs"
     compares_forwards = True
     runs_model = True
+    bounds_logits = True
     trains_under = frozenset({"tensor", "context", "pipeline"})
     initial_loss = math.log(2)
     memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
@@ -147,7 +148,7 @@ class DPO(Objective):
         """Returns the number of pairs and of the chosen answers' tokens, beside those of tokens and bytes."""
         return {**super().count(window), **window.num_units}
 
-    def prepare(self, decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
+    def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities: stored ones, or those without adapters."""
         if self.log_probs is not None:
             found = self.log_probs.read(micro_batch.extra[PAIRS])
@@ -202,7 +203,7 @@ class DPO(Objective):
         return {"loss": preference + weighted, **parts, **values}
 
 
-def sum_answers(decoder: Decoder, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Float32[Tensor, " 2P"]:
+def sum_answers(decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Float32[Tensor, " 2P"]:
     """Returns the sum of the log-probabilities of each answer's tokens, without dropout and without a graph."""
     is_answer = _mask_answers(micro_batch)
 

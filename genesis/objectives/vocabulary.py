@@ -18,13 +18,19 @@ class Vocabulary:
 
     A strategy whose ranks share the vocabulary or the tokens of rows has its own. Labels, classes and masks are those
     of whole rows everywhere: a vocabulary takes this rank's part of them.
+
+    Args:
+        softcap: The bound of logits (`LanguageModel.softcap`); None without one.
     """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
     def sum_cross_entropy(
         self, hidden: Float[Tensor, "*N D"], weight: Float[Tensor, "V D"], labels: Int64[Tensor, "*N"]
     ) -> Float32[Tensor, ""]:
         """Returns the sum of -log p(label) over the labels that are not ignored, in nats."""
-        return loss.sum_cross_entropy(hidden, weight, labels)
+        return loss.sum_cross_entropy(hidden, weight, labels, self._softcap)
 
     def token_losses(
         self, hidden: Float[Tensor, "*N D"], weight: Float[Tensor, "V D"], labels: Int64[Tensor, "*N"]
@@ -33,7 +39,12 @@ class Vocabulary:
 
         Ranks that share the tokens of rows return 0 for the tokens of the others; `sum_over_rows` adds the sums.
         """
-        return loss.token_losses(hidden, weight, labels)
+        return loss.token_losses(hidden, weight, labels, self._softcap)
+
+    def bounded(self, softcap: float | None) -> "Vocabulary":
+        """Returns the vocabulary for a model whose logits have a bound; ranks share none of such a model."""
+        assert softcap is None or type(self) is Vocabulary
+        return self if softcap is None else Vocabulary(softcap)
 
     def sum_distillation(
         self,

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from genesis.base.errors import UserError
-from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
+from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import Mixture
 
 
@@ -122,7 +122,7 @@ class _Permute(torch.autograd.Function):
 
 
 def share_experts(
-    decoder: Decoder,
+    decoder: LanguageModel,
     ranks: DeviceMesh,
     shard: DeviceMesh,
     *,

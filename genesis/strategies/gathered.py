@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis_callbacks.host_group import HostGroup
 
 KeepGathered = Literal["auto"] | bool
@@ -90,7 +90,7 @@ class GatheringChoice:
         if not self._is_decided and self._before is None:
             self._before = read_device_memory(self._device)
 
-    def end_window(self, decoder: Decoder, dtype: torch.dtype | None) -> None:
+    def end_window(self, decoder: LanguageModel, dtype: torch.dtype | None) -> None:
         """Decides after the first window. All ranks call it; it communicates once in a fit.
 
         Args:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.objectives.objective import HeadResult, Objective
 from genesis.objectives.run_options import RunOptions
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
@@ -107,21 +107,27 @@ class LayoutStrategy(Protocol):
             UserError: Ranks cannot share the model, or something else of the run.
         """
 
-    def apply_to(self, decoder: Decoder) -> None:
+    def apply_to(self, decoder: LanguageModel) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
 
-    def allocate(self, decoder: Decoder) -> None:
+    def allocate(self, decoder: LanguageModel) -> None:
         """Allocates the tensors of that decoder where they are between steps, without values."""
 
     def train_micro_batches(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+        self,
+        decoder: LanguageModel,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, float],
     ) -> WindowLoss:
         """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward.
 
         The sums that it returns have the same names on all ranks, and are added over all of them.
         """
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+    def sum_losses(
+        self, decoder: LanguageModel, micro_batches: Sequence[MicroBatch], objective: Objective
+    ) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
 
 
@@ -169,21 +175,27 @@ class LightningStrategy:
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
 
-    def apply_to(self, decoder: Decoder) -> None:
+    def apply_to(self, decoder: LanguageModel) -> None:
         """Returns without changing the decoder."""
 
-    def allocate(self, decoder: Decoder) -> None:
+    def allocate(self, decoder: LanguageModel) -> None:
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self._strategy.root_device)
 
     def train_micro_batches(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+        self,
+        decoder: LanguageModel,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, float],
     ) -> WindowLoss:
         """Runs the micro-batches one after the other."""
         return train_in_turn(
             decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self._strategy.backward
         )
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+    def sum_losses(
+        self, decoder: LanguageModel, micro_batches: Sequence[MicroBatch], objective: Objective
+    ) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
         return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)

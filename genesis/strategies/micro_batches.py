@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genesis.data.window import IGNORE_INDEX, MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.part import Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, prepare
@@ -37,7 +37,7 @@ class WindowLoss(NamedTuple):
 
 
 def train_in_turn(
-    decoder: Decoder,
+    decoder: LanguageModel,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     scales: Mapping[str, float],
@@ -60,6 +60,7 @@ def train_in_turn(
         set_gathering: Called before each micro-batch with whether it is the last; decides when parameters are freed.
     """
     # The sums stay on the device: reading them here would make the host wait for every micro-batch.
+    vocabulary = vocabulary.bounded(decoder.softcap)
     sums = HeadResult({}, {})
     part_sums: dict[str, Tensor] = {}
     for number, given in enumerate(micro_batches, start=1):
@@ -110,14 +111,14 @@ def scale_terms(
 
 @torch.no_grad()
 def sum_in_turn(
-    decoder: Decoder,
+    decoder: LanguageModel,
     micro_batches: Sequence[MicroBatch],
     objective: Objective,
     *,
     vocabulary: Vocabulary,
 ) -> HeadResult:
     """Returns the objective's sums over all micro-batches without a backward, for validation."""
-    results = []
+    vocabulary, results = vocabulary.bounded(decoder.softcap), []
     for given in micro_batches:
         micro_batch = prepare(objective, decoder, given, vocabulary)
         results.append(

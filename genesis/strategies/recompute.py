@@ -9,8 +9,9 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
+from genesis.base.errors import UserError
 from genesis.model.decoder import Decoder
-from genesis.model.part import Part
+from genesis.model.language_model import LanguageModel
 from genesis.model.recomputation import ActivationCheckpointing, check_checkpointing, check_groups
 from genesis.strategies.activation_offload import ActivationOffload
 
@@ -26,7 +27,7 @@ def split_blocks(blocks: range, size: int) -> list[range]:
 
 
 def apply_recomputation(
-    decoder: Decoder,
+    decoder: LanguageModel,
     which: ActivationCheckpointing,
     blocks_per_group: int = 1,
     offload: ActivationOffload | None = None,
@@ -49,12 +50,13 @@ def apply_recomputation(
     every_n = 1 if which == "block" else which
     # Saving and restoring generator states costs host time, so it is left out where no random number is drawn. With
     # dropout the recomputed forward must draw the same mask.
-    is_random = {
-        number: decoder.config.dropout > 0
-        or any(part.draws_random_numbers for part in block.modules() if isinstance(part, Part))
-        for number, block in decoder.numbered_blocks.items()
-    }
+    is_random = {number: decoder.draws_random_numbers(block) for number, block in decoder.numbered_blocks.items()}
     if blocks_per_group > 1 or offload is not None:
+        if not isinstance(decoder, Decoder):
+            raise UserError(
+                f"blocks_per_recomputation is {blocks_per_group} and activation_offload {offload is not None}, and the "
+                "model of another library calls its blocks itself: set them to 1 and false"
+            )
         decoder.groups = [part for run in decoder.groups for part in split_blocks(run, blocks_per_group)]
         run_blocks = partial(
             checkpoint, decoder.run_blocks, use_reentrant=False, preserve_rng_state=any(is_random.values())
@@ -64,4 +66,4 @@ def apply_recomputation(
     for number, block in decoder.numbered_blocks.items():
         if number % every_n == 0:
             run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random[number])
-            block.forward = run  # type: ignore[method-assign]
+            block.forward = run

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from genesis.base.errors import UserError
 from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective
 from genesis.objectives.run_options import RunOptions
@@ -124,7 +124,7 @@ class Replicated(DDPStrategy):
     def check_options(self, run: RunOptions) -> None:
         """Does nothing: these options fit each other and every model; see `LayoutStrategy`."""
 
-    def apply_to(self, decoder: Decoder) -> None:
+    def apply_to(self, decoder: LanguageModel) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(
             decoder,
@@ -134,19 +134,25 @@ class Replicated(DDPStrategy):
             offload=self.offload.build_activations(),
         )
 
-    def allocate(self, decoder: Decoder) -> None:
+    def allocate(self, decoder: LanguageModel) -> None:
         """Allocates the tensors of that decoder, without values."""
         decoder.to_empty(device=self.root_device)
 
     def train_micro_batches(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+        self,
+        decoder: LanguageModel,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, float],
     ) -> WindowLoss:
         """Runs the micro-batches one after the other; DDP's reduction waits for the returned loss's backward."""
         return train_in_turn(
             decoder, micro_batches, objective, scales, vocabulary=self.vocabulary, backward=self.backward
         )
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+    def sum_losses(
+        self, decoder: LanguageModel, micro_batches: Sequence[MicroBatch], objective: Objective
+    ) -> HeadResult:
         """Returns the objective's sums over validation micro-batches."""
         return sum_in_turn(decoder, micro_batches, objective, vocabulary=self.vocabulary)
 

@@ -18,6 +18,7 @@ from genesis.data.window import MicroBatch
 from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.decoder import Decoder
 from genesis.model.expert_share import check_expert_share
+from genesis.model.language_model import LanguageModel
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import check_micro_batches, divide_layers
@@ -223,7 +224,14 @@ class Sharded(ModelParallelStrategy):
         degrees = self._plan_degrees()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
-        check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
+        shared = [name for name, ranks in self._axes.items() if ranks > 1]
+        if run.decoder.body is not None and shared:
+            raise UserError(
+                f"{AXIS_NAMES[shared[0]]}_parallel is {self._axes[shared[0]]}, and ranks cannot share the layers of "
+                f"another library ({type(run.decoder.body).__name__}): set it to 1, and shard the model by FSDP2 alone"
+            )
+        if degrees.ep > 1:
+            check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)
             check_tensor_share(run, degrees.tp, degrees.world_size)
@@ -258,7 +266,7 @@ class Sharded(ModelParallelStrategy):
         """The index of this rank among those of a pipeline, for the roles of checkpoints."""
         return place_on(self.layout.degrees.data_axes(), self.global_rank)["pp"]
 
-    def apply_to(self, decoder: Decoder) -> None:
+    def apply_to(self, decoder: LanguageModel) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         assert self._mesh is not None, "setup_environment makes the mesh"
         precision = MixedPrecisionPolicy(
@@ -267,15 +275,18 @@ class Sharded(ModelParallelStrategy):
             # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
             cast_forward_inputs=False,
         )
-        dtype = self.computed_dtype or decoder.embedding.weight.dtype
+        dtype = self.computed_dtype or decoder.output_weight.dtype
         if self._axes["pp"] > 1:
+            assert isinstance(decoder, Decoder), "`check_options` refuses other models"
             divided = divide_layers(decoder.config, self._num_stages, self.layers_per_stage)
             self._stages = cut_stages(decoder, divided, range(self.pipeline_stage, self._num_stages, self._axes["pp"]))
         if self._axes["tp"] > 1:
+            assert isinstance(decoder, Decoder)
             share = RowShare(self._mesh.tensor.get_group(), self.traffic.get("tensor"))
             share_matrices(decoder, share, MatrixCutter(self._mesh.tensor, share.traffic))
             self.vocabulary = CutVocabulary(share)
         if self._axes["cp"] > 1:
+            assert isinstance(decoder, Decoder)
             exchange = ContextExchange(self._mesh.data.get_group("cp"), self.traffic.get("context"))
             share_context(decoder, exchange)
             self.vocabulary = ContextVocabulary(exchange, self.vocabulary)
@@ -299,6 +310,7 @@ class Sharded(ModelParallelStrategy):
             offload=self.offload.build_activations(),
         )
         if self._stages:
+            assert isinstance(decoder, Decoder)
             group = self._mesh.dense.get_group("pp")
             num_shares = self._axes["cp"] * self._axes["tp"]
             assert self.stage_clock is not None
@@ -313,7 +325,7 @@ class Sharded(ModelParallelStrategy):
                 self.traffic["pipeline"],
             )
 
-    def allocate(self, decoder: Decoder) -> None:
+    def allocate(self, decoder: LanguageModel) -> None:
         """Allocates the tensors of that decoder, without values: offloaded ones in the host's memory."""
         allocate_sharded(decoder, self.root_device, self.blocks_per_unit, self.cpu_offload)
         self._note_moved_stages()
@@ -328,7 +340,11 @@ class Sharded(ModelParallelStrategy):
         return None if gathered is None else getattr(torch, gathered)
 
     def train_micro_batches(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+        self,
+        decoder: LanguageModel,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scales: Mapping[str, float],
     ) -> WindowLoss:
         """Runs the micro-batches one after the other, or through a pipeline.
 
@@ -365,7 +381,7 @@ class Sharded(ModelParallelStrategy):
         return window._replace(sums=self._take_share(window.sums))
 
     def _stage(
-        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, **options: Any
+        self, decoder: LanguageModel, micro_batches: Sequence[MicroBatch], objective: Objective, **options: Any
     ) -> StagedWindow:
         """Returns the window of a pipeline; an objective that runs the model has then run it on all ranks."""
         if objective.runs_model:
@@ -385,14 +401,16 @@ class Sharded(ModelParallelStrategy):
             return sums
         return HeadResult(*({name: torch.zeros_like(value) for name, value in part.items()} for part in sums))
 
-    def _set_gathering(self, decoder: Decoder, is_last: bool) -> None:
+    def _set_gathering(self, decoder: LanguageModel, is_last: bool) -> None:
         set_resharding(decoder, after_forward=False, after_backward=is_last)
 
     @property
     def _frees_after_forward(self) -> bool:
         return self.shard != "grad_op"
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+    def sum_losses(
+        self, decoder: LanguageModel, micro_batches: Sequence[MicroBatch], objective: Objective
+    ) -> HeadResult:
         """Returns this rank's share of the objective's sums over validation micro-batches."""
         if self.pipeline is not None:
             window = self._stage(decoder, micro_batches, objective)
@@ -468,8 +486,9 @@ class Sharded(ModelParallelStrategy):
         self._end_window()
         if self._gathering is not None:
             assert isinstance(self.lightning_module, pl.LightningModule)
-            decoder = next(child for child in self.lightning_module.modules() if isinstance(child, Decoder))
-            self._gathering.end_window(decoder, self.computed_dtype)
+            # Never by `next` without a default: Lightning takes a StopIteration in a hook for the end of an epoch.
+            models = [child for child in self.lightning_module.modules() if isinstance(child, LanguageModel)]
+            self._gathering.end_window(models[0], self.computed_dtype)
         return output
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -30,8 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from genesis.base.device import CPU, find_kind
 from genesis.base.errors import UserError
 from genesis.model.compilation import compile_each_shape
-from genesis.model.decoder import Decoder
-from genesis.model.part import Part
+from genesis.model.language_model import LanguageModel
 from genesis.model.recomputation import ActivationCheckpointing, check_groups
 from genesis.optim.offload_share import spread_units
 from genesis.strategies.activation_offload import ActivationOffload
@@ -72,7 +71,7 @@ class ShardOptions:
 
 
 def apply_wrappers(
-    decoder: Decoder,
+    decoder: LanguageModel,
     activation_checkpointing: ActivationCheckpointing = "none",
     has_compiled_blocks: bool = False,
     shard: ShardOptions | None = None,
@@ -103,7 +102,7 @@ def apply_wrappers(
             has_offload=offload is not None,
         )
     if has_compiled_blocks:
-        for block in decoder.blocks:
+        for block in decoder.numbered_blocks.values():
             block.forward = partial(_run_compiled, compile_each_shape(block.forward))
     apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation, offload)
     if shard is not None:
@@ -113,20 +112,19 @@ def apply_wrappers(
 
 def _run_compiled(
     compiled: Callable[..., Any],
-    x: Tensor,
-    metadata: Any,
     *arguments: Any,
     **options: Any,
 ) -> Any:
     # The number of documents is a size, too. With the mark, one form serves all numbers. If a kernel needs a fixed size
     # after all, torch ignores the mark.
-    offsets = getattr(metadata, "offsets", None)  # the one field that `SequenceMixerConfig.build_metadata` names
-    if offsets is not None:
-        maybe_mark_dynamic(offsets, 0)
-    return compiled(x, metadata, *arguments, **options)
+    for argument in (*arguments, *options.values()):
+        offsets = getattr(argument, "offsets", None)  # the one field that `SequenceMixerConfig.build_metadata` names
+        if offsets is not None:
+            maybe_mark_dynamic(offsets, 0)
+    return compiled(*arguments, **options)
 
 
-def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int | None) -> None:
+def _apply_shard(decoder: LanguageModel, options: ShardOptions, units_per_group: int | None) -> None:
     if options.max_gathers_in_flight < 1:
         raise UserError(f"max_gathers_in_flight is {options.max_gathers_in_flight}; it must be at least 1")
     units_of_stages = list_units(decoder, options.blocks_per_unit)
@@ -135,7 +133,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
     place = None if options.uncut is None else place_by_cut(options.uncut)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for part in _list_float32(decoder.blocks):
+    for part in _list_float32(decoder):
         fully_shard(
             part,
             mesh=options.mesh,
@@ -177,7 +175,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int |
         _limit_prefetch(of_stage, options.max_gathers_in_flight - 1, units_per_group)
 
 
-def list_units(decoder: Decoder, blocks_per_unit: int) -> list[list[list[nn.Module]]]:
+def list_units(decoder: LanguageModel, blocks_per_unit: int) -> list[list[list[nn.Module]]]:
     """Returns the blocks of each unit of each run of consecutive blocks: the stages of this rank, or one run of all."""
     blocks = decoder.numbered_blocks
     runs = groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0])
@@ -188,7 +186,9 @@ def list_units(decoder: Decoder, blocks_per_unit: int) -> list[list[list[nn.Modu
     ]
 
 
-def _choose_policies(decoder: Decoder, units: list[list[nn.Module]], share: float) -> dict[nn.Module, OffloadPolicy]:
+def _choose_policies(
+    decoder: LanguageModel, units: list[list[nn.Module]], share: float
+) -> dict[nn.Module, OffloadPolicy]:
     """Returns where each module keeps its parameters between uses."""
     on_device = OffloadPolicy()
     # Pinned memory needs an accelerator; without one the default policy fails.
@@ -200,7 +200,7 @@ def _choose_policies(decoder: Decoder, units: list[list[nn.Module]], share: floa
     return policies
 
 
-def allocate_sharded(decoder: Decoder, device: torch.device, blocks_per_unit: int, cpu_offload: float) -> None:
+def allocate_sharded(decoder: LanguageModel, device: torch.device, blocks_per_unit: int, cpu_offload: float) -> None:
     """Allocates a sharded decoder that is on the meta device: what is offloaded on the host, the rest on `device`."""
     host = torch.device(CPU)
     units = [unit for of_stage in list_units(decoder, blocks_per_unit) for unit in of_stage]
@@ -208,15 +208,15 @@ def allocate_sharded(decoder: Decoder, device: torch.device, blocks_per_unit: in
         for block in unit:
             block.to_empty(device=host if is_on_host else device)
     of_root = host if cpu_offload >= 1 else device
-    for part in decoder.children():
-        if part is not decoder.blocks:
-            part.to_empty(device=of_root)
-    decoder.to_empty(device=of_root, recurse=False)  # it has no tensors of its own, but FSDP2 takes note of the parts'
+    in_blocks = {module for unit in units for block in unit for module in block.modules()}
+    for module in reversed(list(decoder.modules())):  # the decoder is the last, where FSDP2 takes note of the others
+        if module not in in_blocks:
+            module.to_empty(device=of_root, recurse=False)
 
 
 def _list_float32(module: nn.Module) -> list[nn.Module]:
     """Returns the parts that are gathered in float32, each by itself: a unit gathers its parameters in one dtype."""
-    return [part for part in module.modules() if isinstance(part, Part) and part.keeps_float32]
+    return [part for part in module.modules() if getattr(part, "keeps_float32", False)]
 
 
 def _sum_gradients(root: nn.Module) -> None:
@@ -273,7 +273,7 @@ def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:
             child.set_requires_gradient_sync(is_reduced, recurse=False)
 
 
-def set_resharding(decoder: Decoder, *, after_forward: bool, after_backward: bool) -> None:
+def set_resharding(decoder: LanguageModel, *, after_forward: bool, after_backward: bool) -> None:
     """Sets whether the units of a sharded decoder free their parameters after their next forward and backward."""
     root: nn.Module = decoder
     for child in root.modules():

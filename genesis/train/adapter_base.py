@@ -13,7 +13,7 @@ from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
 from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, BaseFormat, attach_adapters
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
 from genesis_callbacks.base.manifest import BaseReference, read_committed_hash
 from genesis_callbacks.base.run_directory import is_checkpoint_name
@@ -120,7 +120,7 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
     if config.start is None:
         return {}
     with torch.device("meta"):
-        decoder = Decoder(decoder_config)
+        decoder = build_model(decoder_config)
         attach_adapters(decoder, config, base.format)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
     family = find_family(decoder_config)
@@ -134,7 +134,7 @@ def _read_format(path: Path, manifest: Manifest) -> BaseFormat:
     if len(dtypes) > 1 and torch.float32 in dtypes:  # routers may be float32 beside other weights
         config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {path}")
         with torch.device("meta"):
-            dtypes = _find_dtypes(manifest, of_bytes | Decoder(config).list_float32())
+            dtypes = _find_dtypes(manifest, of_bytes | build_model(config).list_float32())
     if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no weights of a decoder"
         raise UserError(f"{path} cannot be a base: it holds {names}; give a checkpoint with weights of one dtype")

@@ -6,8 +6,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.base.device import is_host
 from genesis.base.errors import UserError
-from genesis.model.decoder import Decoder
 from genesis.model.float8 import ALIGNMENT, Float8Options, check_device, choose_layers, convert_layers, load_torchao
+from genesis.model.language_model import LanguageModel
 from genesis.model.precision import FULL
 from genesis.objectives.objective import Objective
 
@@ -60,7 +60,7 @@ def prepare_float8(strategy: Strategy, objective: Objective, *, has_adapter: boo
         )
 
 
-def apply_float8(decoder: Decoder, options: Float8Options, device: torch.device) -> None:
+def apply_float8(decoder: LanguageModel, options: Float8Options, device: torch.device) -> None:
     """Converts the layers of a decoder in place, before the strategy wraps it, and logs how many.
 
     Args:

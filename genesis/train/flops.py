@@ -3,12 +3,13 @@
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import AdapterConfig
-from genesis.model.decoder import DecoderConfig
-from genesis.model.describe import count_flops_per_token, list_attending_parts
-from genesis.model.part import Part
+from genesis.model.decoder import DecoderConfig, build_model
+from genesis.model.describe import count_flops_per_token
+from genesis.model.language_model import LanguageModel
 
 
 class WindowFlops:
@@ -24,8 +25,9 @@ class WindowFlops:
         self._context_flops: dict[int, int] = {}
 
     @cached_property
-    def _parts(self) -> list[Part]:
-        return list_attending_parts(self._decoder)
+    def _model(self) -> LanguageModel:
+        with torch.device("meta"):
+            return build_model(self._decoder)
 
     @cached_property
     def _flops_per_token(self) -> float:
@@ -43,7 +45,7 @@ class WindowFlops:
     def _count_context(self, length: int) -> int:
         """Returns the operations of attention's products for each token of a document of this length."""
         if length not in self._context_flops:
-            self._context_flops[length] = sum(part.context_flops_per_token(length) for part in self._parts)
+            self._context_flops[length] = self._model.context_flops_per_token(length)
         return self._context_flops[length]
 
     def _count_lengths(self, window: AccumulationWindow) -> tuple[list[int], list[int]]:

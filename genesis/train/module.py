@@ -34,9 +34,10 @@ from genesis.model.adapter import (
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AttentionName, resolve_kernel
 from genesis.model.balance import has_balance_biases
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import DecoderConfig, build_model, refuse_body
 from genesis.model.float8 import Float8Options
 from genesis.model.initial import is_unset, mark_unset
+from genesis.model.language_model import LanguageModel
 from genesis.model.precision import product_dtype
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
@@ -120,7 +121,7 @@ class GenesisModule(pl.LightningModule):
         self.float8 = float8
         self.base_format = BaseFormat()
         self.start: Mapping[str, Tensor] = {}
-        self.decoder: Decoder | None = None
+        self.decoder: LanguageModel | None = None
         self.is_restored = False
         self._has_unset_weights = False
         self.attention: str = attention
@@ -159,6 +160,8 @@ class GenesisModule(pl.LightningModule):
             UserError: Ranks cannot share the run.
         """
         options = data.training.options if isinstance(data, CorpusDataModule) else None
+        if self.objective.learns_from == "prompts":
+            refuse_body(self.decoder_config)  # which has no cache to write answers with
         run = RunOptions(
             self.decoder_config,
             type(self.objective),
@@ -184,8 +187,13 @@ class GenesisModule(pl.LightningModule):
         if self.decoder is not None:
             return
         with torch.device("meta"):
-            decoder = Decoder(self.decoder_config)
+            decoder = build_model(self.decoder_config)
             decoder.attention_kernel = self.attention
+            if decoder.softcap is not None and not self.objective.bounds_logits:
+                raise UserError(
+                    f"the model bounds its logits by {decoder.softcap:g}, which the losses of "
+                    f"{type(self.objective).__name__} do not: train it by CrossEntropy or Preference"
+                )
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_format)
 
@@ -196,6 +204,7 @@ class GenesisModule(pl.LightningModule):
 
         attempt_on_all(wrap)
         self._strategy.allocate(decoder)
+        decoder.fill_buffers()
         self._has_unset_weights = self.is_restored
         if self.is_restored:
             for parameter in decoder.parameters():
@@ -248,7 +257,7 @@ class GenesisModule(pl.LightningModule):
         return logs
 
     @property
-    def _model(self) -> Decoder:
+    def _model(self) -> LanguageModel:
         assert self.decoder is not None, "configure_model builds the decoder"
         return self.decoder
 
@@ -268,10 +277,19 @@ class GenesisModule(pl.LightningModule):
     def on_train_start(self) -> None:
         """Generates the weights if no restore has filled them, and starts the objective."""
         self._draw_what_was_not_restored()
+        self._prove_model()
         self._start_objective()
         self._must_repeat = is_proof_needed(self.device)
         if not self._must_repeat and not is_host(self.device.type):
             rank_zero_info(UNREPEATABLE)
+
+    def _prove_model(self) -> None:
+        """Lets the model prove itself on a row as long as those of the fit. Communicates."""
+        data = vars(self.trainer).get("datamodule")
+        if self.decoder_config.body is not None and isinstance(data, CorpusDataModule):
+            with self.trainer.precision_plugin.forward_context():
+                self._model.prove(data.training.options.seq_len)
+            free_gathered_parameters(self)
 
     def _start_objective(self) -> None:
         data = vars(self.trainer).get("datamodule")
@@ -366,6 +384,8 @@ class GenesisModule(pl.LightningModule):
     def on_validation_start(self) -> None:
         """Generates the weights if no restore has filled them, and starts the objective."""
         self._draw_what_was_not_restored()
+        if not self.trainer.training:  # a fit has proved it
+            self._prove_model()
         self._start_objective()
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:

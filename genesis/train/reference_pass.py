@@ -20,7 +20,7 @@ from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
 from genesis.data.window import MicroBatch
 from genesis.model.adapter import adapters_off, is_adapter_tensor
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.objectives.reference import ReferenceIdentity, read_log_probs, write_log_probs
 from genesis.objectives.vocabulary import Vocabulary
@@ -43,7 +43,7 @@ from genesis_callbacks.phases import in_phase, note_progress
 def score_pairs(
     checkpoint: Path,
     directory: Path | None,
-    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
+    score: Callable[[LanguageModel, MicroBatch, Vocabulary], Tensor],
     *,
     decoder: nn.Module,
     trainer: pl.Trainer,
@@ -84,7 +84,7 @@ def score_pairs(
 
 def _compute(
     checkpoint: Path,
-    score: Callable[[Decoder, MicroBatch, Vocabulary], Tensor],
+    score: Callable[[LanguageModel, MicroBatch, Vocabulary], Tensor],
     decoder: nn.Module,
     trainer: pl.Trainer,
     data: CorpusDataModule,
@@ -109,7 +109,8 @@ def _compute(
         for index in range(len(windows)):
             (micro_batch,) = windows.window(index).to(device).micro_batches
             with trainer.precision_plugin.forward_context():
-                found = score(decoder, micro_batch, layout_strategy(trainer.strategy).vocabulary)  # type: ignore[arg-type]  # FSDP changes the class
+                vocabulary = layout_strategy(trainer.strategy).vocabulary.bounded(decoder.softcap)  # type: ignore[arg-type]  # FSDP changes the class
+                found = score(decoder, micro_batch, vocabulary)  # type: ignore[arg-type]
             table[micro_batch.extra["pairs"]] = found.view(-1, 2)
             note_progress(trainer)
         free_gathered_parameters(decoder)

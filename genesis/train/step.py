@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.balance import split_loads, update_balance_biases
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.statistics import name_figures
 from genesis.objectives.objective import TOKENS, Objective
 from genesis.optim import GroupedOptimizer
@@ -60,7 +60,7 @@ def train_window(
     outcome: Outcome,
     *,
     module: pl.LightningModule,
-    decoder: Decoder,
+    decoder: LanguageModel,
     objective: Objective,
     seed: int,
     is_balanced: bool,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.model.balance import LayerBalance, measure_balance
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
@@ -206,7 +206,7 @@ class TrainingLog(pl.Callback):
     def _measure_experts(self, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, LayerBalance]:
         """Returns the balance of each mixture, and warns once of each router that has collapsed."""
         decoder = getattr(pl_module, "decoder", None)
-        measured = measure_balance(decoder, window.part_figures) if isinstance(decoder, Decoder) else {}
+        measured = measure_balance(decoder, window.part_figures) if isinstance(decoder, LanguageModel) else {}
         for name, balance in measured.items():
             if balance.is_collapsed and name not in self._collapsed:
                 self._collapsed.add(name)

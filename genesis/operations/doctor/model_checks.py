@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, refuse_body
 from genesis.model.initial import INIT_STD
 from genesis.objectives.objective import TOKENS, Objective
 from genesis.operations.doctor.checks import Check, judge
@@ -56,7 +56,8 @@ class Scene:
     @property
     def decoder(self) -> Decoder:
         """The model."""
-        assert self.module.decoder is not None, "built before the first step"
+        refuse_body(self.module.decoder_config)
+        assert isinstance(self.module.decoder, Decoder), "built before the first step"
         return self.module.decoder
 
     @property

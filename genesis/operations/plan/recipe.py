@@ -10,7 +10,7 @@ from genesis.base.errors import UserError
 from genesis.data.sizes import resolve_recipe
 from genesis.model.adapter import BASE_FORMATS
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
-from genesis.model.decoder import DecoderConfig
+from genesis.model.decoder import DecoderConfig, refuse_body
 from genesis.model.float8 import check_float8
 from genesis.model.precision import FULL, MIXED
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config, read_float8_options
@@ -111,6 +111,7 @@ def read_recipe(
     assumptions: list[str] = []
     recipe.check_classes()
     decoder = build_decoder_config(recipe.get("model.decoder"), where=f"{where}: model.decoder")
+    refuse_body(decoder)
     if decoder.num_layers > _MOST_LAYERS:
         raise UserError(
             f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"

@@ -1,0 +1,43 @@
+"""A model of transformers comes in as it is, trains, and goes back to transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from genesis.base.errors import UserError
+from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.foreign import import_foreign
+from genesis.model.recipe import build_decoder_config
+from genesis_callbacks.base.manifest import read_manifest
+from tests.model.foreign.models import configure, make_theirs
+
+
+@pytest.mark.parametrize(("kind", "documents"), [("gemma3_text", "packed"), ("granite", "packed"), ("falcon", "rows")])
+def test_a_model_comes_back_with_every_tensor_and_its_logits(tmp_path: Path, kind: str, documents: str) -> None:
+    changes = {"num_kv_heads": 4, "alibi": False, "multi_query": False} if kind == "falcon" else {}
+    theirs = make_theirs(configure(kind, **changes))
+    theirs.save_pretrained(tmp_path / "theirs")
+    proof = import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    assert proof["documents"] == documents
+    checkpoint = tmp_path / "run/checkpoints/step-00000000"
+    config = build_decoder_config(read_manifest(checkpoint).recipe["model"]["decoder"], "the manifest")
+    assert config.body is not None
+    export_checkpoints([checkpoint], tmp_path / "back", ExportOptions())
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    wanted = theirs.state_dict()
+    assert back.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.state_dict().items())
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_directory_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
+    theirs = make_theirs(configure("llama"))
+    state = theirs.state_dict()
+    del state["model.norm.weight"]
+    theirs.save_pretrained(tmp_path / "theirs", state_dict=state)
+    with pytest.raises(UserError, match=r"missing keys, such as model\.norm\.weight"):
+        import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    assert not (tmp_path / "run").exists()
