@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.base.arguments import Parser, read_size
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
@@ -104,11 +104,12 @@ def check_can_prove(command: str) -> None:
 def print_proof(proof: dict[str, Any]) -> None:
     """Prints the results of the comparisons, one line each."""
     num_values, num_merged = proof["weights"]["num_values"], proof["weights"].get("num_merged", 0)
-    merged = f", {num_merged:,} merged values equal to one rounding" if num_merged else ""
-    print(f"weights: {num_values - num_merged:,} values bit-equal{merged}")
+    merged = f", {numbered(num_merged, 'merged values')} equal to one rounding" if num_merged else ""
+    print(f"weights: {numbered(num_values - num_merged, 'values')} bit-equal{merged}")
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
-        print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids and equal decoded text")
+        num_texts = sum(tokenizer["num_texts"].values())
+        print(f"tokenizer: {numbered(num_texts, 'texts')} with equal ids and equal decoded text")
     if proof.get("tokenizer_origin") == "none":
         print("tokenizer: none, the model was trained on tokens without a tokenizer")
     if proof.get("tokenizer_form") == "own":
@@ -125,7 +126,7 @@ def print_proof(proof: dict[str, Any]) -> None:
         allowed = f"(allowed {adapters['tolerance']:.2g})"
         print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")
     if generation:
-        print(f"greedy text: {generation['num_equal']} of {generation['num_tokens']} tokens equal")
+        print(f"greedy text: {generation['num_equal']} of {numbered(generation['num_tokens'], 'tokens')} equal")
 
 
 def _find(path: Path, *, is_best: bool) -> Path:
@@ -140,7 +141,9 @@ def _newest(checkpoint: Path, number: int) -> list[Path]:
         raise UserError(f"--average needs a checkpoint of a run, but {checkpoint} is in none; name each checkpoint")
     paths = paths[: paths.index(checkpoint) + 1]
     if len(paths) < number:
-        raise UserError(f"--average is {number}, but {checkpoint.parent} has {len(paths)} checkpoints up to that one")
+        raise UserError(
+            f"--average is {number}, but {checkpoint.parent} has {numbered(len(paths), 'checkpoints')} up to that one"
+        )
     return paths[-number:]
 
 

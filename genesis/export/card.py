@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 import yaml
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.data.paths import list_candidates, read_path
@@ -88,8 +88,8 @@ def write_card(
     findings = find_results(last) if len(sources) == 1 else []  # an average is a different model, without results
     sections = [
         f"# {name}",
-        f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
-        f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
+        f"A Llama-style language model of {numbered(describe(config).num_parameters, 'parameters')} with a context of "
+        f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype_name(dtype)}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
         *([reading] if reading else []),
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
@@ -103,7 +103,8 @@ def write_card(
     ]
     if len(sources) > 1:
         sections.append(
-            f"The weights are the mean of these {len(sources)} checkpoints; the facts below are those of the last one."
+            f"The weights are the mean of these {numbered(len(sources), 'checkpoints')}; the facts below are those of "
+            "the last one."
         )
     if last.scaling is not None:
         sections.append("The adapters of the checkpoint are merged into the weights of their base.")

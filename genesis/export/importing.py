@@ -13,7 +13,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from genesis.base.errors import UserError, blaming
+from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import RunDirectory
 from genesis.export.hub import Download, describe_source
@@ -64,8 +64,8 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
         raise UserError(f"{error}; or {remedy}") from None
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}; "
-            f"{remedy}"
+            f"the tokenizer in {directory} has {numbered(tokenizer.vocab_size, 'ids')}, but the model only "
+            f"{config.vocab_size:,}; {remedy}"
         )
     return tokenizer
 

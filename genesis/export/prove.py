@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.progress import sent_as_lines, stage
 from genesis.export.proof import answer_request
 from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
@@ -126,7 +126,9 @@ def _compare_weights(
             elif not torch.equal(_pick(held(ours), expert).to(values.dtype), values):
                 raise UserError(f"the values of {name} differ from the checkpoint's")
     if missing:
-        raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
+        raise UserError(
+            f"the directory lacks {numbered(len(missing), 'tensors')} of the checkpoint, such as {min(missing)}"
+        )
     compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
     return {**compared, "num_merged": num_merged} if is_merged else compared
 

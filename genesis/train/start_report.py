@@ -6,7 +6,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.data.corpus import TokenSource
 from genesis.data.corpus_data import CorpusData
 from genesis.data.packing import FEW_HELD_OUT, KEPT_WHOLE, Packing
@@ -64,7 +64,7 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
         return f"length: no number of steps; a step has {numbered(size, what)}"
     length = f"length: {numbered(max_steps, 'steps')} of {numbered(size, what)}"
     if isinstance(data, StreamData):
-        return f"{length}, {max_steps * size * options.seq_len:,} tokens with padding"
+        return f"{length}, {numbered(max_steps * size * options.seq_len, 'tokens')} with padding"
     epochs = count_epochs(data, data.cursor.position + max(0, max_steps - step) * size)
     if len(epochs) == 1 or len(epochs) > _MANY_SOURCES:
         least, most = min(epochs.values()), max(epochs.values())

@@ -19,8 +19,7 @@ import lightning.pytorch as pl
 from rich.table import Table
 
 from genesis.base.device import is_host
-from genesis.base.errors import RunEndedError, UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
@@ -362,8 +361,9 @@ def check_split(single: Sequence[Step], sharded: Sequence[Step]) -> Check:
     return judge(
         "sharded",
         worst <= _SPLIT_TOLERANCE,
-        f"loss and norm of {len(single)} steps differ by at most {worst:.1e}; first step: {first.loss:.4f} and "
-        f"{first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {NUM_RANKS}",
+        f"loss and norm of {numbered(len(single), 'steps')} differ by at most {worst:.1e}; first step: "
+        f"{first.loss:.4f} and {first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on "
+        f"{NUM_RANKS}",
         "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the number "
         "of ranks",
     )
