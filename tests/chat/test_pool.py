@@ -38,7 +38,7 @@ def repeat(start: str, step: str, then: str = "") -> str:
 
 
 SMALL_LIMITS = {TIME: ("SECONDS", 0.1), MEMORY: ("MEMORY_BYTES", 64 << 20), LENGTH: ("MAX_CHARS", 10_000)}
-"""On a busy machine, all that a worker does takes more processor time: only what is to exceed a limit has a small one."""
+"""Everything takes more processor time on a busy machine: only what is to exceed a limit has a small one."""
 
 
 @pytest.mark.parametrize(
