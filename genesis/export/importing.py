@@ -16,6 +16,7 @@ from torch import Tensor
 from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import RunDirectory
+from genesis.chat.learned import find_stop_ids
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
@@ -44,6 +45,8 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 _WIDENED_NAME: Final = "weights.float32"
+_ALIKE_SHARE: Final = 0.01
+"""Rows that were never trained differ by rounding and the optimizer's noise, all others by about their length."""
 
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
@@ -129,6 +132,7 @@ def import_directory(
         (staging / _WIDENED_NAME).unlink(missing_ok=True)
         place = None if tokenizer is None else staging
         held = str(checkpoint.relative_to(staging))
+        alike = {} if tokenizer is None else count_alike_stops(found, tokenizer)
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof = run_proof(
             *(directory, [checkpoint], place, "huggingface"),
@@ -136,9 +140,30 @@ def import_directory(
             compares_models=compares_models,
             is_whole=is_whole,
         )
-        proof |= describe_source(download)
+        proof |= describe_source(download) | {"alike_stops": {str(token): number for token, number in alike.items()}}
         write_proof(staging, proof)
     return proof
+
+
+def count_alike_stops(state: Mapping[str, Tensor], tokenizer: Tokenizer) -> dict[int, int]:
+    """Returns how many other control symbols have the output weights of a symbol that ends an answer, where any has.
+
+    Rows that pretraining never reached are alike, such as those that base models keep for later. Whatever an adapter
+    learns gives such symbols one probability.
+
+    Args:
+        state: The decoder's tensors under its own names.
+        tokenizer: The model's tokenizer.
+    """
+    head = state.get("output.weight", state["embedding.weight"])  # tied embeddings are one tensor
+    controls = [token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token)]
+    rows = head[controls].float()
+    found = {}
+    for stop in sorted(find_stop_ids(tokenizer, None)):
+        row = head[stop].float()
+        is_alike = (rows - row).norm(dim=1) <= _ALIKE_SHARE * row.norm()
+        found[stop] = sum(token != stop for token, alike in zip(controls, is_alike.tolist(), strict=True) if alike)
+    return {stop: number for stop, number in found.items() if number}
 
 
 def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:
