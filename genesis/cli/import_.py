@@ -81,9 +81,9 @@ def _print_alike_stops(tokenizer: Tokenizer, alike: Mapping[str, int], out: Path
     for token, number in alike.items():
         others = numbered(number, "other control tokens")
         print(
-            f"{describe_ends([int(token)], tokenizer)} and {others} have the same output weights, which were never trained: "
-            "adapters alone cannot teach the model to end its answers; beside adapters, "
-            f"give --model.adapter.also_train '{list_trained(out)}'"
+            f"{describe_ends([int(token)], tokenizer)} and {others} have the same output weights, which were "
+            "never trained: adapters alone cannot teach the model to end its answers; beside adapters, give "
+            f"--model.adapter.also_train '{list_trained(out)}'"
         )
 
 
