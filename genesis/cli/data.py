@@ -134,7 +134,7 @@ def _advise_held_out(manifest: CorpusManifest, fraction: float) -> str:
     """Returns what to do if few documents are held out: a larger share that is enough, or more documents."""
     num_documents = sum(source.num_documents for source in (*manifest.train, *manifest.validation))
     enough = [share for share in (0.05, 0.1, 0.2) if share > fraction and share * num_documents >= FEW_HELD_OUT]
-    return f"Give a larger validation_fraction, such as {enough[0]:g}" if enough else "Give more documents"
+    return f"Prepare it again with --validation_fraction {enough[0]:g} --restart" if enough else "Give more documents"
 
 
 def _print_packing(console: Console, options: PrepareOptions) -> None:

@@ -58,8 +58,8 @@ class CorpusData:
         self.options = options
         self.vocabulary_owner = f"the corpus {path}"
         self.validation_remedy = (
-            f"the corpus {path} has no validation set; prepare it with a larger validation_fraction, or set another by "
-            "data.corpus"
+            f"the corpus {path} has no validation set; prepare it again with more documents, or with "
+            "--validation_fraction 0.1 --restart, or set another by data.corpus"
         )
         self.cursor = DataCursor(options, lambda: self.corpus.train, self._count_sequences)
         self._verify_hashes: VerifyHashes = verify_hashes
