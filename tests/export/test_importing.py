@@ -103,7 +103,7 @@ def test_the_routers_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head", ["embedding.weight", "output.weight"])
 def test_stops_whose_output_weights_no_training_reached_are_counted(head: str, tmp_path: Path) -> None:
-    """As of Llama 3's base, whose <|eot_id|> adapters cannot learn (unslothai/unsloth, "fix_untrained_tokens")."""
+    """Adapters never learn such stops (QwenLM/Qwen3#1064, hiyouga/LlamaFactory#7943, unslothai/unsloth#1072)."""
     tokenizer = open_tokenizer(write_tokenizer(tmp_path))
     state = {"embedding.weight": torch.randn(tokenizer.vocab_size, 64)}
     state[head] = torch.randn(tokenizer.vocab_size, 64)
