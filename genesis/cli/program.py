@@ -8,7 +8,7 @@ import importlib
 import os
 
 # `signal` imports enum first, which takes longer than all that precedes `run`: until its end Ctrl-C prints a traceback.
-from _signal import SIGINT, default_int_handler, getsignal, signal
+from _signal import SIGINT, default_int_handler, getsignal, signal  # type: ignore[import-not-found]
 
 INTERRUPTED = 130
 """The status that a shell reports for a program ended by SIGINT."""

@@ -130,10 +130,8 @@ def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str
     lines = [printable(_describe_rows(same[0].reason, [row.place for row in same])) for same in alike.values()]
     if len(lines) == 1:
         return f"{lines[0]};{hint}" if hint else lines[0]
-    count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))
-    return "\n  ".join(
-        [f"source {source} has {numbered(count, 'bad rows')}; correct them{hint and ','}{hint}:", *lines]
-    )
+    count = ("at least " if len(rows) >= MAX_REFUSED else "") + numbered(len(shown), "bad rows")
+    return "\n  ".join([f"source {source} has {count}; correct them{hint and ','}{hint}:", *lines])
 
 
 def strip_place(message: str, place: str) -> str:
