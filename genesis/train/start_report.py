@@ -26,8 +26,18 @@ _WARMUP_SHARE: Final = 0.05
 class StartReport(pl.Callback):
     """Logs the lines on rank 0, after the position of the data is known. Does not communicate."""
 
+    _has_started = False
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs that a run which was complete before this fit has not been trained."""
+        if not self._has_started:  # Lightning begins no training then
+            steps = numbered(trainer.global_step, "steps")
+            rank_zero_info(f"nothing to do: the run has its {steps}; to go on, make the run longer (trainer.max_steps)")
+        self._has_started = False
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the lines."""
+        self._has_started = True
         module: Any = vars(trainer).get("datamodule")
         data = getattr(module, "training", None)
         if not trainer.is_global_zero or data is None:
