@@ -172,7 +172,7 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.num_steps is not None:
         tokens = plan.num_steps * workload.tokens_per_step
         amount = f"{tokens / 1e9:,.2f} billion" if tokens >= 10**9 else f"{tokens / 1e6:,.2f} million"
-        facts.append(("steps", f"{plan.num_steps:,}, {numbered(amount, 'tokens')} with padding"))
+        facts.append(("steps", f"{plan.num_steps:,}, {amount} tokens with padding"))
     elif plan.recipe.num_epochs is not None:
         facts.append(("steps", f"unknown: {numbered(plan.recipe.num_epochs, 'epochs')} of a corpus that is not here"))
     if plan.num_epochs is not None and plan.epoch is not None:

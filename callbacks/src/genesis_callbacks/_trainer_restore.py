@@ -436,8 +436,8 @@ class Restore:
             return []
         sections = self._sections
         if num_live != sections.num_optimizers:
-            saved = numbered(sections.num_optimizers, "optimizers")
-            raise CheckpointError(f"the checkpoint has {saved}, but the run has {num_live}")
+            count = numbered(sections.num_optimizers, "optimizers")
+            raise CheckpointError(f"the checkpoint has {count}, but the run has {num_live}")
         names = name_parameters(module)
         settled: list[LocalShard] = []
         for index in range(num_live):

@@ -39,7 +39,7 @@ _REMEDIES = {
 }
 
 
-def numbered(number: int, plural: str) -> str:
+def numbered(number: float, plural: str) -> str:
     """Returns a number with its noun, which is given in the plural and is the end of the phrase.
 
     Example:
