@@ -150,6 +150,7 @@ USED: dict[str, str] = {
     "_rm_file": "s3fs:S3FileSystem",
     "_rmdir": "s3fs:S3FileSystem",
     "_run_for_rank": "datatrove.executor.base:PipelineExecutor",
+    "_signal": "signal",
     "_strip_protocol": "fsspec:AbstractFileSystem",
     "_validators": "huggingface_hub.utils",
     # ---- transformers

@@ -209,7 +209,7 @@ def test_a_local_shard_that_one_rank_maps_wrongly_is_named_on_every_rank(run_dir
     with pytest.raises(AssertionError) as caught:
         run_training(2, run_dir, strategy, 6, ckpt_path="latest", mode="sync", callbacks=(SwapAfterReading(),))
     text = str(caught.value)
-    assert text.count("CorruptCheckpointError: 2 tensors differ from step 4 as saved") == 2
+    assert text.count("CorruptCheckpointError: step 4 was saved with other values of 2 tensors") == 2
     assert ".exp_avg: " in text
     assert ".exp_avg_sq: " in text
 

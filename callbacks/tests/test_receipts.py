@@ -110,7 +110,7 @@ def spoil(receipt: RankReceipt, fault: str) -> RankReceipt:
     ("fault", "message"),
     [
         ("a digest less", "wrote 2 chunks and has digests of 2 tensors, but 2 and 3 were planned"),
-        ("a chunk less", "wrote 1 chunks and has digests of 3 tensors"),
+        ("a chunk less", "wrote 1 chunk and has digests of 3 tensors"),
         ("another file", "wrote __0_0.distcp, which is not its shard"),
         ("more bytes than on the disk", "__1_0.distcp has 1360 of 1048576 bytes"),
         ("no file", "the chunks that it reports are not its tensors"),

@@ -422,7 +422,9 @@ def test_a_base_that_goes_during_the_run_makes_the_save_fail_by_name(tmp_path, s
     target = build_target(tmp_path / "run", SaveScope(base, ["model.[ab]"]), fill())
     assert save_blocking(target, lambda: snapshot(2, fill())).name == "step-00000002"
     spoil(base)
-    with pytest.raises(SaveFailedError, match=f"2 tensors are left to the base {base}, which {reason}") as refusal:
+    with pytest.raises(
+        SaveFailedError, match=f"the base {base}, which has 2 tensors of the model, {reason}"
+    ) as refusal:
         save_blocking(target, lambda: snapshot(3, fill()))
     assert "\n" not in str(refusal.value)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]

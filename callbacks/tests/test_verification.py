@@ -587,7 +587,7 @@ def test_a_tensor_of_which_a_block_is_missing_is_named(sharded, tmp_path):
     assert read_contents(path).problems == (f"{name}: 36 of its 66 elements are there",)
     metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != name}
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert read_contents(path).problems[1] == f"{name}: 0 of its 1 blocks were written"
+    assert read_contents(path).problems[1] == f"{name}: 0 of its 1 block were written"
 
 
 def test_a_file_outside_of_the_directory_is_never_read(sharded, tmp_path):
@@ -672,12 +672,12 @@ def test_a_directory_of_safetensors_is_read_by_its_headers(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda path: (path / "model-2.safetensors").unlink(), "model-2.safetensors is missing, with 1 tensors"),
+        (lambda path: (path / "model-2.safetensors").unlink(), "model-2.safetensors is missing, with 1 tensor"),
         (lambda path: os.truncate(path / "model-1.safetensors", 120), "model-1.safetensors is truncated"),
         (lambda path: os.truncate(path / "model-1.safetensors", 5), "model-1.safetensors is truncated, or is no"),
         (
             lambda path: save_file({"a": torch.ones(3, 4)}, path / "model-1.safetensors"),
-            "model-1.safetensors lacks 1 tensors that the index lists, such as b",
+            "model-1.safetensors lacks 1 tensor that the index lists, such as b",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from genesis_callbacks.base.errors import (
     as_line,
     find_remedy,
     naming,
+    numbered,
     printable,
     printable_lines,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "find_remedy",
     "is_panic",
     "naming",
+    "numbered",
     "printable",
     "printable_lines",
 ]

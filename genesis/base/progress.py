@@ -25,16 +25,6 @@ _MARK: Final = "genesis-stage "
 _SEND_SECONDS: Final = 0.5
 
 
-def numbered(number: int, plural: str) -> str:
-    """Returns a number with its noun, which is given in the plural.
-
-    Example:
-        >>> numbered(1, "other ranks"), numbered(1200, "steps")
-        ('1 other rank', '1,200 steps')
-    """
-    return f"{number:,} {plural.removesuffix('s') if number == 1 else plural}"
-
-
 @dataclass(eq=False)
 class Stage:
     """A part of a command's work.

@@ -390,18 +390,25 @@ def _normalize(message: Any, number: int) -> Message:
     reasoning = next((found[key] for key in _REASONING if key in found), None)
     if reasoning is not None:
         found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    _read_calls(found, number)
+    read_turn_mark(found, number)
+    return found
+
+
+def _read_calls(found: Message, number: int) -> None:
+    """Gives a turn its calls in the form that templates read, also of JSON text, which a table's column may have."""
+    for name in ("tool_calls", "function_call"):
+        if found.get(name) and isinstance(found[name], str):
+            found[name] = _parse(found[name], f"{name} of turn {number}")
     if not found.get("tool_calls", True):
         del found["tool_calls"]
     call = found.pop("function_call", None)
     if call:
         if "tool_calls" in found:
             raise ConversationError(f"turn {number} has both tool_calls and function_call; remove one of them")
-        call = _parse(call, f"function_call of turn {number}") if isinstance(call, str) else call
         found["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in found:
         found["tool_calls"] = _normalize_calls(found["tool_calls"], number)
-    read_turn_mark(found, number)
-    return found
 
 
 def _join_parts(content: Any, number: int) -> str:

@@ -13,7 +13,7 @@ between 0 and 1, a mark on a part of a turn and a mark of tokens cannot be honou
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.chat.template import ConversationError, Message
 
 WEIGHT: Final = "weight"
@@ -82,8 +82,8 @@ def apply_record_marks(record: Mapping[str, Any], messages: Sequence[Message]) -
     for name, values in lists.items():
         if len(values) != len(marked):
             raise ConversationError(
-                f"the record has {name} with {len(values)} values for {len(marked)} turns; give one for each turn, "
-                f"{_IGNORE}"
+                f"the record has {name} with {numbered(len(values), 'values')} for {numbered(len(marked), 'turns')}; "
+                f"give one for each turn, {_IGNORE}"
             )
         for number, (message, value) in enumerate(zip(marked, values, strict=True), 1):
             if value is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from genesis.base.errors import numbered
 from genesis.chat.conversation import TEMPLATE_KEYS
 from genesis.chat.sandbox import SandboxedTemplate
 from genesis.chat.template import ConversationError, LaidOut, Message, Span
@@ -188,8 +189,10 @@ def _find_marked_turns(
     num_turns = sum(message["role"] == "assistant" for message in messages)
     if not spans or (is_by_turn and len(spans) != num_turns):
         raise ConversationError(
-            f"the chat template {template.name} marks {len(spans)} parts of the text by {{% generation %}}, and the "
-            f"conversation has {num_turns} turns of the assistant, so that single turns cannot be chosen; give a "
+            f"the chat template {template.name} marks {numbered(len(spans), 'parts')} of the text by "
+            f"{{% generation %}}, and the "
+            f"conversation has {numbered(num_turns, 'turns')} of the assistant, so that single turns cannot be "
+            "chosen; give a "
             "template that marks each turn once"
         )
     return text, spans

@@ -10,7 +10,7 @@ from datetime import date
 from functools import lru_cache
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.limited_workers import serve_limited
 from genesis.chat.pool import MEMORY_BYTES, NUM_CHARS, Answer, Request
 from genesis.chat.sandbox import SandboxedTemplate
@@ -44,7 +44,7 @@ def _run(request: Request, num_chars: int) -> Answer:
         return Answer(mistake=str(error), is_of_conversation=isinstance(error, ConversationError))
     text = result[0] if isinstance(result, tuple) else result
     if isinstance(text, str) and len(text) > num_chars:
-        return Answer(limit=f"writes more than {num_chars:,} characters")
+        return Answer(limit=f"writes more than {numbered(num_chars, 'characters')}")
     return Answer(result)
 
 

@@ -36,11 +36,12 @@ def main(argv: list[str]) -> int:
     if arguments.eos is not None:
         print(f"documents and texts end with {arguments.eos}")
     print(f"train all weights: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
-    print(f"or adapters and these rows: the same with --model.adapter.also_train '{_list_trained(arguments.out)}'")
+    print(f"or adapters and these rows: the same with --model.adapter.also_train '{list_trained(arguments.out)}'")
     return 0
 
 
-def _list_trained(out: Path) -> str:
+def list_trained(out: Path) -> str:
+    """Returns the value of `model.adapter.also_train` that trains tokens' rows of the run's newest checkpoint."""
     path, _ = list_committed(out)[-1]
     config = build_decoder_config(read_manifest(path).recipe["model"]["decoder"], where=str(path))
     return "[embedding]" if config.has_tied_embeddings else "[embedding, head]"

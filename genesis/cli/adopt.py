@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.manifest import SPLITS
@@ -49,17 +48,17 @@ def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
     for split in SPLITS:
         for source in manifest.split(split):
             counts = (
-                f"{source.num_tokens:,} tokens in {numbered(source.num_documents, 'documents')}, "
+                f"{numbered(source.num_tokens, 'tokens')} in {numbered(source.num_documents, 'documents')}, "
                 f"{numbered(len(source.shards), 'shards')}"
             )
             yield f"  {split} {source.name}: {counts}"
     if adoption.num_added:
-        yield f"{adoption.num_added:,} documents lack eos_id {manifest.eos_id}: it is added when they are read"
+        yield f"eos_id {manifest.eos_id} is missing in {numbered(adoption.num_added, 'documents')}: reads add it"
     if adoption.num_unfinished:
-        what = f"{adoption.num_unfinished:,} files do not end with eos_id {manifest.eos_id}"
-        yield f"{what}: their last document continues in the next file"
+        what = f"eos_id {manifest.eos_id} is not at the end of {numbered(adoption.num_unfinished, 'files')}"
+        yield f"{what}: the last document continues in the next file"
     if adoption.num_inner:
-        what = f"eos_id {manifest.eos_id} occurs {adoption.num_inner:,} times within documents"
+        what = f"eos_id {manifest.eos_id} occurs {numbered(adoption.num_inner, 'times')} within documents"
         yield f"{what}: it does not end them (with `documents: eos` it would)"
     if not manifest.tokenizer_hash:
         yield "the tokenizer is unknown: there are no bits per byte, and samples are shown as ids"

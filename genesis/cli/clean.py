@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from genesis.base.console import Console
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.cli.help import PlainHelp
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.cli.type_errors import explain_types
@@ -139,7 +139,8 @@ def _print_report(console: Console, options: CleanOptions, report: CleanReport) 
             console.print(line, highlight=False, soft_wrap=True)
     for each in report.evaluation:
         if each.num_too_short:
-            short = f"{each.num_too_short:,} of {each.num_texts:,} evaluation texts are too short to be searched for"
+            texts = numbered(each.num_texts, "evaluation texts")
+            short = f"{each.num_too_short:,} of {texts} are too short to be searched for"
             console.print(f"{each.label}: {short}", highlight=False)
     console.print(f"Examples of dropped documents: {options.out / 'dropped'}", highlight=False, soft_wrap=True)
 

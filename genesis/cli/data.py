@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.base.console import Console
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.render import read_template
 from genesis.chat.stops import describe_ends, find_turn_ends
@@ -135,7 +134,7 @@ def _advise_held_out(manifest: CorpusManifest, fraction: float) -> str:
     """Returns what to do if few documents are held out: a larger share that is enough, or more documents."""
     num_documents = sum(source.num_documents for source in (*manifest.train, *manifest.validation))
     enough = [share for share in (0.05, 0.1, 0.2) if share > fraction and share * num_documents >= FEW_HELD_OUT]
-    return f"Give a larger validation_fraction, such as {enough[0]:g}" if enough else "Give more documents"
+    return f"Prepare it again with --validation_fraction {enough[0]:g} --restart" if enough else "Give more documents"
 
 
 def _print_packing(console: Console, options: PrepareOptions) -> None:
@@ -306,7 +305,7 @@ def _describe_lengths(lengths: Lengths, split: str, *, is_paired: bool) -> str:
     document = "an answer with its prompt" if is_paired else "a conversation"
     return (
         f"{lengths.source}, {split}: tokens of {document}: median {lengths.median:,}, p95 {lengths.p95:,}, longest "
-        f"{lengths.longest:,}; {lengths.num_labels:,} of {lengths.num_tokens:,} tokens are learned"
+        f"{lengths.longest:,}; {lengths.num_labels:,} of {numbered(lengths.num_tokens, 'tokens')} are learned"
     )
 
 
@@ -339,7 +338,11 @@ def _print_pair(console: Console, sample: Sample) -> None:
             text = _color_runs(sample.runs[index], has_colors=console.color_system is not None)
         console.print(Text(f"{side}: ", style="bold"), text, sep="")
         num_labels = 0 if sample.num_labels is None else sample.num_labels[index]
-        console.rule(f"{sample.num_tokens[index]:,} tokens, {num_labels:,} of them learned", style="dim", align="right")
+        console.rule(
+            f"{numbered(sample.num_tokens[index], 'tokens')}, {num_labels:,} of them learned",
+            style="dim",
+            align="right",
+        )
 
 
 def _print_sample(console: Console, sample: Sample) -> None:
@@ -352,4 +355,6 @@ def _print_sample(console: Console, sample: Sample) -> None:
         else:
             console.print(Text("<s>", style="dim"), Text(text), Text("…" if is_cut else "</s>", style="dim"), sep="")
         labels = "" if sample.num_labels is None else f", {sample.num_labels[index]:,} of them with labels"
-        console.rule(f"{num_tokens:,} tokens{labels}" + (" (cut here)" if is_cut else ""), style="dim", align="right")
+        console.rule(
+            f"{numbered(num_tokens, 'tokens')}{labels}" + (" (cut here)" if is_cut else ""), style="dim", align="right"
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from genesis.base.device import check_available, is_available
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.cli.options import build_parser, make, parse
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks
@@ -114,7 +114,8 @@ def distill(path: Path, given: Path, options: DistillOptions) -> list[str]:
     out = options.out or path / "distilled" / _name(given, options, data.packing)
     total = sum(identity.num_sequences.values())
     num_bytes = total * identity.layout.sequence_bytes
-    print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
+    what = f"{numbered(total * options.seq_len, 'positions')} of {numbered(total, 'sequences')}"
+    print(f"{out}: {what}, {num_bytes / 2**30:,.2f} GiB")
     is_new = write_cache(
         out,
         identity,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.base.arguments import Parser, read_size
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
@@ -104,13 +104,14 @@ def check_can_prove(command: str) -> None:
 def print_proof(proof: dict[str, Any]) -> None:
     """Prints the results of the comparisons, one line each."""
     num_values, num_merged = proof["weights"]["num_values"], proof["weights"].get("num_merged", 0)
-    merged = f", {num_merged:,} merged values equal to one rounding" if num_merged else ""
+    merged = f", {numbered(num_merged, 'merged values')} equal to one rounding" if num_merged else ""
     num_quantised = proof["weights"].get("num_quantised", 0)
-    quantised = f", {num_quantised:,} values whose 4 bits were computed twice and are equal" if num_quantised else ""
-    print(f"weights: {num_values - num_merged - num_quantised:,} values bit-equal{merged}{quantised}")
+    quantised = f", the 4 bits of {numbered(num_quantised, 'values')} computed twice and equal" if num_quantised else ""
+    print(f"weights: {numbered(num_values - num_merged - num_quantised, 'values')} bit-equal{merged}{quantised}")
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
-        print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids and equal decoded text")
+        num_texts = sum(tokenizer["num_texts"].values())
+        print(f"tokenizer: {numbered(num_texts, 'texts')} with equal ids and equal decoded text")
     if proof.get("tokenizer_origin") == "none":
         print("tokenizer: none, the model was trained on tokens without a tokenizer")
     if proof.get("tokenizer_form") == "own":
@@ -133,7 +134,7 @@ def print_proof(proof: dict[str, Any]) -> None:
         allowed = f"(allowed {adapters['tolerance']:.2g})"
         print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")
     if generation:
-        print(f"greedy text: {generation['num_equal']} of {generation['num_tokens']} tokens equal")
+        print(f"greedy text: {generation['num_equal']} of {numbered(generation['num_tokens'], 'tokens')} equal")
 
 
 def _find(path: Path, *, is_best: bool) -> Path:
@@ -148,7 +149,9 @@ def _newest(checkpoint: Path, number: int) -> list[Path]:
         raise UserError(f"--average needs a checkpoint of a run, but {checkpoint} is in none; name each checkpoint")
     paths = paths[: paths.index(checkpoint) + 1]
     if len(paths) < number:
-        raise UserError(f"--average is {number}, but {checkpoint.parent} has {len(paths)} checkpoints up to that one")
+        raise UserError(
+            f"--average is {number}, but {checkpoint.parent} has {numbered(len(paths), 'checkpoints')} up to that one"
+        )
     return paths[-number:]
 
 

@@ -1,6 +1,7 @@
 """`genesis import`."""
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 
 from genesis.base.arguments import Parser
-from genesis.base.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named, numbered
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.chat.learned import find_stop_ids
 from genesis.chat.stops import describe_ends
+from genesis.cli.add_tokens import list_trained
 from genesis.cli.export import PROOFS, check_can_prove, print_proof
 from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
@@ -65,7 +67,9 @@ def main(argv: list[str]) -> int:
         print(f"code of the model was not run: {code}; only the classes of Genesis and transformers were used")
     print_proof(proof)
     if not arguments.no_tokenizer:
-        _print_turn_ends(open_tokenizer(arguments.out))
+        tokenizer = open_tokenizer(arguments.out)
+        _print_turn_ends(tokenizer)
+        _print_alike_stops(tokenizer, proof["alike_stops"], arguments.out)
     if arguments.proof == "weights":
         print("logits and greedy text: not compared")
     print(f"train on: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
@@ -80,6 +84,17 @@ def _print_turn_ends(tokenizer: Tokenizer) -> None:
         print(
             f"the chat template ends the assistant's turns with {describe_ends(added, tokenizer)}, and the model's own "
             f"settings stop at {own} alone: generate, serve, training on prompts and export stop at both"
+        )
+
+
+def _print_alike_stops(tokenizer: Tokenizer, alike: Mapping[str, int], out: Path) -> None:
+    """Prints which stops adapters cannot learn to write, because other control symbols have the same output weights."""
+    for token, number in alike.items():
+        others = numbered(number, "other control tokens")
+        print(
+            f"{describe_ends([int(token)], tokenizer)} and {others} have the same output weights, which were "
+            "never trained: adapters alone cannot teach the model to end its answers; beside adapters, give "
+            f"--model.adapter.also_train '{list_trained(out)}'"
         )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from genesis.base.arguments import Parser
 from genesis.base.console import Console
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.quiet import warned_in_one_line
 from genesis.huggingface.shape import find_family
@@ -110,7 +110,9 @@ def _table_of(description: Description, title: str) -> Table:
     attention = description.attention_flops_per_token
     table.add_row("FLOPs per token", f"{description.flops_per_token:.3e}", "forward and backward, without attention")
     table.add_row(
-        "  with attention", f"{description.flops_per_token + attention:.3e}", f"at {config.max_seq_len:,} tokens"
+        "  with attention",
+        f"{description.flops_per_token + attention:.3e}",
+        f"at {numbered(config.max_seq_len, 'tokens')}",
     )
     table.add_section()
     return table

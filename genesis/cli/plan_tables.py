@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from genesis.base.console import Console
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.operations.plan.bill import PHASES
 from genesis.operations.plan.choose import Recommendation
 from genesis.operations.plan.report import Plan, Row
@@ -193,8 +193,8 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(
             (
                 f"packing {share.packing}",
-                f"at {share.seq_len:,} tokens: {share.valid_share:.1%} of the positions have a label, and are learned; "
-                f"the others are padding, or only read{other}",
+                f"at {numbered(share.seq_len, 'tokens')}: {share.valid_share:.1%} of the positions have a label, and "
+                f"are learned; the others are padding, or only read{other}",
             )
         )
     facts += _list_rates(plan)

@@ -6,15 +6,16 @@ While it imports, nothing is garbage: collections, each of which looks at all ob
 import gc
 import importlib
 import os
-import signal
-from types import FrameType
+
+# `signal` imports enum first, which takes longer than all that precedes `run`: until its end Ctrl-C prints a traceback.
+from _signal import SIGINT, default_int_handler, getsignal, signal  # type: ignore[import-not-found]
 
 INTERRUPTED = 130
 """The status that a shell reports for a program ended by SIGINT."""
 
 
-def end_early(number: int, frame: FrameType | None) -> None:
-    """Ends this process, which has done nothing yet: a KeyboardInterrupt would be printed with a traceback."""
+def end_early(number: int, frame: object) -> None:
+    """Ends this process, which has nothing left to undo: a KeyboardInterrupt would be printed with a traceback."""
     os.write(2, b"genesis: interrupted\n")
     os._exit(INTERRUPTED)
 
@@ -28,8 +29,10 @@ def end_imports() -> None:
 
 def run() -> int:
     """Runs the command line of this process and returns the exit status."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's `&` ignores it in scripts
-        signal.signal(signal.SIGINT, end_early)
+    if getsignal(SIGINT) is default_int_handler:  # a shell's `&` ignores it in scripts
+        signal(SIGINT, end_early)
     gc.disable()
     status: int = importlib.import_module("genesis.cli.main").main()
+    if getsignal(SIGINT) is default_int_handler:  # Python's end takes long enough for an impatient Ctrl-C
+        signal(SIGINT, end_early)
     return status

@@ -7,8 +7,7 @@ from typing import Literal
 from rich.filesize import decimal
 
 from genesis.base.arguments import Parser
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.generate.checkpoint_reference import find_export
 from genesis.operations.release.folder import Folder
 from genesis.operations.release.leaks import Machine

@@ -10,8 +10,7 @@ import torch
 from genesis.base.arguments import Parser
 from genesis.base.available_memory import available_memory
 from genesis.base.device import is_host
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
 from genesis.generate.load import Loaded, has_chat_template, load_decoder, read_config

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from genesis.base.arguments import Bytes
 from genesis.base.console import Console
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.data.tokenizer_training import Sample, train_in_worker
@@ -92,7 +92,7 @@ def train_main(argv: list[str]) -> int:
     sample = Sample(options.sources, options.sample_bytes, options.seed)
     path = train_in_worker(sample, make(TokenizerOptions, arguments), options.out, _warn)
     tokenizer = open_tokenizer(path)
-    print(f"{path}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
+    print(f"{path}: {numbered(tokenizer.vocab_size, 'ids')}, hash {tokenizer.hash[:16]}")
     return 0
 
 
@@ -121,7 +121,8 @@ def inspect_main(argv: list[str]) -> int:
     num_changed = 0
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{options.tokenizer}: {tokenizer.kind}, {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}",
+        title=f"{options.tokenizer}: {tokenizer.kind}, {numbered(tokenizer.vocab_size, 'ids')}, "
+        f"hash {tokenizer.hash[:16]}",
     )
     for column in ("source", "documents", "bytes", "tokens", "bytes/token", "single bytes", "round trip"):
         table.add_column(column, justify="left" if column in ("source", "round trip") else "right")
@@ -144,5 +145,5 @@ def inspect_main(argv: list[str]) -> int:
     console.print(table)
     unused = find_unused(tokenizer, counts)
     examples = " ".join(repr(tokenizer.pieces[token]) for token in unused[:20])
-    console.print(f"{len(unused):,} learned pieces are never used{': ' if unused else ''}{escape(examples)}")
+    console.print(f"never used: {numbered(len(unused), 'learned pieces')}{', ' if unused else ''}{escape(examples)}")
     return 1 if num_changed else 0

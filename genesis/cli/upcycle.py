@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from genesis.base.arguments import Parser
+from genesis.base.errors import numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.export.staging import check_is_new
 from genesis.export.upcycle import UpcycleOptions, upcycle
@@ -34,7 +35,9 @@ def main(argv: list[str]) -> int:
     checkpoint = find_checkpoint(arguments.model)
     report = upcycle(checkpoint, arguments.out, options)
     logits = report["logits"]
-    print(f"{arguments.out}: {checkpoint} as a mixture of {options.num_experts} experts, top {options.top_k}")
+    print(
+        f"{arguments.out}: {checkpoint} as a mixture of {numbered(options.num_experts, 'experts')}, top {options.top_k}"
+    )
     print(f"logits: largest difference {logits['largest_difference']:.1e} of the largest logit")
     if options.noise:
         print(f"  with noise: {logits['largest_difference_with_noise']:.1e}")

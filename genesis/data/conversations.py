@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
 from genesis.chat.conversation import Conversation, find_unused_fields, load_conversation
 from genesis.chat.learned import find_recorded
@@ -242,8 +242,8 @@ class ConversationEncoder:
                     "the longer answer of the pair has, with its prompt," if self._is_paired else "the conversation has"
                 )
                 raise _LongConversationError(
-                    f"{what} {num_tokens:,} tokens, chat.max_tokens is {limit:,}; raise it, or set chat.on_long to cut "
-                    "or drop"
+                    f"{what} {numbered(num_tokens, 'tokens')}, chat.max_tokens is {limit:,}; raise it, or set "
+                    "chat.on_long to cut or drop"
                 )
             if options.on_long == "drop":
                 return (), ConversationCounts(num_long=1)

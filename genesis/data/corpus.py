@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt8
 from numpy import ndarray
 
-from genesis.base.errors import UserError, blaming_directory
+from genesis.base.errors import UserError, blaming_directory, numbered
 from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
 from genesis.data.shards import (
     HASH_ALGORITHM,
@@ -435,8 +435,8 @@ def _check_sizes(corpus: Path, manifest: CorpusManifest, shards: ShardTable) -> 
     if len(wrong):
         shard = shards[wrong[0]]
         raise UserError(
-            f"the manifest of {corpus} lists {shard.num_tokens} tokens of {token_bytes[wrong[0]]} bytes but "
-            f"{shard.file_bytes} bytes for {shard.path}; {remedy(shard.path)}"
+            f"the manifest of {corpus} lists {numbered(shard.num_tokens, 'tokens')} of {token_bytes[wrong[0]]} bytes "
+            f"but {shard.file_bytes} bytes for {shard.path}; {remedy(shard.path)}"
         )
 
 

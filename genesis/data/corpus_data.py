@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.chat.learned import build_prompt_form, find_recorded
 from genesis.chat.render import read_template
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
@@ -58,8 +58,8 @@ class CorpusData:
         self.options = options
         self.vocabulary_owner = f"the corpus {path}"
         self.validation_remedy = (
-            f"the corpus {path} has no validation set; prepare it with a larger validation_fraction, or set another by "
-            "data.corpus"
+            f"the corpus {path} has no validation set; prepare it again with more documents, or with "
+            "--validation_fraction 0.1 --restart, or set another by data.corpus"
         )
         self.cursor = DataCursor(options, lambda: self.corpus.train, self._count_sequences)
         self._verify_hashes: VerifyHashes = verify_hashes
@@ -316,8 +316,8 @@ class CorpusData:
         for source in sources:
             if weights.get(source.name) and source.num_tokens <= seq_len:
                 raise UserError(
-                    f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
-                    f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
+                    f"source {source.name!r} has {numbered(source.num_tokens, 'tokens')}, but a sequence of "
+                    f"data.seq_len {seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
                 )
         return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}, weights
 

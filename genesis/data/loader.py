@@ -21,8 +21,7 @@ from jaxtyping import Bool, Int32, Int64, Integer, UInt8
 from numpy import ndarray
 from torch import Tensor
 
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.shuffle import encrypt_32_bits, permute
 from genesis.data.skipped import Range, Ranges, clip, plan_skips
 
@@ -307,8 +307,8 @@ def _checked_limits(names: tuple[str, ...], max_epochs: Mapping[str, int]) -> tu
     for name, limit in max_epochs.items():
         if limit < 1:
             raise UserError(
-                f"data.max_epochs gives the source {name!r} {limit} epochs; give at least 1, or the source weight 0 in "
-                "data.mix"
+                f"data.max_epochs gives the source {name!r} {numbered(limit, 'epochs')}; give at least 1, or the "
+                "source weight 0 in data.mix"
             )
     return tuple(max_epochs.get(name) for name in names)
 

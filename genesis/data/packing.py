@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 from numpy import ndarray
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 
 Packing = Literal["chunk", "best_fit", "pad"]
 Chunks = deque[Int64[ndarray, " sequences"]]
@@ -242,16 +242,17 @@ class LostDocuments:
     def describe(self, packing: Packing, seq_len: int) -> str:
         """Returns a line about these documents as conversations, with the remedy if some are cut."""
         line = (
-            f"{numbered(self.num_documents, 'conversations')} by {packing} in sequences of {seq_len:,} tokens: "
-            f"{self.num_cut:,} cut, {self.num_dropped:,} dropped, {self.num_unlearned:,} without a learned token"
+            f"{numbered(self.num_documents, 'conversations')} by {packing} in sequences of "
+            f"{numbered(seq_len, 'tokens')}: {self.num_cut:,} cut, {self.num_dropped:,} dropped, "
+            f"{self.num_unlearned:,} without a learned token"
         )
         if self.num_cut and packing == CUT_EVENLY:
             # The longest may be no conversation that fits: then no packing keeps all of them whole.
             return f"{line}; data.packing {KEPT_WHOLE} keeps whole what fits into a sequence"
         if self.num_cut:
             return (
-                f"{line}; the longest has {self.longest:,} tokens: raise data.seq_len, or prepare with chat.max_tokens "
-                f"{seq_len} and chat.on_long"
+                f"{line}; the longest has {numbered(self.longest, 'tokens')}: raise data.seq_len, or prepare with "
+                f"chat.max_tokens {seq_len} and chat.on_long"
             )
         return line
 

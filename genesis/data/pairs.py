@@ -15,7 +15,7 @@ from blake3 import blake3
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.corpus import TokenSource
 
 _REMEDY: Final = "fetch the corpus again or prepare it again with --restart"
@@ -58,8 +58,8 @@ class PairedSource:
         self.num_sequences, rest = divmod(len(self._ends) - 1, 2)
         if rest:
             raise UserError(
-                f"source {source.name} has {len(self._ends) - 1} documents, which are no pairs of a chosen and a "
-                f"rejected answer; {_REMEDY}"
+                f"source {source.name} has {numbered(len(self._ends) - 1, 'documents')}, which are no pairs of a "
+                f"chosen and a rejected answer; {_REMEDY}"
             )
 
     @property
@@ -163,8 +163,8 @@ class PairSet:
         for source in self._sources:
             if source.longest > seq_len:
                 raise UserError(
-                    f"source {source.name!r} has an answer of {source.longest:,} tokens with its prompt, and "
-                    f"data.seq_len is {seq_len:,}: raise it to {source.longest}, or prepare the corpus with "
+                    f"source {source.name!r} has an answer of {numbered(source.longest, 'tokens')} with its prompt, "
+                    f"and data.seq_len is {seq_len:,}: raise it to {source.longest}, or prepare the corpus with "
                     f"chat.max_tokens {seq_len} and chat.on_long cut or drop"
                 )
 

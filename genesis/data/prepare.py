@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
@@ -250,7 +250,7 @@ def _prepare(
             else:
                 num_new_tokens += message.num_tokens
                 rate = num_new_tokens / max(1e-9, time.monotonic() - shown.begin_seconds)
-                shown.note = f"{num_new_tokens:,} tokens, {rate:,.0f} tokens/s" if num_new_tokens else ""
+                shown.note = f"{numbered(num_new_tokens, 'tokens')}, {rate:,.0f} tokens/s" if num_new_tokens else ""
                 shown.advance(message.num_bytes)
     for source in options.sources:
         for line in add_notes(finished, source.name).describe(source.name):

@@ -15,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids, write_defaults
 from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.corpus import TokenSource
@@ -177,9 +177,9 @@ class PromptData:
         num_answers = num_prompts * self.prompt_options.group_size
         if num_answers % (self.options.micro_batch_size * num_ranks):
             raise UserError(
-                f"data.global_batch_size {num_prompts} has {num_answers} answers, not divisible into micro-batches of "
-                f"data.micro_batch_size {self.options.micro_batch_size} on {num_ranks} ranks; give a divisor of "
-                f"{num_answers // num_ranks}"
+                f"data.global_batch_size {num_prompts} has {numbered(num_answers, 'answers')}, not divisible into "
+                f"micro-batches of data.micro_batch_size {self.options.micro_batch_size} on "
+                f"{numbered(num_ranks, 'ranks')}; give a divisor of {num_answers // num_ranks}"
             )
         self._ranks = ranks
         _ = self.cursor.order

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
-from genesis.base.errors import UserError, check_is_named
+from genesis.base.errors import UserError, check_is_named, numbered
 from genesis.chat.conversation import load_conversation
 from genesis.chat.marks import RECORD_MARKS
 from genesis.chat.options import ChatOptions
@@ -194,9 +194,9 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
                 num_dropped += 1
             else:
                 raise UserError(
-                    f"{prompt.place}: the prompt has {len(prompt.ids):,} tokens, which with {least:,} new ones exceed "
-                    f"data.seq_len {seq_len:,}; raise it, lower data.prompts.max_new_tokens, or set "
-                    "data.prompts.on_long: drop"
+                    f"{prompt.place}: the prompt has {numbered(len(prompt.ids), 'tokens')}, which with "
+                    f"{numbered(least, 'new ones')} exceed data.seq_len {seq_len:,}; raise it, lower "
+                    "data.prompts.max_new_tokens, or set data.prompts.on_long: drop"
                 )
         if not prompts:
             rest = " and is not held out by data.prompts.validation_share" if options.validation_share else ""
@@ -205,8 +205,8 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
     if options.validation_share and not held_out:
         number = sum(map(len, found.values()))
         raise UserError(
-            f"data.prompts.validation_share {options.validation_share} holds out none of {number} prompts; raise it, "
-            "or leave it out"
+            f"data.prompts.validation_share {options.validation_share} holds out none of "
+            f"{numbered(number, 'prompts')}; raise it, or leave it out"
         )
     return PromptSet(found, num_dropped, held_out)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
-from genesis.base.errors import UserError, printable
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered, printable
 
 MAX_REFUSED: Final = 10
 """Rows that an error names, at most."""
@@ -81,7 +80,9 @@ class RowNotes:
         lines = [f"source {source}: skipped {_describe_skipped(rows)}" for rows in by_count[:_MAX_REASONS]]
         if by_count[_MAX_REASONS:]:
             rest = sum(rows.num_rows for rows in by_count[_MAX_REASONS:])
-            lines.append(f"source {source}: skipped {rest:,} for {len(by_count) - _MAX_REASONS} other reasons")
+            lines.append(
+                f"source {source}: skipped {rest:,} for {numbered(len(by_count) - _MAX_REASONS, 'other reasons')}"
+            )
         if self.num_blank:
             lines.append(f"source {source}: {describe_blank(self.num_blank)}")
         parts = [
@@ -129,8 +130,8 @@ def explain_refused(source: str, rows: Sequence[RefusedRow], remedy: str) -> str
     lines = [printable(_describe_rows(same[0].reason, [row.place for row in same])) for same in alike.values()]
     if len(lines) == 1:
         return f"{lines[0]};{hint}" if hint else lines[0]
-    count = f"at least {MAX_REFUSED}" if len(rows) >= MAX_REFUSED else str(len(rows))
-    return "\n  ".join([f"source {source} has {count} bad rows; correct them{hint and ','}{hint}:", *lines])
+    count = ("at least " if len(rows) >= MAX_REFUSED else "") + numbered(len(shown), "bad rows")
+    return "\n  ".join([f"source {source} has {count}; correct them{hint and ','}{hint}:", *lines])
 
 
 def strip_place(message: str, place: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from genesis.base.errors import numbered
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.manifest import MANIFEST_NAME
 from genesis.data.packing import CUT_EVENLY, KEPT_WHOLE
@@ -157,7 +158,9 @@ def choose_sizes(documents: Documents | None, most_tokens: int, seq_len: int | N
         most = min(most_tokens, (documents.shortest_source or most_tokens + 1) - 1)
         length = seq_len or max(1, most - most % _BLOCK_TOKENS if most > _BLOCK_TOKENS and most < most_tokens else most)
         chosen = batch or _count_at_once(documents.num_tokens // length)
-        return Sizes(length, chosen, f"a step learns from {chosen * length:,} of {documents.num_tokens:,} tokens")
+        return Sizes(
+            length, chosen, f"a step learns from {chosen * length:,} of {numbered(documents.num_tokens, 'tokens')}"
+        )
     at_once = _count_at_once(documents.number)
     tokens_at_once = at_once * documents.num_tokens / max(1, documents.number)
     needed = documents.longest if documents.has_own_rows else max(documents.longest, tokens_at_once)
@@ -168,7 +171,7 @@ def choose_sizes(documents: Documents | None, most_tokens: int, seq_len: int | N
         length,
         chosen,
         f"a step learns from about {min(documents.number, round(num_documents)):,} of all {documents.number:,} "
-        f"{documents.what}, of at most {documents.longest:,} tokens",
+        f"{documents.what}, of at most {numbered(documents.longest, 'tokens')}",
     )
 
 

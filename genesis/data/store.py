@@ -23,7 +23,7 @@ import fsspec
 from fsspec.asyn import get_loop
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 _PASSWORD: Final = re.compile(r"(?<=://)[^/@\s]+@")
 T = TypeVar("T")
@@ -161,8 +161,8 @@ class Store:
                 wait_seconds = plan_wait_seconds(number, random.random())
                 if number >= self.options.attempts or time.monotonic() + wait_seconds > end:
                     raise StoreError(
-                        f"{self.url}: {number} attempts failed, the last with {describe_error(error)}; check "
-                        "the store, the endpoint and the credentials, and start again"
+                        f"{self.url}: {numbered(number, 'attempts')} failed, the last with {describe_error(error)}; "
+                        "check the store, the endpoint and the credentials, and start again"
                     ) from None
             time.sleep(wait_seconds)
         raise AssertionError

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
-from genesis.base.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.processes import PipedWorker, serve_pipe
 from genesis.base.progress import stage
 from genesis.data.sources import SourceOptions, sample_texts
@@ -69,7 +69,7 @@ def train_in_worker(
             while isinstance(message, int) and message > shown.done:
                 shown.done = message
                 message = _receive(worker, warn)
-        with stage(f"training {options.vocab_size:,} pieces"):
+        with stage(f"training {numbered(options.vocab_size, 'pieces')}"):
             while isinstance(message, int):
                 message = _receive(worker, warn)
     finally:

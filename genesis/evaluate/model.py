@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.chat.render import ChatRenderer
 from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens
 from genesis.evaluate.plan import Request
@@ -151,7 +151,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         if continuation and len(continuation) <= self.max_length:
             return
         reason = (
-            f"has {len(continuation):,} tokens, but the model's context is {self.max_length:,}"
+            f"has {numbered(len(continuation), 'tokens')}, but the model's context is {self.max_length:,}"
             if continuation
             else "has no token of its own after its context: the tokenizer joins them"
         )
@@ -230,8 +230,8 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
             )
         if not 0 < max_new_tokens < self.max_length:
             raise UnanswerableError(
-                f"task {request.task_name} asks for {max_new_tokens:,} new tokens, but the model's context has "
-                f"{self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
+                f"task {request.task_name} asks for {numbered(max_new_tokens, 'new tokens')}, but the model's context "
+                f"has {self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
             )
         sampling = SamplingOptions(temperature, top_k or None, top_p) if is_sampled else SamplingOptions(0.0)
         return CompleteOptions(

@@ -13,6 +13,7 @@ from typing import Any, Final
 import jinja2
 import jinja2.sandbox
 
+from genesis.base.errors import numbered
 from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.chat.pool import MAX_CHARS, MEMORY_BYTES, SECONDS
 
@@ -50,7 +51,7 @@ class TaskTemplate:
         except LimitReachedError as error:
             text, fault = "", f"a template {error}"
         if len(text) > MAX_CHARS + 16 * len(message):
-            fault = f"a template writes {len(text):,} characters"
+            fault = f"a template writes {numbered(len(text), 'characters')}"
         if fault:
             raise TaskTemplateError(fault)
         return str(text)

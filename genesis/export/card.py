@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 import yaml
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.data.paths import list_candidates, read_path
@@ -90,8 +90,8 @@ def write_card(
     sections = [
         f"# {name}",
         f"A {'Llama-style language model' if config.body is None else 'language model of transformers'} of "
-        f"{describe(config).num_parameters:,} parameters with a context of "
-        f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
+        f"{numbered(describe(config).num_parameters, 'parameters')} with a context of "
+        f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype_name(dtype)}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
         *([reading] if reading else []),
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
@@ -105,7 +105,8 @@ def write_card(
     ]
     if len(sources) > 1:
         sections.append(
-            f"The weights are the mean of these {len(sources)} checkpoints; the facts below are those of the last one."
+            f"The weights are the mean of these {numbered(len(sources), 'checkpoints')}; the facts below are those of "
+            "the last one."
         )
     if last.scaling is not None:
         sections.append("The adapters of the checkpoint are merged into the weights of their base.")

@@ -13,9 +13,10 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from genesis.base.errors import UserError, blaming
+from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import RunDirectory
+from genesis.chat.learned import find_stop_ids
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
@@ -46,6 +47,8 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 _WIDENED_NAME: Final = "weights.float32"
+_ALIKE_SHARE: Final = 0.01
+"""Rows that were never trained differ by rounding and the optimizer's noise, all others by about their length."""
 
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
@@ -66,8 +69,8 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
         raise UserError(f"{error}; or {remedy}") from None
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}; "
-            f"{remedy}"
+            f"the tokenizer in {directory} has {numbered(tokenizer.vocab_size, 'ids')}, but the model only "
+            f"{config.vocab_size:,}; {remedy}"
         )
     return tokenizer
 
@@ -143,6 +146,7 @@ def import_directory(
         (staging / _WIDENED_NAME).unlink(missing_ok=True)
         place = None if tokenizer is None else staging
         held = str(checkpoint.relative_to(staging))
+        alike = {} if tokenizer is None else count_alike_stops(found, tokenizer)
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof = run_proof(
             *(directory, [checkpoint], place, "huggingface"),
@@ -150,7 +154,7 @@ def import_directory(
             compares_models=compares_models,
             is_whole=is_whole,
         )
-        proof |= describe_source(download)
+        proof |= describe_source(download) | {"alike_stops": {str(token): number for token, number in alike.items()}}
         write_proof(staging, proof)
     return proof
 
@@ -163,6 +167,27 @@ def _quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             layer = name.removesuffix(".weight")
             state |= {f"{layer}.{tensor}": held for tensor, held in quantise(weight).items()}
     return state
+
+
+def count_alike_stops(state: Mapping[str, Tensor], tokenizer: Tokenizer) -> dict[int, int]:
+    """Returns how many other control symbols have the output weights of a symbol that ends an answer, where any has.
+
+    Rows that pretraining never reached are alike, such as those that base models keep for later. Whatever an adapter
+    learns gives such symbols one probability.
+
+    Args:
+        state: The decoder's tensors under its own names.
+        tokenizer: The model's tokenizer.
+    """
+    head = state.get("output.weight", state["embedding.weight"])  # tied embeddings are one tensor
+    controls = [token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token)]
+    rows = head[controls].float()
+    found = {}
+    for stop in sorted(find_stop_ids(tokenizer, None)):
+        row = head[stop].float()
+        is_alike = (rows - row).norm(dim=1) <= _ALIKE_SHARE * row.norm()
+        found[stop] = sum(token != stop for token, alike in zip(controls, is_alike.tolist(), strict=True) if alike)
+    return {stop: number for stop, number in found.items() if number}
 
 
 def _check_size(num_values: int, out: Path, *, compares_models: bool) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.progress import sent_as_lines, stage
 from genesis.export.proof import answer_request
 from genesis.export.proof_size import SEQUENCE_TOKENS, ProofSize, plan_proof
@@ -140,7 +140,9 @@ def _compare_weights(
                 _compare_equal(held(ours), expert, values, name)
                 num_values["num_equal"] += values.numel()
     if missing:
-        raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
+        raise UserError(
+            f"the directory lacks {numbered(len(missing), 'tensors')} of the checkpoint, such as {min(missing)}"
+        )
     compared = {
         "compared": "every value, bit for bit, after the cast",
         "num_values": num_values.total(),

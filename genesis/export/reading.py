@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.chat.learned import find_stop_ids
 from genesis.export.proof import Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tokenizer import compare_fast_tokenizer
@@ -70,7 +70,7 @@ def find_reading(
     """
     tokenizer, origin = _find_tokenizer(checkpoint, manifest, given, may_be_unproved=may_be_unproved)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {vocab_size:,}")
+        raise UserError(f"the tokenizer has {numbered(tokenizer.vocab_size, 'ids')}, but the model only {vocab_size:,}")
     return Reading(tokenizer, origin, find_learned_template(checkpoint, manifest))
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from genesis.base.device import send
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.generate.sample import RowSampler
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
@@ -309,9 +309,9 @@ def plan_budgets(prompt_lengths: Sequence[int], max_new_tokens: int | None, max_
         if length == 0:
             raise UserError(f"prompt {index} has no token; begin it with bos")
         if room < (max_new_tokens or 1):
-            remedy = f"ask for at most {room:,} new tokens" if room > 0 else "shorten the prompt"
+            remedy = f"ask for at most {numbered(room, 'new tokens')}" if room > 0 else "shorten the prompt"
             raise UserError(
-                f"prompt {index} has {length:,} tokens, and {max_new_tokens or 1:,} more exceed the model's "
+                f"prompt {index} has {numbered(length, 'tokens')}, and {max_new_tokens or 1:,} more exceed the model's "
                 f"context of {max_seq_len:,}: {remedy}"
             )
         budgets.append(max_new_tokens or min(DEFAULT_NEW_TOKENS, room))

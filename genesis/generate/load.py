@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genesis.base.device import read_capability
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.learned import describe_other_template, find_recorded, find_stop_ids
 from genesis.chat.options import ChatOptions
@@ -252,7 +252,8 @@ def build_empty_decoder(
     # Building a layer takes time even on the meta device, so a recipe with a huge number of layers would hang here.
     if config.num_layers > num_tensors:
         raise UserError(
-            f"{checkpoint} has a recipe of {config.num_layers} layers, but {num_tensors} tensors of a decoder"
+            f"{checkpoint} has a recipe of {numbered(config.num_layers, 'layers')}, but "
+            f"{numbered(num_tensors, 'tensors')} of a decoder"
         )
     try:
         with torch.device("meta"):

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from genesis.base.available_memory import available_memory
 from genesis.base.device import is_host, read_free_memory
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
@@ -180,16 +180,16 @@ def load_teacher(
     config = decoder.config
     if seq_len > config.max_seq_len:
         raise UserError(
-            f"the teacher {found.path} reads at most {config.max_seq_len} tokens, fewer than seq_len {seq_len}: lower "
-            "seq_len, or give another teacher"
+            f"the teacher {found.path} reads at most {numbered(config.max_seq_len, 'tokens')}, fewer than seq_len "
+            f"{seq_len}: lower seq_len, or give another teacher"
         )
     if vocab_size > config.vocab_size:
         raise UserError(
-            f"the teacher {found.path} has {config.vocab_size:,} ids, fewer than the tokenizer's {vocab_size:,}: give "
-            "another teacher"
+            f"the teacher {found.path} has {numbered(config.vocab_size, 'ids')}, fewer than the tokenizer's "
+            f"{vocab_size:,}: give another teacher"
         )
     if top_k > vocab_size:
-        raise UserError(f"top_k is {top_k}, more than the {vocab_size:,} ids of the tokenizer: lower it")
+        raise UserError(f"top_k is {top_k}, more than the {numbered(vocab_size, 'ids')} of the tokenizer: lower it")
     name = str(decoder.embedding.weight.dtype).removeprefix("torch.")
     return Teacher(decoder, vocab_size=vocab_size, top_k=top_k, temperature=temperature), name
 

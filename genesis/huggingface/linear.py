@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.huggingface.family import Family
 from genesis.model.decoder import DecoderConfig
 
@@ -46,7 +46,8 @@ def _read_attention_every(path: Path, content: Mapping[str, Any]) -> int:
         return every
     if not isinstance(listed, list) or set(map(str, listed)) - {_WHOLE, _LINEAR} or len(listed) != num_layers:
         raise UserError(
-            f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} or {_LINEAR!r} for each of {num_layers} layers"
+            f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} or {_LINEAR!r} for each of "
+            f"{numbered(num_layers, 'layers')}"
         )
     every = listed.index(_WHOLE) + 1 if _WHOLE in listed else num_layers + 1
     if listed != _list_kinds(num_layers, every):

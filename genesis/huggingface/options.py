@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.huggingface.family import Family
 from genesis.model.attention import AttentionConfig
 
@@ -79,7 +79,9 @@ def read_windows(
         raise UserError(f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} and {_WINDOWED!r}")
     num_layers = content["num_hidden_layers"]
     if listed is not None and len(listed) != num_layers:
-        raise UserError(f"{path}: layer_types has {len(listed):,} entries; it must have one for each of {num_layers}")
+        raise UserError(
+            f"{path}: layer_types has {numbered(len(listed), 'entries')}; it must have one for each of {num_layers}"
+        )
     has_switch = family.windows in ("last", "without_rope")
     window = _read_window(path, content, family, has_switch=has_switch)
     if listed is not None and (not has_switch or window is None) and _WINDOWED in listed:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.huggingface.directory import (
     INDEX_NAME,
     MAX_JSON_BYTES,
@@ -85,8 +85,8 @@ def _check_shapes(directory: Path, state: Mapping[str, Tensor], config: DecoderC
             )
     if len(state) < config.num_layers:  # before layers are built, which takes time for each
         raise UserError(
-            f"{directory}: config.json requires {config.num_layers:,} layers, but the files have only {len(state):,} "
-            "tensors of them: one is missing, or num_hidden_layers is wrong"
+            f"{directory}: config.json requires {numbered(config.num_layers, 'layers')}, but the files have only "
+            f"{numbered(len(state), 'tensors')} of them: one is missing, or num_hidden_layers is wrong"
         )
     try:
         with torch.device("meta"):

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.attend.cache import KEYS_STEP, suits_lengths
 from genesis.model.attend.mask import needs_expanded_keys
 from genesis.model.attend.metadata import (
@@ -152,7 +152,8 @@ class AttentionConfig(SequenceMixerConfig):
         """
         if self.window_layers is not None and self.window_layers[-1] >= num_layers:
             raise UserError(
-                f"window_layers has {self.window_layers[-1]}, but the {num_layers} layers are counted from 0: remove it"
+                f"window_layers has {self.window_layers[-1]}, but the {numbered(num_layers, 'layers')} are counted "
+                "from 0: remove it"
             )
         if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_width(dim)):
             raise UserError(
@@ -164,8 +165,8 @@ class AttentionConfig(SequenceMixerConfig):
                 raise UserError(f"head_dim is {self.head_dim}: it must be even")
         elif dim % self.num_heads or dim // self.num_heads % 2:
             raise UserError(
-                f"dim {dim} does not give {self.num_heads} heads an even width: "
-                f"make it a multiple of {2 * self.num_heads}"
+                f"dim {dim} does not give {numbered(self.num_heads, 'heads')} an even width: make it a multiple of "
+                f"{2 * self.num_heads}"
             )
 
     def head_width(self, dim: int) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from genesis.base.errors import numbered
 from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import ENTROPY, LOAD, Router, find_routers
 from genesis_callbacks.base.local_shards import local_shards
@@ -133,8 +134,8 @@ class LayerBalance:
                 "earlier steps used more, else this data uses few experts of the base"
             )
         return RouterCollapseWarning(
-            f"the router of {mixture} has collapsed at step {step}: of {len(self.loads)} experts only about "
-            f"{self.num_used:.1f} are used, with top_k {self.top_k}; {remedy}"
+            f"the router of {mixture} has collapsed at step {step}: of {numbered(len(self.loads), 'experts')} only "
+            f"about {self.num_used:.1f} are used, with top_k {self.top_k}; {remedy}"
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.attention import AttentionConfig
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.exchange import HeadExchange
@@ -143,7 +143,9 @@ class DecoderConfig:
         if given is not None:
             raise UserError(f"mixers and {given} are both given: remove {given}, or put it into the list")
         if not 0 < len(self.mixers) <= self.num_layers:
-            raise UserError(f"mixers has {len(self.mixers)} entries: it must have at least 1 and at most num_layers")
+            raise UserError(
+                f"mixers has {numbered(len(self.mixers), 'entries')}: it must have at least 1 and at most num_layers"
+            )
         short = _find_short_form(tuple(self.mixers))
         # Equal decoders get equal fields, whichever way they were described: a resume compares them.
         object.__setattr__(self, "mixers", tuple(self.mixers) if short is None else None)

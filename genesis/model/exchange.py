@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 
 class HeadExchange(ABC):
@@ -44,8 +44,8 @@ class HeadExchange(ABC):
         """
         if rows.shape[1] % self.size:
             raise UserError(
-                f"a row has {rows.shape[1]} tokens, which context_parallel {self.size} does not divide; give rows "
-                f"of a multiple of {self.size} tokens"
+                f"a row has {rows.shape[1]} tokens, which context_parallel {self.size} does not divide; give rows of a "
+                f"multiple of {numbered(self.size, 'tokens')}"
             )
         return rows.chunk(self.size, dim=1)[self.rank]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from genesis.base.device import has_float8, is_host
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.adapter import check_patterns, choose_by_name, find_linears, find_stacks, list_names
 from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.language_model import LanguageModel
@@ -83,7 +83,7 @@ class Float8Choice(NamedTuple):
             f"; {len(names)} {reason} and keep the precision of the run: {list_names(names)}"
             for reason, names in by_reason.items()
         )
-        return f"float8: {len(self.layers)} linear layers{left}"
+        return f"float8: {numbered(len(self.layers), 'linear layers')}{left}"
 
 
 def choose_layers(decoder: LanguageModel, options: Float8Options) -> Float8Choice:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from genesis.base.device import find_measured_kernel, find_missing_compiler, is_host, kind_of
+from genesis.base.errors import numbered
 
 IGNORE_INDEX = -100
 """The label of tokens that the loss ignores (torch's convention)."""
@@ -91,7 +92,7 @@ def token_losses(
     dtype = find_product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     # An index of a label would find a hidden state among others, and finite losses of other tokens.
-    assert len(hidden) == len(labels), f"{len(hidden)} hidden states and {len(labels)} labels"
+    assert len(hidden) == len(labels), f"{numbered(len(hidden), 'hidden states')} and {numbered(len(labels), 'labels')}"
     with torch.autocast(hidden.device.type, enabled=False):
         if kind_of(hidden.device) != "cpu":  # to count the valid labels there, the host would have to wait
             return _apply_token_losses(hidden, weight, labels, dtype, softcap)

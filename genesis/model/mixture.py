@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.cut import find_indivisible
 from genesis.model.dispatch import combine, sort_by_expert, spread
 from genesis.model.experts import Experts
@@ -119,7 +119,7 @@ class MixtureConfig(FeedForwardConfig):
         if first >= num_layers:
             raise UserError(
                 f"num_dense_layers is {self.num_dense_layers} and mixture_every is {self.mixture_every}, so that none "
-                f"of {num_layers} layers is a mixture: lower them"
+                f"of {numbered(num_layers, 'layers')} is a mixture: lower them"
             )
         if first > 0 and self.dense_ffn_dim is None:
             raise UserError("layer 0 is dense: give dense_ffn_dim, the width inside a dense layer")

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.model.decoder import Decoder, DecoderConfig
 
 
@@ -41,14 +40,15 @@ def divide_layers(decoder: DecoderConfig, num_stages: int, given: Sequence[int] 
     """
     if decoder.num_layers < num_stages:
         raise UserError(
-            f"the pipeline has {num_stages} stages, and the model {numbered(decoder.num_layers, 'layers')}: lower "
-            "pipeline_parallel or stages_per_rank until their product is at most the number of layers"
+            f"the pipeline has {numbered(num_stages, 'stages')}, and the model "
+            f"{numbered(decoder.num_layers, 'layers')}: lower pipeline_parallel or stages_per_rank until their product "
+            "is at most the number of layers"
         )
     if given is not None:
         if len(given) != num_stages or sum(given) != decoder.num_layers or min(given) < 1:
             raise UserError(
-                f"layers_per_stage is {list(given)}: give {num_stages} numbers of at least 1, one for each stage, that "
-                f"add up to the {decoder.num_layers} layers of the model"
+                f"layers_per_stage is {list(given)}: give {numbered(num_stages, 'numbers')} of at least 1, one for "
+                f"each stage, that add up to the {numbered(decoder.num_layers, 'layers')} of the model"
             )
         ends = list(accumulate(given, initial=0))
         return [range(*pair) for pair in pairwise(ends)]
@@ -136,8 +136,8 @@ def check_micro_batches(num_micro_batches: int, num_ranks: int, stages_per_rank:
     num_rounds = num_micro_batches // num_ranks
     if stages_per_rank > 1 and num_micro_batches % num_rounds:
         raise UserError(
-            f"{given}, which cannot be interleaved over {num_ranks} ranks with "
-            f"stages_per_rank {stages_per_rank}; {num_rounds * num_ranks} micro-batches can be, so {remedy}"
+            f"{given}, which cannot be interleaved over {numbered(num_ranks, 'ranks')} with stages_per_rank "
+            f"{stages_per_rank}; {num_rounds * num_ranks} micro-batches can be, so {remedy}"
         )
 
 

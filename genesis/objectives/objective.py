@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.data.training_data import DataKind, TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.language_model import LanguageModel
@@ -165,7 +164,7 @@ class Objective(ABC):
         has_teacher: Whether it may run another model beside the trained one.
         runs_model: Whether `prepare` runs the trained model: in a pipeline all ranks then call it before a window, else
             the rank with the last stage alone before each forward.
-        bounds_logits: Whether its losses are those of a model that bounds its logits: `Vocabulary.sum_cross_entropy` and
+        bounds_logits: Whether it trains a model that bounds its logits: by `Vocabulary.sum_cross_entropy` and
             `Vocabulary.token_losses` alone.
         trains_under: The kinds of parallelism beside those of data and experts under which it trains. `tensor`: its
             losses are those of a `Vocabulary`. `context`: its terms are sums over tokens, of which a rank has some.

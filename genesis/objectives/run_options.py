@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.cut import find_indivisible
 from genesis.model.decoder import DecoderConfig
 from genesis.objectives.objective import Objective
@@ -86,7 +86,7 @@ def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> N
                 f"context_parallel is {num_ranks}, and {type(mixer).__name__} does not know how ranks could share its "
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
-        sizes[f"the {num_heads} heads of {type(mixer).__name__}"] = num_heads
+        sizes[f"the {numbered(num_heads, 'heads')} of {type(mixer).__name__}"] = num_heads
     for what, number in sizes.items():
         if number % (num_ranks * tensor_ranks):
             fitting = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0 if number % (cp * tensor_ranks) == 0)

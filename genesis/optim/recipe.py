@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Literal, get_args, get_origin
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.recipe import build_dataclass
 from genesis.optim.adamw import AdamW
 from genesis.optim.algorithm import Algorithm
@@ -101,5 +101,5 @@ def _check(value: Any, wanted: Any, where: str) -> Any:
     except (TypeError, ValueError):
         numbers = ()
     if len(numbers) != count:
-        raise UserError(f"{where} is {value!r}: it must be {count} numbers, such as [0.9, 0.95]")
+        raise UserError(f"{where} is {value!r}: it must be {numbered(count, 'numbers')}, such as [0.9, 0.95]")
     return numbers

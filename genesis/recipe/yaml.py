@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 _MOST_REPEATED: Final = 100_000
 _TYPES: Final = {
@@ -64,7 +64,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     base = {"0o": 8, "0x": 16}.get(text[:2], 10)
     if len(text) > _MAX_DIGITS:
         mark = node.start_mark
-        raise yaml.constructor.ConstructorError(None, None, f"a number has {len(text):,} digits", mark)
+        raise yaml.constructor.ConstructorError(None, None, f"a number has {numbered(len(text), 'digits')}", mark)
     return int(text.replace("_", ""), base)
 
 

@@ -21,7 +21,7 @@ from typing import Final
 
 from aiohttp import StreamReader, web
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 MAX_CONNECTIONS: Final = 512
 MIN_CONNECTIONS: Final = 8
@@ -57,8 +57,8 @@ def count_connections() -> int:
     room = MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit - _count_open() - _FILE_DESCRIPTORS
     if room < MIN_CONNECTIONS:
         raise UserError(
-            f"the limit of open files is {limit}, which leaves room for {max(0, room)} connections: raise it to at "
-            f"least {limit + MIN_CONNECTIONS - room}, for example by `ulimit -n 1024`"
+            f"the limit of open files is {limit}, which leaves room for {numbered(max(0, room), 'connections')}: raise "
+            f"it to at least {limit + MIN_CONNECTIONS - room}, for example by `ulimit -n 1024`"
         )
     return min(MAX_CONNECTIONS, room)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.serve.errors import ApiError
 
 MIN_TOKEN_CHARS = 16
@@ -45,8 +45,8 @@ class Guard:
             raise UserError("a public server has no token: remove either --token or --public")
         if len(self.token) < MIN_TOKEN_CHARS or not _TOKEN.fullmatch(self.token):
             raise UserError(
-                f"the token has {len(self.token)} characters: give at least {MIN_TOKEN_CHARS} ASCII characters without "
-                "spaces, for example from python -c 'import secrets; print(secrets.token_urlsafe())'"
+                f"the token has {numbered(len(self.token), 'characters')}: give at least {MIN_TOKEN_CHARS} ASCII "
+                "characters without spaces, for example from python -c 'import secrets; print(secrets.token_urlsafe())'"
             )
 
     def check_site(self, headers: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ This module imports no torch, so that a process that encodes starts fast.
 from dataclasses import replace
 from typing import NamedTuple
 
+from genesis.base.errors import numbered
 from genesis.generate.ids import write_ids
 from genesis.serve.conversation import write_conversation
 from genesis.serve.errors import ApiError
@@ -81,11 +82,11 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPr
         ids, text = prompt, _decode_ids(prompt, facts)
     room = context - len(ids)
     if room < (0 if max_new_tokens == 0 else 1):
-        raise _too_long(f"has {len(ids):,} tokens, more than", context)
+        raise _too_long(f"has {numbered(len(ids), 'tokens')}, more than", context)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
-            f"max_tokens is {max_new_tokens:,}, but the prompt's {len(ids):,} tokens leave room for {room:,} in the "
-            f"model's context of {context:,}: set max_tokens to at most {room:,}",
+            f"max_tokens is {max_new_tokens:,}, but the prompt of {numbered(len(ids), 'tokens')} leaves room for "
+            f"{room:,} in the model's context of {context:,}: set max_tokens to at most {room:,}",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -130,7 +131,7 @@ def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
 
 def _too_long(problem: str, context: int) -> ApiError:
     return ApiError(
-        f"prompt {problem} the model's context of {context:,} tokens: shorten the prompt",
+        f"prompt {problem} the model's context of {numbered(context, 'tokens')}: shorten the prompt",
         param="prompt",
         code="context_length_exceeded",
     )

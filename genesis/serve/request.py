@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 

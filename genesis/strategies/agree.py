@@ -5,8 +5,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from genesis.base.errors import QuietExit, RunEndedError, UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import QuietExit, RunEndedError, UserError, numbered
 from genesis_callbacks.checkpoint import Ranks
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 _REST: Final = -1
 AXIS_NAMES: Final = {"ep": "expert", "tp": "tensor", "cp": "context", "pp": "pipeline"}
@@ -68,21 +68,21 @@ class Degrees:
             given = [f"{names.get(axis, axis)} {value}" for axis, value in others.items() if value > 1]
             product = f" = {num_others}" if len(given) > 1 else ""
             raise UserError(
-                f"{' * '.join(given)}{product} does not divide {world_size} ranks: lower it to one of "
+                f"{' * '.join(given)}{product} does not divide {numbered(world_size, 'ranks')}: lower it to one of "
                 f"{', '.join(map(str, list_divisors(world_size)))}, or change trainer.devices"
             )
         num_left = world_size // num_others
         if self.dp_shard not in (_REST, num_left):
             raise UserError(
-                f"dp_shard is {self.dp_shard}, but the other degrees leave {num_left} of {world_size} ranks; "
-                f"give {num_left}, or -1 for all remaining ranks"
+                f"dp_shard is {self.dp_shard}, but the other degrees leave {num_left} of "
+                f"{numbered(world_size, 'ranks')}; give {num_left}, or -1 for all remaining ranks"
             )
         resolved = replace(self, dp_shard=num_left)
         num_lenders = num_left * self.cp * self.tp
         if num_lenders % self.ep:
             raise UserError(
-                f"expert_parallel is {self.ep}, which does not divide the {num_lenders} ranks of a shard group; "
-                f"one of {list_divisors(num_lenders)} does"
+                f"expert_parallel is {self.ep}, which does not divide the {numbered(num_lenders, 'ranks')} of a shard "
+                f"group; one of {list_divisors(num_lenders)} does"
             )
         return resolved
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.experts import Experts
 from genesis.model.language_model import LanguageModel
 from genesis.model.mixture import Mixture
@@ -167,8 +167,9 @@ def _place(num_holders: int, num_shards: int, parameter: nn.Parameter) -> Shard:
     found = next((dim for dim, size in enumerate(sizes) if size % num_shards == 0), None)
     if found is None:
         raise UserError(
-            f"{num_shards} ranks hold the same experts and cannot share a stack of {sizes[0]} matrices of {sizes[1]} "
-            f"by {sizes[2]}: choose expert_parallel or model.adapter.rank so that {num_shards} divides one of them"
+            f"{numbered(num_shards, 'ranks')} hold the same experts and cannot share a stack of {sizes[0]} matrices of "
+            f"{sizes[1]} by {sizes[2]}: choose expert_parallel or model.adapter.rank so that "
+            f"{numbered(num_shards, 'divides')} one of them"
         )
     return Shard(found)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from genesis.base.errors import QuietExit, RunEndedError
+from genesis.base.errors import QuietExit, RunEndedError, numbered
 from genesis.base.parent import (
     LAUNCHER_NAME,
     NONCE_NAME,
@@ -184,7 +184,7 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> list[StartO
 
 def _describe_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     (key, value, other_value), *more = compare_mappings(first, other)
-    rest = f", and {len(more)} other keys differ" if more else ""
+    rest = f", and {numbered(len(more), 'other keys')}" if more else ""
     return f"{key} is {other_value!r}, on rank 0 {value!r}{rest}"
 
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.adapter import AdaptedLinear, use_rows
 from genesis.strategies.axis_traffic import AxisTraffic, reduced_bytes
 
@@ -52,8 +52,8 @@ class RowShare:
         """
         if rows.shape[1] % self.size:
             raise UserError(
-                f"rows have {rows.shape[1]} tokens, which {self.size} ranks cannot share: make data.seq_len a multiple "
-                f"of {self.size}"
+                f"rows have {rows.shape[1]} tokens, which {numbered(self.size, 'ranks')} cannot share: make "
+                f"data.seq_len a multiple of {self.size}"
             )
         return rows.chunk(self.size, dim=1)[self.rank]
 

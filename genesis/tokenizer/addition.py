@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.huggingface import (
     GENERATION_NAME,
@@ -50,7 +50,9 @@ class TokenAddition:
                     f"the token {token!r} is empty or has spaces at its ends: give a spelling like '<|tool|>'"
                 )
             if len(token) > _MAX_CHARS:
-                raise UserError(f"the token {token[:20]!r}... has {len(token)} characters: give at most {_MAX_CHARS}")
+                raise UserError(
+                    f"the token {token[:20]!r}... has {numbered(len(token), 'characters')}: give at most {_MAX_CHARS}"
+                )
             if any("\ud800" <= character <= "\udfff" for character in token):
                 raise UserError(f"the token {token!r} is not valid Unicode: give a spelling like '<|tool|>'")
             if self.tokens.count(token) > 1:

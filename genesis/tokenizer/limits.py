@@ -7,7 +7,7 @@ a step that replaces may double each text. The limits are far above what tokeniz
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 
 _MAX_UNUSED_IDS: Final = 65_536
 """Ids without a token that a vocabulary may have: some models leave gaps."""
@@ -55,12 +55,13 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     for piece, token in tokens:
         if token is not None and not (type(token) is int and 0 <= token < limit):
             raise UserError(
-                f"the token {quote(piece)} has the id {quote(token)}: with {len(tokens):,} tokens, an id is a "
-                f"number from 0 to {limit - 1:,}"
+                f"the token {quote(piece)} has the id {quote(token)}: with {numbered(len(tokens), 'tokens')}, an "
+                f"id is a number from 0 to {limit - 1:,}"
             )
         if isinstance(piece, str) and len(piece) > _MAX_PIECE_CHARS:
             raise UserError(
-                f"the token {quote(piece)} has {len(piece):,} characters: at most {_MAX_PIECE_CHARS:,} are read"
+                f"the token {quote(piece)} has {numbered(len(piece), 'characters')}: at most {_MAX_PIECE_CHARS:,} "
+                "are read"
             )
     for name, inner in _STEPS:
         _check_growth(name, list(iterate_steps(content.get(name), inner)))
@@ -69,7 +70,9 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     for part in parts.values() if isinstance(parts, dict) else ():
         ids = part.get("ids") if isinstance(part, dict) else None
         if isinstance(ids, list) and len(ids) > _MAX_TEMPLATE_IDS:
-            raise UserError(f"its post_processor adds {len(ids):,} ids to a text: at most {_MAX_TEMPLATE_IDS} are read")
+            raise UserError(
+                f"its post_processor adds {numbered(len(ids), 'ids')} to a text: at most {_MAX_TEMPLATE_IDS} are read"
+            )
 
 
 def check_stop_ids(ids: list[Any]) -> None:
@@ -80,7 +83,8 @@ def check_stop_ids(ids: list[Any]) -> None:
     """
     if len(ids) > _MAX_STOP_IDS:
         raise UserError(
-            f"generation_config.json lists {len(ids):,} ids in eos_token_id: at most {_MAX_STOP_IDS:,} are read"
+            f"generation_config.json lists {numbered(len(ids), 'ids')} in eos_token_id: at most {_MAX_STOP_IDS:,} are "
+            "read"
         )
 
 
@@ -143,7 +147,7 @@ def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     num_added = sum(len(one) for one in (added, listed, extra) if isinstance(one, list | dict))
     if num_added > _MAX_ADDED:
-        raise UserError(f"it has {num_added:,} added tokens: at most {_MAX_ADDED:,} are read")
+        raise UserError(f"it has {numbered(num_added, 'added tokens')}: at most {_MAX_ADDED:,} are read")
     yield from vocabulary.items() if isinstance(vocabulary, dict) else ()
     for one in added if isinstance(added, list) else ():
         yield (one.get("content"), one.get("id")) if isinstance(one, dict) else (one, None)
@@ -156,7 +160,7 @@ def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
 
 def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
     if len(steps) > _MAX_STEPS:
-        raise UserError(f"its {name} has {len(steps):,} steps: at most {_MAX_STEPS} are read")
+        raise UserError(f"its {name} has {numbered(len(steps), 'steps')}: at most {_MAX_STEPS} are read")
     growth = 1.0
     for step in steps:
         pattern = step.get("pattern")
@@ -164,7 +168,9 @@ def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
         written = str(step.get("content") or step.get("prepend") or "")
         longest = max(len(searched), len(written))
         if longest > _MAX_STEP_CHARS:
-            raise UserError(f"its {name} has a text of {longest:,} characters: at most {_MAX_STEP_CHARS:,} are read")
+            raise UserError(
+                f"its {name} has a text of {numbered(longest, 'characters')}: at most {_MAX_STEP_CHARS:,} are read"
+            )
         if step.get("type") == "ByteLevel":
             growth *= 2  # a character for each byte, of which the next step would make two bytes
         elif step.get("type") == "Replace":

@@ -22,8 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.base.device import is_host
-from genesis.base.errors import QuietExit, UserError, check_is_named
-from genesis.base.progress import numbered
+from genesis.base.errors import QuietExit, UserError, check_is_named, numbered
 from genesis.data.clock import CopyClock
 from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData

@@ -17,8 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from genesis.base.errors import UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.strategies.layout import layout_strategy
@@ -49,8 +48,8 @@ class MoveDataPosition(pl.Callback):
             num_steps = trainer.global_step + num_left
             if trainer.min_steps and trainer.min_steps > num_steps:
                 raise UserError(
-                    f"trainer.min_steps is {trainer.min_steps}, but data.max_epochs ends the data after {num_steps} "
-                    "steps; lower min_steps or raise max_epochs"
+                    f"trainer.min_steps is {trainer.min_steps}, but data.max_epochs ends the data after "
+                    f"{numbered(num_steps, 'steps')}; lower min_steps or raise max_epochs"
                 )
             if self._sets_max_steps:
                 # After a resume with another batch size the same data give another number of steps.

@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from genesis.base.errors import numbered
 from genesis.data.clock import LoaderTimes
 from genesis.data.loader import WindowLoader
 from genesis.data.training_data import TrainingData
@@ -124,7 +125,7 @@ class DataTelemetry(pl.Callback):
         is_late = share > WAIT_SHARE_LIMIT
         if is_late and not self._has_warned:
             warnings.warn(
-                f"{who} waits for data {share:.0%} of the time (over {self._num_steps} steps): {remedy}",
+                f"{who} waits for data {share:.0%} of the time (over {numbered(self._num_steps, 'steps')}): {remedy}",
                 DataWaitWarning,
                 stacklevel=2,
             )

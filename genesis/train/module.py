@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from genesis.base.determinism import UNREPEATABLE
 from genesis.base.device import is_host, read_capability
-from genesis.base.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.adapter import (
@@ -229,8 +229,8 @@ class GenesisModule(pl.LightningModule):
             fill_trained(self._model, self.start)
         elif False in unset.values() and left:
             raise RunEndedError(
-                f"the restore left {len(left)} of {len(unset)} parameters without values, such as {left[0]}: the "
-                "checkpoint is of another model"
+                f"the restore left {len(left):,} of {numbered(len(unset), 'parameters')} without values, such as "
+                f"{left[0]}: the checkpoint is of another model"
             )
         elif left:
             self._model.init_weights(self.seed)
@@ -351,8 +351,8 @@ class GenesisModule(pl.LightningModule):
         attempt_on_all(lambda: check_repeats(found, self.device))
         self._must_repeat = False
         rank_zero_info(
-            f"the first micro-batch gave the same loss and {len(found.names) - 1} equal gradients when it was computed "
-            f"again ({found.seconds:.1f} s)"
+            f"the first micro-batch gave the same loss and {numbered(len(found.names) - 1, 'equal gradients')} when it "
+            f"was computed again ({found.seconds:.1f} s)"
         )
 
     @property

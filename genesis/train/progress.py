@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from genesis.base.console import Console
-from genesis.base.progress import Stage, numbered, stage
+from genesis.base.errors import numbered
+from genesis.base.progress import Stage, stage
 from genesis.data.corpus_data import CorpusData
 from genesis_callbacks import TokenCounters
 

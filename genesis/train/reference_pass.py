@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.loader import Ranks
 from genesis.data.pair_windows import SomePairWindows
 from genesis.data.window import MicroBatch
@@ -93,7 +93,7 @@ def _compute(
     pairs, sequence_format = data.training.pairs, data.training.sequence_format
     assert pairs is not None
     pairs.check_lengths(sequence_format.seq_len)
-    rank_zero_info(f"computing the log-probabilities of {len(pairs):,} pairs under {checkpoint}")
+    rank_zero_info(f"computing the log-probabilities of {numbered(len(pairs), 'pairs')} under {checkpoint}")
     layout, device = layout_strategy(trainer.strategy).layout, trainer.strategy.root_device
     windows = SomePairWindows(
         pairs,

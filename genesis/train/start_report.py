@@ -6,7 +6,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.data.corpus import TokenSource
 from genesis.data.corpus_data import CorpusData
 from genesis.data.packing import FEW_HELD_OUT, KEPT_WHOLE, Packing
@@ -26,8 +26,18 @@ _WARMUP_SHARE: Final = 0.05
 class StartReport(pl.Callback):
     """Logs the lines on rank 0, after the position of the data is known. Does not communicate."""
 
+    _has_started = False
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs that a run which was complete before this fit has not been trained."""
+        if not self._has_started:  # Lightning begins no training then
+            steps = numbered(trainer.global_step, "steps")
+            rank_zero_info(f"nothing to do: the run has its {steps}; to go on, make the run longer (trainer.max_steps)")
+        self._has_started = False
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the lines."""
+        self._has_started = True
         module: Any = vars(trainer).get("datamodule")
         data = getattr(module, "training", None)
         if not trainer.is_global_zero or data is None:
@@ -64,7 +74,7 @@ def describe_length(data: TrainingData, step: int, max_steps: int) -> str:
         return f"length: no number of steps; a step has {numbered(size, what)}"
     length = f"length: {numbered(max_steps, 'steps')} of {numbered(size, what)}"
     if isinstance(data, StreamData):
-        return f"{length}, {max_steps * size * options.seq_len:,} tokens with padding"
+        return f"{length}, {numbered(max_steps * size * options.seq_len, 'tokens')} with padding"
     epochs = count_epochs(data, data.cursor.position + max(0, max_steps - step) * size)
     if len(epochs) == 1 or len(epochs) > _MANY_SOURCES:
         least, most = min(epochs.values()), max(epochs.values())

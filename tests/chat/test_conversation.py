@@ -1,6 +1,7 @@
 """Every form of a record gives the same messages; what is no conversation is one line."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +107,15 @@ def test_fields_that_no_form_reads_are_found() -> None:
     ]
 
 
+@pytest.mark.parametrize("write", [json.dumps, lambda calls: f" {json.dumps(calls, indent=1)}\n"])
+def test_calls_that_a_table_holds_as_json_text_are_read(write: Callable[[object], str]) -> None:
+    """Tables have one type for each column: NovaSky-AI/SkyRL#1675, agentscope-ai/Trinity-RFT#252."""
+    turns = [QUESTION, {"role": "assistant", "content": "", "tool_calls": write([CALL])}]
+    answered = [{"role": "tool", "content": "y"}, {**ANSWER, "tool_calls": write([])}, {**QUESTION, "tool_calls": ""}]
+    found = read_conversation({"messages": [*turns, *answered]}).messages
+    assert [message.get("tool_calls") for message in found] == [None, [CALL], None, None, None]
+
+
 def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_templates_read() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it", "n": 1}'}}
     record = {
@@ -161,6 +171,7 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         ({"messages": [QUESTION, ANSWER], "tools": "{"}, "tools is not JSON: '{'"),
         ({"messages": [QUESTION, ANSWER], "tools": ["a"]}, "tools is not a list of definitions"),
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": ["a"]}]}, "tool_calls of turn 2 is not a list of calls"),
+        ({"messages": [QUESTION, {**ANSWER, "tool_calls": "look()"}]}, "tool_calls of turn 2 is not JSON: 'look"),
         ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "a tool call of turn 2 names no function"),
         (
             {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},

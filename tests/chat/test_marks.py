@@ -122,7 +122,7 @@ def test_the_marks_of_a_record_are_those_of_its_turns(
             "content of turn 2 has a part with train false",
         ),
         ({"messages": [ASK, SAY], "weight": 0.5}, "the record has weight 0.5; .* or list it in `ignored_keys`"),
-        ({"messages": [ASK, SAY], "loss_mask": [1]}, "the record has loss_mask with 1 values for 2 turns"),
+        ({"messages": [ASK, SAY], "loss_mask": [1]}, "the record has loss_mask with 1 value for 2 turns"),
         ({"messages": [ASK, {**SAY, "weight": 1}], "loss_mask": [0, 0]}, "turn 2 has weight 1 and loss_mask 0"),
         ({"messages": [ASK, SAY], "mask": "Assistant"}, "the record has mask 'Assistant'"),
         ({"messages": [ASK, SAY], "assistant_masks": [0, 1]}, "has assistant_masks, a mask for the tokens of one tok"),

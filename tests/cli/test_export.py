@@ -112,7 +112,7 @@ def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_p
     out = str(tmp_path / "out")
     check_is_one_line(genesis("export", str(tmp_path / "nowhere"), out), "nowhere", "no such directory")
     check_is_one_line(genesis("export", str(imported), out, "--dtype", "int8"), "int8", "bfloat16")
-    check_is_one_line(genesis("export", str(imported), out, "--average", "2"), "--average is 2", "has 1 checkpoints")
+    check_is_one_line(genesis("export", str(imported), out, "--average", "2"), "--average is 2", "has 1 checkpoint")
     check_is_one_line(genesis("export", str(imported), out, "--average", "0"), "--average is 0")
     check_is_one_line(genesis("export", str(imported), out, "--best"), "no best checkpoint")
     check_is_one_line(genesis("export", str(imported), out, "--max_file_bytes", "0"), "max_file_bytes is 0")

@@ -356,6 +356,40 @@ def test_an_interruption_before_a_command_is_found_ends_with_one_line(module: st
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "genesis: interrupted\n")
 
 
+IMPORTED = """
+import sys
+before = set(sys.modules)
+import genesis.cli.program
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.mark.process
+def test_little_is_imported_before_ctrl_c_ends_with_one_line() -> None:
+    program = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    ours = {"genesis", "genesis.cli", "genesis.cli.program"}
+    imported = done.stdout.split()
+    assert {name for name in imported if name.partition(".")[0] not in ("gc", "importlib", "warnings")} == ours
+
+
+FINISHED = """
+import signal, sys
+from genesis.cli.program import run
+
+sys.argv[1:] = ["--version"]
+status = run()
+signal.raise_signal(signal.SIGINT)
+print("not ended")
+"""
+
+
+@pytest.mark.process
+def test_ctrl_c_while_python_ends_is_answered_in_one_line() -> None:
+    ended = subprocess.run([sys.executable, "-c", FINISHED], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "genesis: interrupted\n")
+
+
 COLLECTED = """
 import gc, sys
 from genesis.cli.program import run

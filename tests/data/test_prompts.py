@@ -84,7 +84,7 @@ def test_a_prompt_on_which_the_template_exceeds_a_limit_is_named(tmp_path: Path,
             "line 1: the record has both messages and prompt, .* by `chat` of source questions .* or remove one",
         ),
         ({"question": "Why?"}, "line 1: no conversation is in the fields question"),
-        ({"prompt": "word " * 300}, "line 1: the prompt has .* tokens, which with 1 new ones exceed data.seq_len 64"),
+        ({"prompt": "word " * 300}, "line 1: the prompt has .* tokens, which with 1 new one exceed data.seq_len 64"),
     ],
 )
 def test_a_record_without_a_usable_prompt_is_refused_with_its_line(

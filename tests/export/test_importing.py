@@ -12,12 +12,14 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from genesis.base.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
-from genesis.export.importing import import_directory, read_tokenizer
+from genesis.export.importing import count_alike_stops, import_directory, read_tokenizer
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape
+from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import find_adapter_base
 from genesis_callbacks.checkpoint import read_manifest
+from tests.chat.support import write_tokenizer
 from tests.huggingface.test_directory import read_state, write_llama
 
 
@@ -97,3 +99,17 @@ def test_the_routers_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     assert len(routers) == 2
     assert {name for name, record in manifest.tensors.items() if record.dtype == "float32"} == routers
     assert find_adapter_base(str(tmp_path / "run"), None).format.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", ["embedding.weight", "output.weight"])
+def test_stops_whose_output_weights_no_training_reached_are_counted(head: str, tmp_path: Path) -> None:
+    """Adapters never learn such stops (QwenLM/Qwen3#1064, hiyouga/LlamaFactory#7943, unslothai/unsloth#1072)."""
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path))
+    state = {"embedding.weight": torch.randn(tokenizer.vocab_size, 64)}
+    state[head] = torch.randn(tokenizer.vocab_size, 64)
+    assert count_alike_stops(state, tokenizer) == {}
+    controls = [token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token)]
+    (stop,) = [token for token in controls if tokenizer.spell([token], has_controls=True) == "<|im_end|>"]
+    others = [token for token in controls if token not in (stop, *tokenizer.stop_ids)][:2]
+    state[head][others] = state[head][stop] * 1.001
+    assert count_alike_stops(state, tokenizer) == {stop: 2}

@@ -130,7 +130,7 @@ def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> 
     ("change", "message"),
     [
         ({"ffn_dim": 2**62}, "does not match the decoder in its recipe"),
-        ({"num_layers": 10**9}, "has a recipe of 1000000000 layers, but 20 tensors"),
+        ({"num_layers": 10**9}, "has a recipe of 1,000,000,000 layers, but 20 tensors"),
     ],
 )
 def test_a_recipe_that_claims_what_no_memory_holds_is_refused(

@@ -193,7 +193,7 @@ def meet(root: Path, strategy: str, nonces: tuple[str, str], recipes: tuple[dict
             "sharded",
             ("n", "n"),
             ({"model": {"lr": 0.1}, "seed": 1}, {"model": {"lr": 0.2}, "seed": 2}),
-            "rank 1 has another recipe than rank 0 (model.lr is 0.2, on rank 0 0.1, and 1 other keys differ)",
+            "rank 1 has another recipe than rank 0 (model.lr is 0.2, on rank 0 0.1, and 1 other key)",
         ),
     ],
 )

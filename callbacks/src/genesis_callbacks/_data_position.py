@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torchmetrics import Metric
 
+from genesis_callbacks.base.errors import numbered
+
 from ._compat import begin_next_epoch, list_loaders, load_loader_states, loader_generators, read_loader_states
 
 OnLostDataPosition = Literal["raise", "warn"]
@@ -153,9 +155,10 @@ def describe_reset_position(trainer: Trainer, fit_loop: Mapping[str, Any]) -> li
     names = _name_stateless(trainer)
     if names:
         found.append(
-            f"the position of {' and '.join(names)} in the epoch: {num_used} of {trainer.num_training_batches} batches "
-            "were used, and the others are read from the loader's beginning: some samples come twice, others not at "
-            "all (genesis_callbacks.ResumableLoader continues exactly)"
+            f"the position of {' and '.join(names)} in the epoch: {num_used} of "
+            f"{numbered(trainer.num_training_batches, 'batches')} were used, and the others are read from the loader's "
+            "beginning: some samples come twice, others not at all (genesis_callbacks.ResumableLoader continues "
+            "exactly)"
         )
     return found
 
@@ -178,7 +181,8 @@ def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[to
         for generator, state in zip(own, generators, strict=True):
             generator.set_state(state)
     elif generators is not None:
-        problem = problem or f"{len(generators)} random generators of loaders were saved, but there are {len(own)} now"
+        saved = numbered(len(generators), "random generators")
+        problem = problem or f"the checkpoint has {saved} of loaders, but there are {len(own)} now"
     if is_epoch_over(fit_loop):
         begin_next_epoch(trainer)
     return problem

@@ -3,6 +3,8 @@
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+from genesis_callbacks.base.errors import numbered
+
 from ._compat import read_ddp_options
 from ._data_position import describe_lost_position
 from ._save_options import SaveOptions
@@ -54,7 +56,7 @@ def describe_bucket_order(strategy: Strategy, world_size: int) -> str | None:
     if read_ddp_options(strategy).get("find_unused_parameters"):
         return None
     return (
-        f"DDP changes the order in which it adds the gradients of {world_size} ranks after its first step: a resumed "
-        "run can differ in the last bits from one that was never stopped. DDPStrategy(find_unused_parameters=True) "
-        "makes it exact."
+        f"DDP changes the order in which it adds the gradients of {numbered(world_size, 'ranks')} after its first "
+        "step: a resumed run can differ in the last bits from one that was never stopped. "
+        "DDPStrategy(find_unused_parameters=True) makes it exact."
     )

@@ -9,6 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from genesis_callbacks.base.errors import numbered
+
 from ._data_position import (
     LostDataPositionWarning,
     OnLostDataPosition,
@@ -82,7 +84,9 @@ def describe_model(manifest: Manifest) -> str:
     """Returns how many tensors of the model a checkpoint has, and how many of them lie in its base."""
     num_tensors = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
     base = manifest.base
-    return f"{num_tensors} model tensors" + (f" ({len(base.names)} of them in the base {base.path})" if base else "")
+    return f"{numbered(num_tensors, 'model tensors')}" + (
+        f" ({len(base.names)} of them in the base {base.path})" if base else ""
+    )
 
 
 def name_classes(state_keys: Sequence[str]) -> str:
@@ -399,7 +403,9 @@ class Restore:
             new = [name for name in missing if not self._scope.leaves(name)]
             missing = [name for name in missing if self._scope.leaves(name)]
             if new:
-                self._reset_parts.append(f"{len(new)} model tensors that the base does not have, such as {new[0]}")
+                self._reset_parts.append(
+                    f"{numbered(len(new), 'model tensors')} that the base does not have, such as {new[0]}"
+                )
         if (missing or unexpected) and is_strict:
             raise CheckpointError(
                 f"the model and the checkpoint of step {self.manifest.step} have different tensors: "
@@ -407,7 +413,8 @@ class Restore:
                 "model; use the model that was saved, or strict_loading = False"
             )
         if missing:
-            self._reset_parts.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
+            number = numbered(len(missing), "model tensors")
+            self._reset_parts.append(f"{number} that the checkpoint lacks, such as {missing[0]}")
 
     def _fill(
         self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[LiveNames]
@@ -429,7 +436,8 @@ class Restore:
             return []
         sections = self._sections
         if num_live != sections.num_optimizers:
-            raise CheckpointError(f"{sections.num_optimizers} optimizers were saved, but the run has {num_live}")
+            count = numbered(sections.num_optimizers, "optimizers")
+            raise CheckpointError(f"the checkpoint has {count}, but the run has {num_live}")
         names = name_parameters(module)
         settled: list[LocalShard] = []
         for index in range(num_live):
@@ -494,7 +502,8 @@ class Restore:
         is_combined = hasattr(trainer.datamodule, "combine_rank_states")  # type: ignore[attr-defined]  # Lightning
         if problem is None and read_saved_states(fit_loop) and not self._match.is_same_data and not is_combined:
             num_live = len({role.data_rank for role in self._roles})
-            return f"{self._sections.num_data_ranks} ranks saved the states of their loaders, but {num_live} restore"
+            saved = numbered(self._sections.num_data_ranks, "ranks")
+            return f"{saved} saved the states of their loaders, but {num_live} restore"
         return problem
 
     def apply_rng(self) -> None:
@@ -526,7 +535,7 @@ class Restore:
             "loops, schedulers and precision",
         ]
         num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)
-        kept += [f"average of the weights: {num_swapped} tensors"] if num_swapped else []
+        kept += [f"average of the weights: {numbered(num_swapped, 'tensors')}"] if num_swapped else []
         kept += [f"state of {name_classes(sorted(saved_callbacks))}"] if saved_callbacks else []
         data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
@@ -544,7 +553,7 @@ class Restore:
             rebuilt.append(f"placement of tensors ({change}); other state is {owner}")
             reset.append(f"random number generators ({change})")
         if self.leaves_optimizer:
-            left = f"{num_optimizer} tensors" if manifest.has_optimizer else "none was saved"
+            left = f"{numbered(num_optimizer, 'tensors')}" if manifest.has_optimizer else "none was saved"
             reset.append(f"optimizer state ({left}; restore is 'no_optimizer')")
         elif not num_optimizer:
             reset.append("optimizer state (there was none yet)")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
+from genesis_callbacks.base.errors import numbered
+
 from ._save_options import SaveOptions
 from .checkpoint.ranks import Ranks
 
@@ -87,14 +89,14 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int, num_opti
     """
     if every_n_steps is not None and num_optimizers > 1:
         return (
-            f"Saves when the steps of all {num_optimizers} optimizers together are a multiple of {every_n_steps:,}: "
-            "Lightning's global step counts the steps of each."
+            f"Saves when the steps of all {numbered(num_optimizers, 'optimizers')} together are a multiple of "
+            f"{every_n_steps:,}: Lightning's global step counts the steps of each."
         )
     if every_n_steps is None or batches_per_step == 1:
         return None
     return (
-        f"Saves every {every_n_steps:,} optimizer steps, which are {every_n_steps * batches_per_step:,} batches with "
-        f"accumulate_grad_batches={batches_per_step}."
+        f"Saves every {numbered(every_n_steps, 'optimizer steps')}, which are "
+        f"{numbered(every_n_steps * batches_per_step, 'batches')} with accumulate_grad_batches={batches_per_step}."
     )
 
 

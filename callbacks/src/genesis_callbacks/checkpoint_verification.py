@@ -26,6 +26,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from genesis_callbacks.base.errors import numbered
+
 from ._argument_types import checking
 from ._refused_strategies import refuse_to_compare
 from .async_process_checkpoint import AsyncProcessCheckpoint
@@ -255,8 +257,8 @@ class FiniteReader:
             return [f"cannot be read: {error}"]
         if not found:
             return []
-        some = ", ".join(f"{name} ({count:,} elements)" for name, count in list(found.items())[:_NUM_NAMED])
-        return [f"{len(found):,} tensors hold values that are not finite, such as {some}"]
+        some = ", ".join(f"{name} ({numbered(count, 'elements')})" for name, count in list(found.items())[:_NUM_NAMED])
+        return [f"values that are not finite in {numbered(len(found), 'tensors')}, such as {some}"]
 
     def take_done(self, *, wait: bool) -> Iterator[tuple[Contents, list[str]]]:
         """Yields each checkpoint that was read, with its problems; one that changed or was removed is left out."""

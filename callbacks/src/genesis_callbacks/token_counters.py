@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from genesis_callbacks._log_lines import check_version, is_log_step, log_exact
+from genesis_callbacks.base.errors import numbered
 from genesis_callbacks.host_group import HostGroup, Pending
 
 from ._argument_types import checking
@@ -69,7 +70,8 @@ def describe_skips(num_windows: int, skips: Mapping[str, int]) -> str:
     """
     by_reason = sorted(skips.items(), key=lambda item: -item[1])
     reasons = ", ".join(f"{count} for {reason}" for reason, count in by_reason)
-    return f"{sum(skips.values())} of {num_windows} windows were skipped and changed no parameter: {reasons}"
+    windows = numbered(num_windows, "windows")
+    return f"{sum(skips.values()):,} of {windows} were skipped and changed no parameter: {reasons}"
 
 
 def count_tokens(batch: Any, unit: str = DEFAULT_UNIT) -> int:
@@ -381,9 +383,10 @@ class TokenCounters(pl.Callback):
     def _check_agreement(self, updates_of_ranks: int, world_size: int) -> None:
         if updates_of_ranks != self._updates * world_size:
             raise RankDisagreementError(
-                f"after step {self._step} this rank counted {self._updates} updates, and all {world_size} ranks "
-                f"{updates_of_ranks}: some skipped a window that others did not, so their weights differ. Go back "
-                "to the last checkpoint and let all ranks skip the same windows (reduce the reason before the step)."
+                f"after step {self._step} this rank counted {self._updates} updates, and all "
+                f"{numbered(world_size, 'ranks')} {updates_of_ranks}: some skipped a window that others did not, so "
+                "their weights differ. Go back to the last checkpoint and let all ranks skip the same windows (reduce "
+                "the reason before the step)."
             )
 
     def _log(self, pl_module: pl.LightningModule) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from genesis.base.console import Console
+from genesis.base.errors import numbered
 from genesis.cli.checkpoint.shared import (
     CHECKPOINT_HELP,
     build_console,
@@ -130,7 +131,7 @@ def _print_diff(
         console.print(build_table("tensors that differ", columns, tensor_rows, right=("max abs difference",)))
     left_out = len(changed) - len(tensor_rows)
     note = f" ({left_out:,} of them not shown: --all)" if left_out else ""
-    console.print(f"{len(tensors) - len(changed):,} tensors are the same, {len(changed):,} differ{note}")
+    console.print(f"equal: {numbered(len(tensors) - len(changed), 'tensors')}; different: {len(changed):,}{note}")
 
 
 def _tensor_cells(comparison: TensorComparison) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from genesis.base.errors import numbered
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
 from genesis.generate.checkpoint_reference import find_run
 from genesis_callbacks.checkpoint import Retention, list_committed
@@ -62,7 +63,10 @@ def main(argv: list[str]) -> int:
     else:
         for name in removals:
             print(f"{name}: {'would be removed' if arguments.dry_run else 'removed'}")
-        print(f"{len(removals)} of {len(entries)} checkpoints, {decimal(num_bytes)}; newest verified: {newest_name}")
+        print(
+            f"{len(removals):,} of {numbered(len(entries), 'checkpoints')}, {decimal(num_bytes)}; newest verified: "
+            f"{newest_name}"
+        )
         for entry in bad:
             print(f"{entry.path.name} does not verify: see `genesis checkpoint repair {arguments.run}`")
     return BAD if bad or (newest is None and entries) else 0

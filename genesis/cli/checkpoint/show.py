@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from genesis.base.console import Console
-from genesis.base.errors import printable
+from genesis.base.errors import numbered, printable
 from genesis.cli.checkpoint.shared import (
     CHECKPOINT_HELP,
     build_console,
@@ -113,7 +113,7 @@ def _describe_base(path: Path, manifest: Manifest) -> dict[str, str]:
         where = f"NOT FOUND: {error}"
     else:
         where = str(place)
-    return {"base": printable(f"{len(base.names):,} tensors in {where}")}
+    return {"base": printable(f"{numbered(len(base.names), 'tensors')} in {where}")}
 
 
 def _print_parts(console: Console, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.filesize import decimal
 
 import genesis_callbacks.checkpoint as engine  # its names that need torch import it when they are used
-from genesis.base.errors import UserError, printable
+from genesis.base.errors import UserError, numbered, printable
 from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
 from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, find_problems_shown, print_json, without_path
@@ -92,8 +92,10 @@ def _describe_non_finite(contents: "engine.Contents") -> str | None:
     found = engine.find_non_finite(contents)
     if not found:
         return None
-    some = printable(", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED]))
-    return f"{len(found):,} tensors have values that are not finite, such as {some}"
+    some = printable(
+        ", ".join(f"{name} ({numbered(count, 'values')})" for name, count in list(found.items())[:_MAX_NAMED])
+    )
+    return f"values that are not finite in {numbered(len(found), 'tensors')}, such as {some}"
 
 
 def _describe_contents(contents: "engine.Contents") -> dict[str, Any]:
@@ -123,11 +125,11 @@ def _print_contents(contents: "engine.Contents", *, is_finite: bool) -> None:
     at_step = "" if contents.step is None else f", step {contents.step:,}"
     print(f"  format     {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")
     model = facts["model"]
-    print(f"  model      {model['num_tensors']:,} tensors, {decimal(model['num_bytes'])}")
+    print(f"  model      {numbered(model['num_tensors'], 'tensors')}, {decimal(model['num_bytes'])}")
     for row in facts["optimizers"]:
         print(
-            f"  optimizer  number {row['optimizer']}: {row['num_tensors']:,} tensors for {row['num_parameters']:,} "
-            f"parameters, {decimal(row['num_bytes'])}"
+            f"  optimizer  number {row['optimizer']}: {numbered(row['num_tensors'], 'tensors')} for "
+            f"{numbered(row['num_parameters'], 'parameters')}, {decimal(row['num_bytes'])}"
         )
     if not facts["optimizers"]:
         print("  optimizer  no state, only weights")

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from genesis.base.errors import UserError, find_remedy
-from genesis.base.progress import Stage, numbered, stage
+from genesis.base.errors import UserError, find_remedy, numbered
+from genesis.base.progress import Stage, stage
 from genesis.data.clean.decontaminate import Decontamination
 from genesis.data.clean.execute import (
     Phase,

@@ -25,7 +25,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 from tqdm import tqdm
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker, run_program, serve_pipe, without_input
 from genesis.base.progress import Stage
 from genesis_callbacks.base.locks import lock_file, open_lock
@@ -203,7 +203,7 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
             [line for line in read_text(log, MAX_DOCUMENT_BYTES).splitlines() if line.strip()] if log.exists() else []
         )
         raise UserError(
-            f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
+            f"{len(failed):,} of {numbered(executor.world_size, 'tasks')} of {folder.name} failed: "
             f"{lines[-1] if lines else 'they left no log'} ({log}); fix the cause and run the same command again: "
             "finished tasks are kept"
         )

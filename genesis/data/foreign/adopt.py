@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.progress import Stage, stage
 from genesis.data.foreign.find import ForeignFormat, find_token_files, read_token_file
 from genesis.data.foreign.token_file import TokenFile
@@ -425,4 +425,6 @@ def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[tuple[int,
             yield start, int(waiting[cut]) - start, waiting[: cut + 1] - start
             start, waiting = int(waiting[cut]), waiting[cut + 1 :]
     if start != starts[-1]:
-        raise UserError(f"{file.path} has {starts[-1]:,} tokens, but its index ends at {last:,}; write the index again")
+        raise UserError(
+            f"{file.path} has {numbered(starts[-1], 'tokens')}, but its index ends at {last:,}; write the index again"
+        )

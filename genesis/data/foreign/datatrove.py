@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
 from genesis.data.shards import INDEX_ENTRY, shard_files
 from genesis_callbacks.base.untrusted import read_text
@@ -49,8 +49,8 @@ def read_datatrove(path: Path) -> TokenFile:
     token_bytes = _read_token_bytes(metadata) if metadata.exists() else num_bytes // max(1, num_tokens)
     if token_bytes not in _DTYPES or num_tokens * token_bytes != num_bytes:
         raise UserError(
-            f"{path} has {num_bytes} bytes, but its index lists {num_tokens} tokens (of 2 or 4 bytes"
-            f"{f', {token_bytes} by its metadata' if metadata.exists() else ''}); copy or tokenize both again"
+            f"{path} has {num_bytes} bytes, but its index lists {numbered(num_tokens, 'tokens')} (of 2 or 4 "
+            f"bytes{f', {token_bytes} by its metadata' if metadata.exists() else ''}); copy or tokenize both again"
         )
 
     def read_ends() -> Iterator[NDArray[np.int64]]:

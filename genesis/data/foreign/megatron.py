@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.foreign.token_file import ENDS_PER_BLOCK, TokenFile, file_size, map_array, one_run
 from genesis_callbacks.base.untrusted import open_file
 
@@ -60,11 +60,13 @@ def read_megatron(path: Path) -> TokenFile:
     num_tokens = _check_sequences(index, lengths, pointers, item_bytes)
     if num_tokens * item_bytes != num_bytes:
         raise UserError(
-            f"{bin_path} has {num_bytes} bytes, but {index.name} lists {num_tokens} tokens of {item_bytes} bytes; "
-            "copy or build both again"
+            f"{bin_path} has {num_bytes} bytes, but {index.name} lists {numbered(num_tokens, 'tokens')} of "
+            f"{item_bytes} bytes; copy or build both again"
         )
     if not num_entries or documents[0] != 0 or documents[-1] != num_sequences:
-        raise UserError(f"{index} has documents that do not cover its {num_sequences} sequences; build it again")
+        raise UserError(
+            f"{index} has documents that do not cover its {numbered(num_sequences, 'sequences')}; build it again"
+        )
 
     def read_ends() -> Iterator[NDArray[np.int64]]:
         for first in range(1, num_entries, ENDS_PER_BLOCK):

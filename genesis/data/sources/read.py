@@ -6,7 +6,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.sources.blocks import DAMAGE, read_blocks, refuse_binary
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import (
@@ -183,7 +183,9 @@ def _describe_missing_separator(source: SourceOptions, files: Sequence[InputFile
     elif num_returns and not num_breaks and "\n" in (source.separator or ""):
         hint = "; the line breaks there are \\r alone, so write \\r for \\n"
     number = (
-        "its text file is one document" if len(texts) == 1 else f"each of its {len(texts):,} text files is one document"
+        "its text file is one document"
+        if len(texts) == 1
+        else f"each of its {numbered(len(texts), 'text files')} is one document"
     )
     return f"source {source.name}: the separator {source.separator!r} does not occur: {number}{hint}"
 

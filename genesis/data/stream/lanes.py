@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.sources import Span
 
 _NUM_LANES: Final = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
@@ -57,8 +57,8 @@ def check_world_size(num_lanes: int, global_batch_size: int, world_size: int) ->
     if common % world_size:
         sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
         raise UserError(
-            f"{num_lanes} lanes (data.stream.num_lanes) and data.global_batch_size {global_batch_size} are not "
-            f"divisible by {world_size} ranks; use one of these world sizes: {sizes}"
+            f"{numbered(num_lanes, 'lanes')} (data.stream.num_lanes) and data.global_batch_size {global_batch_size} "
+            f"are not divisible by {numbered(world_size, 'ranks')}; use one of these world sizes: {sizes}"
         )
 
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.packing import Packing
 from genesis.data.remote import file_name
 from genesis.data.sources import InputFile, Listing, SourceOptions, Span, list_source, plan_spans
@@ -130,7 +130,7 @@ def _check_limits(options: StreamOptions, max_epochs: Mapping[str, int]) -> Mapp
         if name not in names:
             raise UserError(f"data.max_epochs names the source {name!r}, which is not among {', '.join(names)}")
         if limit < 1:
-            raise UserError(f"data.max_epochs gives the source {name!r} {limit} epochs; give at least 1")
+            raise UserError(f"data.max_epochs gives the source {name!r} {numbered(limit, 'epochs')}; give at least 1")
     return max_epochs
 
 

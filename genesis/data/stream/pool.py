@@ -12,7 +12,7 @@ from multiprocessing.connection import Pipe, wait
 from threading import Condition, Thread
 from typing import Final, NamedTuple
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
 from genesis.data.stream.block import Block
 from genesis.data.stream.worker import BlockMaker, Failure, Job, Made, Setup
@@ -216,8 +216,8 @@ class WorkerPool:
         with self._changed:
             if self.num_restarts == self._max_restarts:
                 self._error = (
-                    f"a worker of data.stream ended {cause}, after {self.num_restarts} others were replaced "
-                    "(data.stream.max_worker_restarts); if memory is short, lower num_workers or block_tokens"
+                    f"a worker of data.stream ended {cause}, after {numbered(self.num_restarts, 'others')} were "
+                    "replaced (data.stream.max_worker_restarts); if memory is short, lower num_workers or block_tokens"
                 )
                 return
             self.num_restarts += 1

@@ -12,7 +12,7 @@ from typing import Final
 
 import yaml
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.demo.commands import Commands, Kill, StepFailedError, move_aside, step_of
 from genesis.operations.demo.plot import plot_loss, read_curve
@@ -84,7 +84,7 @@ class Demo:
         print_(f"held-out text     {held_out[-1]:.3f} bits per byte ({held_out[0]:.3f} at the start)")
         print_(
             f"trained           {numbered(manifest.counters['updates'], 'updates')}, "
-            f"{manifest.counters['tokens_updated']:,} tokens"
+            f"{numbered(manifest.counters['tokens_updated'], 'tokens')}"
         )
         print_(f"checkpoint        {last}")
         print_(f"report            {RunDirectory(self.run_dir).report}: open it in a browser")

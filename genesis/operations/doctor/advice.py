@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from genesis.base.errors import numbered
 from genesis.operations.doctor.checks import Check, judge
 from genesis.operations.doctor.facts import MachineFacts, PlannedSaves
 
@@ -99,7 +100,10 @@ def _check_links(facts: MachineFacts) -> Check:
         return Check("links", "does not apply", "links matter between two GPUs or more")
     kinds = sorted({link.kind for link in facts.links})
     without = [link for link in facts.links if link.has_peer_access is False]
-    found = f"{len(facts.links)} pairs of GPUs: {', '.join(kinds)}; {len(without)} pairs without peer access"
+    found = (
+        f"{numbered(len(facts.links), 'pairs')} of GPUs: {', '.join(kinds)}; without peer access: "
+        f"{numbered(len(without), 'pairs')}"
+    )
     if kinds == ["nvlink"]:
         return Check("links", "passed", found)
     return Check(
@@ -181,7 +185,7 @@ def judge_setting(name: str, is_right: bool, found: str, remedy: str) -> Check:
 
 
 def _check_cores(facts: MachineFacts) -> Check:
-    found = f"{facts.num_usable_cores:g} of {facts.num_cores} cores are usable"
+    found = f"{facts.num_usable_cores:g} of {numbered(facts.num_cores, 'cores')} are usable"
     threads = facts.settings.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > facts.num_usable_cores:
         return Check(
@@ -226,7 +230,7 @@ def _check_shared_memory(facts: MachineFacts) -> Check:
 
 
 def _check_open_files(facts: MachineFacts) -> Check:
-    found = f"a process may open {facts.max_open_files:,} files"
+    found = f"a process may open {numbered(facts.max_open_files, 'files')}"
     if 0 <= facts.max_open_files < _MIN_OPEN_FILES:
         remedy = "ulimit -n 65536: shards of a corpus, sockets of ranks and checkpoints are open at the same time"
         return Check("open files", "warning", found, remedy)

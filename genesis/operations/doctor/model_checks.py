@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from genesis.base.errors import numbered
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder, refuse_body
@@ -194,12 +195,13 @@ def check_labels(scene: Scene) -> Check:
     best = max(shifts, key=lambda shift: (shifts[shift], shift == 1))
     is_right = num_all > 0 and shifts[1] == num_learned and not num_beyond
     found = (
-        f"{shifts[1]} of {num_learned} compared labels are the next token of the input; {num_all} labels are learned"
+        f"{shifts[1]:,} of {numbered(num_learned, 'compared labels')} are the next token of the input; learned: "
+        f"{numbered(num_all, 'labels')}"
     )
     if shifts[1] < num_learned:
         found += f"; {shifts[best]} equal the input {best} tokens later"
     if num_beyond:
-        found += f"; {num_beyond} labels lie beyond the end of their document"
+        found += f"; beyond the end of their document: {numbered(num_beyond, 'labels')}"
     remedy = "labels are shifted by one, once: input_ids = row[:-1], labels = row[1:], and none across a document's end"
     if not num_all:
         remedy = "no label of the first window is learned: check the masks of the chat template, and data.seq_len"
@@ -218,7 +220,8 @@ def check_documents(scene: Scene) -> Check:
         is_changed[row] = documents == document
         others, within = _compare_changed(scene, micro, is_changed, ~is_changed)
         worst, own = max(worst, others), min(own, within)
-    found = f"with one of {int(documents.max()) + 1} documents of a row changed, the others differ by {worst:.1e}{note}"
+    number = int(documents.max()) + 1
+    found = f"with one of {numbered(number, 'documents')} of a row changed, the others differ by {worst:.1e}{note}"
     if own <= scene.tolerance:
         return Check(
             "documents", "failed", f"changed tokens change nothing ({own:.1e})", "the model ignores its inputs"
@@ -246,7 +249,8 @@ def check_later_tokens(scene: Scene) -> Check:
     return judge(
         "later tokens",
         before <= scene.tolerance,
-        f"with the last {len(places) - half} tokens of a document changed, the {half} before differ by {before:.1e}",
+        f"with the last {numbered(len(places) - half, 'tokens')} of a document changed, the {half} before differ by "
+        f"{before:.1e}",
         "attention sees later tokens: it must be causal, or every loss is too low",
     )
 
@@ -290,7 +294,7 @@ def _find_joined(scene: Scene) -> Check | None:
     return Check(
         "documents",
         "failed",
-        f"{num_joined} of {num_starts} documents that begin within a row are joined with the one before",
+        f"{num_joined:,} of {numbered(num_starts, 'documents')} that begin within a row are joined with the one before",
         "the batch's document_ids do not follow the ends of documents, so attention crosses them",
     )
 

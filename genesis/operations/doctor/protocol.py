@@ -19,8 +19,7 @@ import lightning.pytorch as pl
 from rich.table import Table
 
 from genesis.base.device import is_host
-from genesis.base.errors import RunEndedError, UserError
-from genesis.base.progress import numbered
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
@@ -398,8 +397,8 @@ def check_split(
     return judge(
         name,
         worst <= _SPLIT_TOLERANCE,
-        f"loss and norm of {len(single)} steps differ by at most {worst:.1e}; first step: {first.loss:.4f} and "
-        f"{first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {num_ranks}",
+        f"loss and norm of {numbered(len(single), 'steps')} differ by at most {worst:.1e}; first step: "
+        f"{first.loss:.4f} and {first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {num_ranks}",
         f"a part of the model does not compute the same with {given}: train without it, and check parts of your own"
         if given
         else "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the "

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from genesis import __version__
 from genesis.base.console import Console
+from genesis.base.errors import numbered
 from genesis.base.processes import Ending
 from genesis.base.scrub import scrub_all
 from genesis.operations.doctor.parts import Part
@@ -122,7 +123,7 @@ def _list_findings(part: Mapping[str, Any]) -> list[str]:
     lines += [f"{figure['name']}: {_format(figure['value'])} {figure['unit']}".rstrip() for figure in part["figures"]]
     num_passed = sum(check["passed"] for check in part["checks"])
     if num_passed:
-        lines.append(f"{num_passed} of {len(part['checks'])} checks passed")
+        lines.append(f"{num_passed:,} of {numbered(len(part['checks']), 'checks')} passed")
     return [*lines, *part["notes"]]
 
 

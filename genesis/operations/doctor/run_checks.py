@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
+from genesis.base.errors import numbered
 from genesis.operations.doctor.checks import Check, judge
 from genesis.operations.doctor.observe import Feed, LiveTensors, find_slope
 from genesis.operations.doctor.planned import PlannedFit
@@ -109,11 +110,12 @@ def check_checkpoint(path: Path | None, live: SavePlan, planned: PlannedFit | No
     due_bytes = max(live.num_bytes, planned.checkpoint_bytes if planned else 0)
     faults = _compare_with_live(own, live, has_optimizer=manifest.has_optimizer)
     if planned is not None and num_tensors < planned.num_tensors:
-        faults.append(f"it has {num_tensors} weights and moments, and {planned.num_tensors} are planned")
+        faults.append(f"it has {numbered(num_tensors, 'weights')} and moments, and {planned.num_tensors} are planned")
     if num_bytes < due_bytes and not faults:
         faults.append(f"its files have {num_bytes / _MIB:.2f} MiB")
-    due = "" if planned is None else f"{planned.num_tensors} weights and moments, "
-    found = f"{len(own)} tensors, {num_bytes / _MIB:.2f} MiB; planned are at least {due}{due_bytes / _MIB:.2f} MiB"
+    due = "" if planned is None else f"{numbered(planned.num_tensors, 'weights')} and moments, "
+    size = f"{numbered(len(own), 'tensors')}, {num_bytes / _MIB:.2f} MiB"
+    found = f"{size}; planned are at least {due}{due_bytes / _MIB:.2f} MiB"
     if num_bytes > due_bytes * _LARGE_SHARE + _LARGE_BYTES:
         found += ", so that it holds more than weights and moments"
     if faults:
@@ -125,7 +127,9 @@ def _compare_with_live(own: Mapping[str, TensorRecord], plan: SavePlan, *, has_o
     faults = []
     missing = [name for name in plan.shapes if name not in own]
     if missing:
-        faults.append(f"{len(missing)} of {len(plan.shapes)} tensors of the model are missing, such as {missing[0]}")
+        faults.append(
+            f"{len(missing):,} of the model's {numbered(len(plan.shapes), 'tensors')} are missing, such as {missing[0]}"
+        )
     for name, shape in plan.shapes.items():
         if name in own and own[name].shape != shape:
             faults.append(f"{name} has the shape {own[name].shape}, the model's is {shape}")
@@ -135,8 +139,8 @@ def _compare_with_live(own: Mapping[str, TensorRecord], plan: SavePlan, *, has_o
         faults.append("it has no state of the optimizers")
     elif found_bytes < plan.num_states_bytes:
         faults.append(
-            f"the optimizers' state has {found_bytes / _MIB:.2f} MiB in {len(states)} tensors, and "
-            f"{plan.num_states_bytes / _MIB:.2f} MiB in {plan.num_states} tensors were live"
+            f"the optimizers' state has {found_bytes / _MIB:.2f} MiB in {numbered(len(states), 'tensors')}, and "
+            f"{plan.num_states_bytes / _MIB:.2f} MiB in {numbered(plan.num_states, 'tensors')} were live"
         )
     return faults
 
@@ -174,12 +178,12 @@ def check_resume(straight: Course, resumed: Course, step: int) -> Check:
     one, two = read_manifest(straight.last), read_manifest(resumed.last)
     changed = [each for each in compare_tensors(straight.last, one, resumed.last, two) if each.verdict != "same"]
     if changed:
-        faults.append(f"{len(changed)} of {len(one.tensors)} tensors differ, such as {changed[0].name}")
+        faults.append(f"{len(changed):,} of {numbered(len(one.tensors), 'tensors')} differ, such as {changed[0].name}")
     if one.counters != two.counters:
         faults.append(f"the counters are {two.counters} instead of {one.counters}")
     found = (
         f"saved at step {step}, resumed, and compared at step {num_steps} with a run that was not stopped: "
-        f"{len(one.tensors)} tensors, {len(due)} windows and the data position"
+        f"{numbered(len(one.tensors), 'tensors')}, {numbered(len(due), 'windows')} and the data position"
     )
     return judge(
         "resume",
@@ -236,7 +240,7 @@ def check_memory(
     of_step = "" if peak is None else f"; {peak.describe()}"
     steady = {step: value for step, value in resident.items() if step > _WARM_UP_STEPS}
     if len(steady) < _MIN_STEPS:
-        few = f"{len(resident)} steps are too few for a slope{of_step}"
+        few = f"too few for a slope: {numbered(len(resident), 'steps')}{of_step}"
         return Check("memory", "failed", few, _LARGE_REMEDY) if large else Check("memory", "does not apply", few)
     slope = _find_least_slope(steady, saved_at)
     of_device = _find_least_slope({step: allocated[step] for step in steady if step in allocated}, saved_at)
@@ -293,7 +297,7 @@ def check_loader(feeds: Mapping[int, Feed]) -> Check:
     """
     steady = [feed for step, feed in feeds.items() if step > _WARM_UP_STEPS]
     if len(steady) < _MIN_STEPS:
-        return Check("loader", "does not apply", f"{len(feeds)} measured steps are too few")
+        return Check("loader", "does not apply", f"too few: {numbered(len(feeds), 'measured steps')}")
     headroom, wait_ms = (statistics.median(values) for values in zip(*steady, strict=True))
     found = f"the data can be {headroom:,.1f} times as fast as training is here; a step waits {wait_ms:.2f} ms for them"
     if headroom >= 1:
@@ -323,7 +327,8 @@ def check_overfit(losses: Sequence[float], limit: float, what: str) -> Check:
     return judge(
         "overfit",
         lowest < limit,
-        f"{what}: loss {losses[0]:.3f} -> {lowest:.3f} in {len(losses)} steps; it must fall below {limit:g}",
+        f"{what}: loss {losses[0]:.3f} -> {lowest:.3f} in {numbered(len(losses), 'steps')}; it must fall below "
+        f"{limit:g}",
         "the model cannot overfit one batch: check the learning rate, frozen weights, and that gradients reach "
         "the weights",
     )

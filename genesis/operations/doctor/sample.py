@@ -7,6 +7,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from genesis.base.errors import numbered
 from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.operations.doctor.checks import Check
 from genesis.operations.doctor.model_checks import Scene
@@ -41,8 +42,8 @@ def show_sample(scene: Scene) -> tuple[Check, Table]:
     num_rows = sum(len(micro.input_ids) for micro in scene.window.micro_batches)
     num_documents = sum(int((micro.document_ids.amax(1) + 1).sum()) for micro in scene.window.micro_batches)
     found = (
-        f"{num_rows} rows, {num_documents} documents or parts of them, {num_tokens} tokens, of which {sum(learned)} "
-        f"({sum(learned) / num_tokens:.1%}) are learned"
+        f"{numbered(num_rows, 'rows')}, {numbered(num_documents, 'documents')} or parts of them, "
+        f"{numbered(num_tokens, 'tokens')}, of which {sum(learned)} ({sum(learned) / num_tokens:.1%}) are learned"
     )
     micro, row = _choose_row(scene)
     table = build_table(micro, row, scene.tokenizer)

@@ -30,6 +30,7 @@ from genesis.base.device import (
     select_device,
     warning_of_waits,
 )
+from genesis.base.errors import numbered
 from genesis.base.processes import run_together
 from genesis.model.describe import count_flops_per_token, describe
 from genesis.operations.doctor.fits import (
@@ -91,12 +92,14 @@ def watch_waits(probe: Probe) -> None:
             trainer.fit(build_module(task), datamodule=random_windows(SIZES[task.size]))
         found = losses.read()
         is_whole = len(found) == num_steps and all(0 < loss < 50 for loss in found)
-        probe.check(f"{num_steps} steps have finite losses", is_whole, f"{found[0]:.4f} to {found[-1]:.4f}")
+        probe.check(
+            f"{numbered(num_steps, 'steps')} have finite losses", is_whole, f"{found[0]:.4f} to {found[-1]:.4f}"
+        )
         if waits is None:
             continue
-        probe.figure(f"waits in {num_steps} steps", waits.total())
+        probe.figure(f"waits in {numbered(num_steps, 'steps')}", waits.total())
         for line, count in waits.most_common(12):
-            probe.figure(f"waits in {num_steps} steps at {line}", count)
+            probe.figure(f"waits in {numbered(num_steps, 'steps')} at {line}", count)
     if waits is None:
         probe.note(f"torch cannot watch waits on {task.kind}")
 

@@ -21,6 +21,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from genesis.base.errors import numbered
 from genesis.operations.mirror.history_files import (
     METRICS,
     SKIPS,
@@ -388,7 +389,7 @@ def restore_history(place: Place, run_dir: Path, step: int, pace: Pace, report: 
     if restored:
         num_bytes = sum(path.stat().st_size for path in restored)
         up_to = min(step, history.step)
-        report(f"the history up to step {up_to} is restored: {len(restored)} files, {num_bytes:,} bytes")
+        report(f"the history up to step {up_to} is restored: {numbered(len(restored), 'files')}, {num_bytes:,} bytes")
 
 
 def _set_apart(recipe: Path, report: Callable[[str], None]) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.mirror.contents import BASES, CHECKPOINTS, MirrorContents, read_contents
 from genesis.operations.mirror.history import restore_history
@@ -96,8 +96,8 @@ def restore_run(
     num_old = len(contents.checkpoints) - len(valid)
     if num_old:
         report(
-            f"{num_old} checkpoints of {place.url} are from before {run_dir} began again from scratch, and are left "
-            "out: restore them into another directory"
+            f"left out: {numbered(num_old, 'checkpoints')} of {place.url} from before {run_dir} began again from "
+            "scratch; restore into another directory to have them"
         )
     mirrored = sorted(valid, key=lambda item: order(item[1]), reverse=True)
     if not mirrored and (num_old or not contents.damaged):
@@ -153,8 +153,9 @@ class _Restore:
                 restored.append(listing.step)
         if not own and not restored:
             raise CorruptCheckpointError(
-                f"none of the {len(mirrored) + len(self._contents.damaged)} checkpoints in {self._place.url} verifies "
-                f"({self._describe()}); use another copy, or start again in another directory"
+                f"none of the {numbered(len(mirrored) + len(self._contents.damaged), 'checkpoints')} in "
+                f"{self._place.url} verifies ({self._describe()}); use another copy, or start again in another "
+                "directory"
             )
         if restored:
             self._restore_marks()

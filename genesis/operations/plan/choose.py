@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.operations.plan.axes import is_in_node
 from genesis.operations.plan.bandwidths import Bandwidths
 from genesis.operations.plan.layout import FLOAT32_BYTES, HALF_BYTES, Checkpointing, Layout, Strategy, Workload
@@ -277,7 +277,7 @@ def _warn(best: Choice, alone: float | None, bandwidths: Bandwidths) -> Iterator
     together, num_ranks = best.step.tokens_per_second, best.layout.num_ranks
     if alone is not None and num_ranks > 1 and alone * num_ranks > together * _WORTH:
         yield (
-            f"independent runs on the {num_ranks} devices, such as a sweep or several models, train "
+            f"independent runs on the {numbered(num_ranks, 'devices')}, such as a sweep or several models, train "
             f"{alone * num_ranks / together:.1f} times as many tokens in all: the link is slow for one run"
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat
 from genesis.model.attend.table import FLEX
 from genesis.model.decoder import DecoderConfig
@@ -176,8 +176,8 @@ class Workload:
         if rest or not count:
             raise UserError(
                 f"data.global_batch_size {self.global_batch_size} is not divisible into micro-batches of "
-                f"{self.micro_batch_size} on {num_readers} ranks that read different data: choose a multiple of "
-                f"{self.micro_batch_size * num_readers}"
+                f"{self.micro_batch_size} on {numbered(num_readers, 'ranks')} that read different data: choose a "
+                f"multiple of {self.micro_batch_size * num_readers}"
             )
         if layout.pipeline_parallel > 1:
             check_micro_batches(count, layout.pipeline_parallel, layout.stages_per_rank)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.base.determinism import check_deterministic
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.data.sizes import resolve_recipe
 from genesis.model.adapter import BASE_FORMATS
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
@@ -134,7 +134,8 @@ def read_recipe(
     num_ranks = num_ranks or _read_devices(recipe, assumptions)
     if num_ranks > MOST_RANKS:
         raise UserError(
-            f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
+            f"trainer.devices and trainer.num_nodes make {numbered(num_ranks, 'ranks')}: a plan has at most "
+            f"{MOST_RANKS}; lower them"
         )
     try:
         layout = _read_layout(recipe, num_ranks, assumptions)
@@ -300,8 +301,8 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
     per_stage, rest = divmod(num_ranks, degrees["pipeline_parallel"])
     if rest or not per_stage:
         raise IndivisibleError(
-            f"trainer.strategy: pipeline_parallel {degrees['pipeline_parallel']} does not divide {num_ranks} ranks: "
-            "lower it, or change trainer.devices (--gpus)"
+            f"trainer.strategy: pipeline_parallel {degrees['pipeline_parallel']} does not divide "
+            f"{numbered(num_ranks, 'ranks')}: lower it, or change trainer.devices (--gpus)"
         )
     shard, group = options.pop("shard"), options.pop("ranks_per_shard_group")
     group = (group or min(per_stage, 8)) if shard == "hybrid" else per_stage
@@ -312,8 +313,8 @@ def _read_sharded(options: dict[str, Any], num_ranks: int) -> Layout:
         given = " * ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         groups = f" in shard groups of {group}" if shard == "hybrid" else ""
         raise IndivisibleError(
-            f"trainer.strategy: {given} does not divide {num_ranks} ranks{groups}: lower a degree, or change "
-            "trainer.devices (--gpus)"
+            f"trainer.strategy: {given} does not divide {numbered(num_ranks, 'ranks')}{groups}: lower a degree, or "
+            "change trainer.devices (--gpus)"
         )
     gather, layers = options.pop("gather_dtype"), options.pop("layers_per_stage")
     if degrees["pipeline_parallel"] == 1 and (degrees["stages_per_rank"] > 1 or layers is not None):

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from genesis.base.errors import RunEndedError
-from genesis.base.progress import numbered
+from genesis.base.errors import RunEndedError, numbered
 from genesis.operations.rehearse.compare import Losses, compare_losses, compare_runs, find_unlogged, read_losses
 from genesis.operations.rehearse.display import Display
 from genesis.operations.rehearse.launch import Launcher, Start, read_last_words
@@ -125,7 +124,7 @@ class KilledRun:
         """Sends SIGKILL to the planned process, or to all ranks if that process does not exist."""
         training = start.training
         ranks = training.ranks()
-        victim, who = kill.victim, f"all {len(ranks)} ranks" if len(ranks) > 1 else "the only rank"
+        victim, who = kill.victim, f"all {numbered(len(ranks), 'ranks')}" if len(ranks) > 1 else "the only rank"
         chosen = training.writers() if victim == "writer" else ranks if victim == "rank" else {}
         rank = sorted(chosen)[int(kill.draw * len(chosen))] if chosen else 0
         if chosen and training.kill_one(chosen[rank]):

@@ -18,9 +18,8 @@ from typing import NoReturn
 
 from genesis.base.console import Console
 from genesis.base.determinism import note_unrepeatable
-from genesis.base.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.processes import Mark, check_can_find, end_all, find_kind, wait_until_gone
-from genesis.base.progress import numbered
 from genesis.operations.rehearse.compare import read_losses
 from genesis.operations.rehearse.display import Display
 from genesis.operations.rehearse.killed_run import POLL_SECONDS, KilledRun

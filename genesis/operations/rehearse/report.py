@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.model.key_blocks import ENOUGH_BLOCKS, KEY_BLOCK, count_key_blocks
 from genesis.operations.rehearse.compare import CheckpointComparison, LossDifference
 from genesis.operations.rehearse.plan import Aim, Pace, Phase, Victim
@@ -192,9 +192,9 @@ def summarise(report: Report) -> list[str]:
     num_blocks = count_key_blocks(report.seq_len)
     if num_blocks < ENOUGH_BLOCKS:
         lines.append(
-            f"sequences of {report.seq_len} tokens have at most {num_blocks} blocks of keys: the verdict is about this "
-            f"length, and on a GPU not for {ENOUGH_BLOCKS * KEY_BLOCK} tokens and more, whose attention adds more "
-            "gradients; rehearse a longer data.seq_len by itself"
+            f"sequences of {numbered(report.seq_len, 'tokens')} have at most {numbered(num_blocks, 'blocks')} of keys: "
+            f"the verdict is about this length, and on a GPU not for {numbered(ENOUGH_BLOCKS * KEY_BLOCK, 'tokens')} "
+            "and more, whose attention adds more gradients; rehearse a longer data.seq_len by itself"
         )
     lines += [f"{process} still ran after the end and was killed" for process in report.left_over]
     return [*lines, *_describe_verdict(report)]
@@ -205,8 +205,9 @@ def _describe_round(each: Round) -> list[str]:
         return []
     found = each.checkpoints
     lines = [
-        f"{each.directory}, {found.killed} compared with the straight {found.straight}: of {found.num_tensors} tensors "
-        f"{len(found.tensors)} differ, of {each.num_losses} losses {len(each.losses)}"
+        f"{each.directory}, {found.killed} compared with the straight {found.straight}: of "
+        f"{numbered(found.num_tensors, 'tensors')} {len(found.tensors)} differ, of "
+        f"{numbered(each.num_losses, 'losses')} {len(each.losses)}"
     ]
     lines += [f"  {value.key}: {value.straight} straight, {value.killed} killed" for value in found.values]
     for tensor in found.tensors[:_MAX_TENSORS]:
@@ -224,7 +225,9 @@ def _describe_round(each: Round) -> list[str]:
             f"  only one of the two logs has the loss of {numbered(len(each.unlogged_steps), 'steps')}, such as {steps}"
         )
     if found.others:
-        lines.append(f"  {len(found.others)} other values differ and do not affect training (--json lists them)")
+        lines.append(
+            f"  different, without effect on training: {numbered(len(found.others), 'other values')} (listed by --json)"
+        )
     return lines
 
 
@@ -233,8 +236,8 @@ def _describe_verdict(report: Report) -> list[str]:
         return ["equal: weights, optimizer, counters, data position and losses equal the straight run's, bit for bit"]
     if report.verdict == "too short":
         return [
-            f"too short: the run ended after {len(report.kills)} of {report.num_wanted} kills; the results are equal "
-            "so far; give the run more or larger steps"
+            f"too short: the run ended after {len(report.kills):,} of {numbered(report.num_wanted, 'kills')}; the "
+            "results are equal so far; give the run more or larger steps"
         ]
     if report.verdict == "failed":
         return [f"failed: {report.failure}"]

@@ -6,7 +6,7 @@ from typing import Any, Final
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.export.card import PLACE
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.operations.release.folder import SUMS_NAME
@@ -63,17 +63,19 @@ def _describe_release(options: ReleaseOptions) -> str:
 
 def _describe_proof(proof: dict[str, Any]) -> str:
     """Returns the comparisons of `genesis export` with the checkpoint, one line for each kind."""
-    lines = [f"- weights: {proof['weights']['num_values']:,} values, each bit for bit"]
+    lines = [f"- weights: {numbered(proof['weights']['num_values'], 'values')}, each bit for bit"]
     if tokenizer := proof.get("tokenizer"):
-        lines.append(f"- tokenizer: {sum(tokenizer['num_texts'].values()):,} texts, ids and decoded text")
+        lines.append(f"- tokenizer: {numbered(sum(tokenizer['num_texts'].values()), 'texts')}, ids and decoded text")
     if proof.get("tokenizer_origin") == "unproved":
         lines.append(f"- unproved: {UNPROVED_TOKENIZER}")
     if logits := proof.get("logits"):
         lines.append(
-            f"- logits of {logits['num_tokens']:,} tokens: differ by at most {logits['largest_difference']:.2g}; "
-            f"the largest is {logits['largest_logit']:.3g}"
+            f"- logits of {numbered(logits['num_tokens'], 'tokens')}: differ by at most "
+            f"{logits['largest_difference']:.2g}; the largest is {logits['largest_logit']:.3g}"
         )
     if generation := proof.get("generation"):
-        lines.append(f"- greedy text: {generation['num_equal']} of {generation['num_tokens']} tokens equal")
+        lines.append(
+            f"- greedy text: {generation['num_equal']} of {numbered(generation['num_tokens'], 'tokens')} equal"
+        )
     head = "## Proof\nCompared with the checkpoint, by a process that loaded these files with transformers "
     return f"{head}(`proof.json`):\n\n" + "\n".join(lines)

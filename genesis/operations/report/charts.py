@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from genesis.base.errors import numbered
 from genesis.operations.report.collect import Run
 from genesis.operations.report.log import ALL_PARTS, STEP_TIME
 from genesis.operations.report.series import Point
@@ -380,5 +381,6 @@ def plan_others(runs: Sequence[Run], max_charts: int) -> tuple[list[Drawing], li
         Chart(f"other-{place}", in_words(key), "", (Line(key, ""),), note=key)
         for place, key in enumerate(keys[:max_charts])
     ]
-    left = [f"{len(keys) - max_charts} further metrics are only in metrics.csv."] if len(keys) > max_charts else []
+    number = len(keys) - max_charts
+    left = [f"Only in metrics.csv: {numbered(number, 'further metrics')}."] if number > 0 else []
     return plan_lines(runs, charts)[0], left

@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from genesis.base.determinism import note_unrepeatable
-from genesis.base.errors import UserError, printable
+from genesis.base.errors import UserError, numbered, printable
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.evaluate.results import Result, read_results
 from genesis.operations.report.log import RunLog, read_log
@@ -100,7 +100,7 @@ def collect_runs(paths: Sequence[Path]) -> list[Run]:
         UserError: There are too many, one is named twice, or one has no log.
     """
     if len(paths) > MAX_RUNS:
-        raise UserError(f"{len(paths)} runs are too many for one report; give at most {MAX_RUNS}")
+        raise UserError(f"{numbered(len(paths), 'runs')} are too many for one report; give at most {MAX_RUNS}")
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a run is given twice; give each run once")
     names = [_name(path.resolve()) for path in paths]

@@ -7,6 +7,7 @@ from typing import Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from genesis.base.errors import numbered
 from genesis.evaluate.table import BITS, select_shown
 from genesis.operations.report.charts import Drawing, add_legend, format_number, shorten
 from genesis.operations.report.collect import Run
@@ -146,7 +147,7 @@ def plan_data(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
     sources = sorted({source for tokens in used for source in tokens})
     if not sources:
         return [], ["Data by source: no run has logged data/tokens_SOURCE."]
-    note = f"the first {_MAX_SOURCES} of {len(sources)} sources" if len(sources) > _MAX_SOURCES else ""
+    note = f"the first {_MAX_SOURCES:,} of {numbered(len(sources), 'sources')}" if len(sources) > _MAX_SOURCES else ""
     sources = sources[:_MAX_SOURCES]
 
     def build(palette: Palette) -> Figure:
@@ -189,7 +190,7 @@ def plan_evaluations(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
                 points.append((result.step, measure.value, measure.stderr or 0.0))
     if not lines:
         return [], ["Evaluations: there are none; `genesis evaluate RUN` makes them."]
-    left = [f"{len(lines) - _MAX_EVALUATIONS} further measures are in evaluations/metrics.csv."]
+    left = [f"Only in evaluations/metrics.csv: {numbered(len(lines) - _MAX_EVALUATIONS, 'further measures')}."]
     drawings = [
         Drawing(f"evaluation-{place}", title, "bars are standard errors", _evaluation_builder(points, runs))
         for place, (title, points) in enumerate(list(lines.items())[:_MAX_EVALUATIONS])

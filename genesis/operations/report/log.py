@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from genesis.base.errors import UserError, printable
-from genesis.base.progress import numbered
+from genesis.base.errors import UserError, numbered, printable
 from genesis.operations.report.series import Point, Series
 from genesis_callbacks.base.untrusted import RefusedFileError, open_file
 
@@ -163,7 +162,7 @@ class _Reader:
         self._log = log
         wanted = [(place, name) for place, name in enumerate(columns) if name.partition("/")[0] in AREAS]
         if len(wanted) > MAX_SERIES:
-            log.notes.append(f"The log has {len(wanted):,} metrics; the first {MAX_SERIES} are shown.")
+            log.notes.append(f"The log has {numbered(len(wanted), 'metrics')}; the first {MAX_SERIES} are shown.")
         self._series = [(place, log.series.setdefault(name, Series())) for place, name in wanted[:MAX_SERIES]]
         self._step = columns.index(_STEP)
         self._clocks = [columns.index(name) if name in columns else -1 for name in (_SEEN, _UPDATED)]
@@ -222,8 +221,8 @@ class _Reader:
         widths = [series.width for series in log.series.values() if series.is_thinned]
         if widths:
             log.notes.append(
-                f"{log.num_rows:,} rows ({log.num_bytes / 1e6:,.1f} MB) were thinned: of each {max(widths):,} "
-                "values the lowest and the highest are drawn."
+                f"thinned: {numbered(log.num_rows, 'rows')} ({log.num_bytes / 1e6:,.1f} MB), of which the lowest and "
+                f"highest of each {numbered(max(widths), 'values')} are drawn."
             )
         if log.part_stride > 1:
             log.notes.append(f"The stacked parts of a step are those of every {log.part_stride:,}th row.")

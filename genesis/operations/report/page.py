@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from genesis import __version__
+from genesis.base.errors import numbered
 from genesis.operations.report.charts import Drawing, format_number, in_words, plan_lines, plan_others, plan_parts
 from genesis.operations.report.collect import Run
 from genesis.operations.report.history import list_milestones, plan_data, plan_evaluations, plan_timelines
@@ -94,7 +95,7 @@ def render_page(runs: Sequence[Run], sections: Sequence[Section], written_second
     template = environment.from_string(files.joinpath("page.html.j2").read_text("utf-8"))
     script = files.joinpath("page.js").read_text("utf-8")
     names = [run.name for run in runs]
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].name if len(runs) == 1 else f"{numbered(len(runs), 'runs')}"
     return template.render(
         title=title,
         written=_format_time(written_seconds),

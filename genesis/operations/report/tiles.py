@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import yaml
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.plan.state import build_model
 from genesis.operations.report.collect import Run
@@ -89,7 +89,7 @@ def _find_device(run: Run) -> tuple[str, str]:
         device = printable(str(versions.get("device", "CPU")))[:60]
     except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "", ""  # no checkpoint, one that was removed in between, or a forged manifest
-    return device, "" if ranks == 1 else f"{ranks} ranks"
+    return device, "" if ranks == 1 else f"{numbered(ranks, 'ranks')}"
 
 
 def count_interruptions(run: Run) -> Tile:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.data.skipped import Ranges
 from genesis.operations.supervise.ends import ENDS, EXIT_REQUEUE, EndClass
 from genesis.operations.supervise.skips import NO_SKIPS, Blame, Skips
@@ -100,7 +100,7 @@ def decide(history: Sequence[PastEnd], policy: Policy, skips: Skips = NO_SKIPS) 
         return _decide_drift(history, policy)
     stuck = _count_without_progress(history)
     if policy.max_crashes is not None and len(history) >= policy.max_crashes:
-        return _stop(last.end_class, f"stop: {len(history)} crashes, the limit of --max_crashes")
+        return _stop(last.end_class, f"stop: {numbered(len(history), 'crashes')}, the limit of --max_crashes")
     if stuck >= policy.max_ends_without_progress:
         return _stop(last.end_class, f"stop: {stuck} ends without a new checkpoint between them")
     return _restart(history, policy, skips, _delay(stuck))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from genesis.base.errors import numbered
 from genesis.operations.supervise.checkpoints import newest_step
 from genesis.operations.supervise.classify import classify
 from genesis.operations.supervise.cleanup import choose_port
@@ -84,7 +85,9 @@ def _adopt(run: RunState, client: LauncherClient) -> bool:
     if run.facts is None:
         return False
     num_running = sum(child.status is None for child in state.children)
-    run.report(f"found attempt {state.attempt}: {num_running} of {len(state.children)} ranks run, watched again")
+    run.report(
+        f"found attempt {state.attempt}: {num_running:,} of {numbered(len(state.children), 'ranks')} run, watched again"
+    )
     return True
 
 

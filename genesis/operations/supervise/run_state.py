@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from genesis.base.errors import numbered
 from genesis.base.processes import Mark
-from genesis.base.progress import numbered
 from genesis.base.run_directory import RunDirectory
 from genesis.operations.supervise.attempt import Attempt, Sight, read_tail
 from genesis.operations.supervise.checkpoints import newest_step

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from genesis.base.progress import numbered
+from genesis.base.errors import numbered
 from genesis.data.skipped import Ranges, count, describe, merge, subtract
 from genesis.operations.supervise.ends import EndClass
 

@@ -81,7 +81,7 @@ def test_workers_killed_again_and_again_lose_and_double_nothing(stream, caplog):
 
 def test_too_many_dead_workers_end_the_run_with_a_named_error(stream):
     pool = make_pool(stream, 1, max_restarts=1)
-    with pytest.raises(UserError, match=r"ended by signal 9 .*after 1 others were replaced .*max_worker_restarts"):
+    with pytest.raises(UserError, match=r"ended by signal 9 .*after 1 other .*max_worker_restarts"):
         read_blocks(pool, stream, 100, lambda number: os.kill(pool.process_ids[0], signal.SIGKILL))
     pool.close()
 

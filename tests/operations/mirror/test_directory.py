@@ -96,7 +96,7 @@ def test_a_damaged_copy_is_passed_over_and_found_by_a_verification(run: Run, pla
     assert outcome.step == 1
     assert outcome.passed_over[0][0] == 2
     shutil.rmtree(place / "checkpoints" / "step-00000001")
-    with pytest.raises(CorruptCheckpointError, match=r"none of the 1 checkpoints .* verifies"):
+    with pytest.raises(CorruptCheckpointError, match=r"none of the 1 checkpoint .* verifies"):
         restore(place, tmp_path / "c")
     assert list((tmp_path / "c" / "checkpoints").glob("step-*")) == []
 
@@ -303,7 +303,7 @@ def test_a_mirror_with_something_else_than_a_file_is_refused_and_leaves_nothing(
         with_base.path.mkdir(parents=True)
     (file,) = (place / "checkpoints" / "step-00000001").glob(name)
     put(file)
-    with pytest.raises(CorruptCheckpointError, match="none of the 1 checkpoints"):
+    with pytest.raises(CorruptCheckpointError, match="none of the 1 checkpoint"):
         restore(place, with_base.path)
     assert with_base.path.exists() == is_there
     assert list(with_base.path.rglob("*")) == []
@@ -329,7 +329,7 @@ def test_a_base_that_is_gone_is_one_line(place: Path, tmp_path: Path):
     run = Run(tmp_path / "runs" / "a", base=base)
     run.save(1)
     shutil.rmtree(base)
-    with pytest.raises(UserError, match=r"leaves 1 tensors to the base .* there is no such directory.*: restore it"):
+    with pytest.raises(UserError, match=r"leaves 1 tensor to the base .* there is no such directory.*: restore it"):
         sync(run, place)
 
 

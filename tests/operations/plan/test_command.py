@@ -105,7 +105,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--tokens_per_second", "1e-320"], "--tokens_per_second: '1e-320' must lie between"),
         (["--mtbf_hours", "1e308"], "--mtbf_hours: '1e308' must lie between"),
         (["--link", "1e300"], "--link is '1e300'"),
-        (["--trainer.devices", "100000000"], "make 100000000 ranks: a plan has at most 65536"),
+        (["--trainer.devices", "100000000"], "make 100,000,000 ranks: a plan has at most 65536"),
         (["--trainer.num_nodes", "1000000000"], "ranks: a plan has at most 65536"),
         (["--link", "string"], "--link is 'string'"),
         (["--link", "nan"], "--link is 'nan'"),

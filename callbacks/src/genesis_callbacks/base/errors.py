@@ -16,6 +16,7 @@ __all__ = [
     "find_remedy",
     "name_some",
     "naming",
+    "numbered",
     "printable",
     "printable_lines",
 ]
@@ -36,6 +37,23 @@ _REMEDIES = {
     errno.EROFS: _MAY_NOT_WRITE,
     errno.ELOOP: "remove the link: it leads to itself, or lies where only a file may be written",
 }
+
+
+def numbered(number: float, plural: str) -> str:
+    """Returns a number with its noun, which is given in the plural and is the end of the phrase.
+
+    Example:
+        >>> numbered(1, "other ranks"), numbered(1200, "steps"), numbered(1, "batches"), numbered(1, "entries")
+        ('1 other rank', '1,200 steps', '1 batch', '1 entry')
+    """
+    return f"{number:,} {_PLURAL.sub(_singular, plural) if number == 1 else plural}"
+
+
+_PLURAL = re.compile(r"(ies|(?<=ss)es|(?<=[cs]h)es|(?<=x)es|s)$")
+
+
+def _singular(ending: re.Match[str]) -> str:
+    return "y" if ending.group() == "ies" else ""
 
 
 def printable(text: str) -> str:

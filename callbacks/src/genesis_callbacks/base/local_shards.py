@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from genesis_callbacks.base.errors import numbered
+
 from .checkpoint_errors import UnsupportedStateError
 
 __all__ = ["LocalShard", "TensorShard", "local_shards"]
@@ -76,7 +78,7 @@ def local_chunks(tensor: Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...],
     chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
     local = tensor.to_local().detach()
     if len(chunks) != 1:
-        raise ValueError(f"a local shard of {len(chunks)} blocks: only single blocks can be saved")
+        raise ValueError(f"a local shard of {numbered(len(chunks), 'blocks')}: only single blocks can be saved")
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
     if tuple(local.shape) != sizes:
         raise ValueError(f"a local shard of shape {tuple(local.shape)} , but its placement requires {sizes}")

@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from genesis_callbacks.base.errors import numbered
+
 from .checkpoint_errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
 from .run_directory import (
@@ -291,7 +293,7 @@ def _whole(value: Any, where: str, low: int = 0, high: int = _MAX_NUMBER) -> int
 
 def _wholes(value: Any, where: str, count: int | None = None) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMS or (count is not None and len(value) != count):
-        _refuse(where, value, f"a list of {MAX_DIMS if count is None else count} numbers at most")
+        _refuse(where, value, f"a list of {numbered(MAX_DIMS if count is None else count, 'numbers')} at most")
     return tuple(_whole(item, where) for item in value)
 
 

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
 from ..base.manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
 from ..base.safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
@@ -30,7 +32,7 @@ class InertRecord:
 
     def __init__(self, *arguments: Any) -> None:
         if len(arguments) > _MAX_ARGUMENTS:
-            raise TypeError(f"a record has {len(arguments)} arguments")
+            raise TypeError(f"a record has {numbered(len(arguments), 'arguments')}")
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:

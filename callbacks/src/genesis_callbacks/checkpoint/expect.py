@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.errors import name_some
 from ..base.manifest import dtype_name
 from .collect import canonical_name, name_optimizer, name_parameters, state_holder
@@ -240,8 +242,8 @@ def _compare_model(
     problems = []
     if missing:
         problems.append(
-            f"holds {len(due) - len(missing):,} of {len(due):,} model tensors ({format_bytes(contents.num_bytes)} "
-            f"where at least {format_bytes(due_bytes)} are expected); missing: "
+            f"holds {len(due) - len(missing):,} of {numbered(len(due), 'model tensors')} "
+            f"({format_bytes(contents.num_bytes)} where at least {format_bytes(due_bytes)} are expected); missing: "
             f"{name_some([tensor.names[0] for tensor in missing])}"
         )
     pairs = [(tensor.names[0], tensor, one) for tensor in due for one in stored.get(tensor.names[0], ())]
@@ -260,8 +262,8 @@ def _compare_optimizer(
     problems = []
     if without:
         problems.append(
-            f"holds the state of optimizer {index} for {len(wanted) - len(without):,} of {len(wanted):,} parameters; "
-            f"missing: {name_some(without)}"
+            f"holds the state of optimizer {index} for {len(wanted) - len(without):,} of "
+            f"{numbered(len(wanted), 'parameters')}; missing: {name_some(without)}"
         )
     lacking = [
         f"{name}'s {key}"
@@ -270,7 +272,7 @@ def _compare_optimizer(
         if stored.get(name) and key not in stored[name]
     ]
     if lacking:
-        problems.append(f"lacks {len(lacking):,} tensors of optimizer {index}: {name_some(lacking)}")
+        problems.append(f"lacks {numbered(len(lacking), 'tensors')} of optimizer {index}: {name_some(lacking)}")
     pairs = [
         (f"{name}'s {key}", tensor, stored[name][key])
         for name, state in wanted.items()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
 from ..base.manifest import Ancestor, Manifest, read_committed_hash, read_manifest
 from ..base.run_directory import TRASH_NAME, is_checkpoint_name, is_staging_name
@@ -192,7 +194,7 @@ def plan_repairs(entries: Sequence[InventoryEntry], problems: Mapping[Path, Chec
             repairs.append(Repair(entry.path, "none", False, "quarantined before, because it did not verify", advice))
     trash = [entry.path for entry in entries if entry.state == "trash"]
     if trash:
-        reason = f"{len(trash)} directories whose deletion was interrupted"
+        reason = f"{numbered(len(trash), 'directories')} whose deletion was interrupted"
         repairs.append(Repair(trash[0].parent, "empty_trash", False, reason, "delete them, as the next deletion does"))
     return repairs
 

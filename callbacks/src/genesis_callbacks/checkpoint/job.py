@@ -21,6 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
 from ..base.chunk_table import ChunkTable
 from ..base.errors import describe_error
@@ -411,8 +413,8 @@ def _check_receipt(staging: Path, rank: int, plan: SavePlan, receipt: RankReceip
     num_planned, num_held = len(plan.written[rank]) + num_states, len(plan.held[rank]) + num_states
     if (len(receipt.places), len(receipt.digests)) != (num_planned, num_held):
         raise SaveFailedError(
-            f"rank {rank}: wrote {len(receipt.places)} chunks and has digests of {len(receipt.digests)} tensors, but "
-            f"{num_planned} and {num_held} were planned"
+            f"rank {rank}: wrote {numbered(len(receipt.places), 'chunks')} and has digests of "
+            f"{numbered(len(receipt.digests), 'tensors')}, but {num_planned} and {num_held} were planned"
         )
     record = receipt.file
     num_bytes = 0 if record is None else record.num_bytes
@@ -521,7 +523,7 @@ def _check_moved(
     if moving and all(is_same[name] for name in moving):
         raise SaveFailedError(
             f"a stale snapshot: no parameter and no optimizer state has changed since {previous.name}, although "
-            f"{order.num_updates} updates happened"
+            f"{numbered(order.num_updates, 'updates')} happened"
         )
     states: dict[str, list[str]] = defaultdict(list)
     for name in tensors:

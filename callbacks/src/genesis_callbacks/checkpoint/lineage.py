@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from ..base.files import find_irregular_kind
 from ..base.locks import PrivateDescriptor, lock_file
@@ -244,8 +246,8 @@ def find_latest(
     if bad:
         newest, reason = next(iter(bad.items()))
         raise CorruptCheckpointError(
-            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {reason}); restore "
-            "one from a copy, or start again in another directory"
+            f"none of the {numbered(len(bad), 'checkpoints')} in {directory} verifies ({newest.name}: {reason}); "
+            "restore one from a copy, or start again in another directory"
         )
     return None
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, CorruptCheckpointError
 from ..base.errors import name_some
 from ..base.local_shards import LocalShard, TensorShard, local_shards
@@ -193,7 +195,9 @@ def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorS
     for name, total in totals.items():
         record = manifest.tensors[name]
         if elements[name] != math.prod(record.shape):
-            reasons.setdefault(name, f"{elements[name]} of {math.prod(record.shape)} elements were restored")
+            reasons.setdefault(
+                name, f"{elements[name]:,} of {numbered(math.prod(record.shape), 'elements')} were restored"
+            )
         elif total != record.digest:
             reasons.setdefault(name, f"its digest is {total:016x}, but {record.digest:016x} was saved")
     return reasons
@@ -211,7 +215,9 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks
     reasons = find_misplaced(manifest, digests)
     if reasons:
         listed = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items())[:5])
-        raise CorruptCheckpointError(f"{len(reasons)} tensors differ from step {manifest.step} as saved: {listed}")
+        raise CorruptCheckpointError(
+            f"step {manifest.step} was saved with other values of {numbered(len(reasons), 'tensors')}: {listed}"
+        )
 
 
 def _check_readable(reader: TensorReader, place: TensorPlace) -> None:
@@ -281,7 +287,8 @@ def check_state(path: Path, manifest: Manifest) -> None:
     sections = read_state(path, manifest)
     if len(sections) != manifest.world_size:
         raise CorruptCheckpointError(
-            f"{path / STATE_NAME} has {len(sections)} sections, but {manifest.world_size} ranks saved"
+            f"{path / STATE_NAME} has {numbered(len(sections), 'sections')}, but "
+            f"{numbered(manifest.world_size, 'ranks')} saved"
         )
     read_roles(sections)
     dtypes = {name: record.torch_dtype for name, record in manifest.tensors.items()}

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CheckpointError, SaveFailedError
 from ..base.errors import name_some
 from ..base.local_shards import LocalShard, TensorShard
@@ -136,13 +138,14 @@ class BoundScope:
             found = read_committed_hash(self.base)
         except CheckpointError as error:
             raise SaveFailedError(
-                f"{len(self.tensors)} tensors are left to the base {self.base}, which is missing: {error}; "
-                "bring it back, or start again without the scope"
+                f"the base {self.base}, which has {numbered(len(self.tensors), 'tensors')} of the model, is missing: "
+                f"{error}; bring it back, or start again without the scope"
             ) from error
         if found != self.manifest_hash:
             raise SaveFailedError(
-                f"{len(self.tensors)} tensors are left to the base {self.base}, which has changed: its manifest is "
-                f"{found[:80]} and was {self.manifest_hash}; bring it back, or start again without the scope"
+                f"the base {self.base}, which has {numbered(len(self.tensors), 'tensors')} of the model, has changed: "
+                f"its manifest is {found[:80]} and was {self.manifest_hash}; bring it back, or start again without the "
+                "scope"
             )
 
     def check_untouched(self, digests: Mapping[str, int], sections: Sequence[Any]) -> None:

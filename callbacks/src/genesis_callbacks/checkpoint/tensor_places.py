@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
 from ..base.manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
 from ..base.run_directory import PLACES_VARIABLE, RunDirectory, base_name
@@ -136,9 +138,9 @@ def find_bases(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> 
         f"{place}: {reason.replace(f'{place}/', '').removeprefix(f'{place} ')}" for place, reason in reasons.items()
     )
     raise BaseCheckpointError(
-        f"{path} leaves {len(base.names)} tensors to the base with manifest {base.manifest_hash[:_HASH_SHOWN]}, which "
-        f"was not found ({looked}): restore it, or give its new path by {PLACES_VARIABLE}, or as the base of the "
-        "fit's scope"
+        f"{path} leaves {numbered(len(base.names), 'tensors')} to the base with manifest "
+        f"{base.manifest_hash[:_HASH_SHOWN]}, which was not found ({looked}): restore it, or give its new path by "
+        f"{PLACES_VARIABLE}, or as the base of the fit's scope"
     )
 
 

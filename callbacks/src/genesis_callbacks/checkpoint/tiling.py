@@ -5,6 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from genesis_callbacks.base.errors import numbered
+
 from ..base.checkpoint_errors import CorruptCheckpointError
 
 
@@ -77,14 +79,14 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
     # Blocks inside the shape that have as many elements as the shape, and do not overlap, cover it exactly once.
     covered = sum(math.prod(sizes) for _, sizes in blocks)
     if covered != math.prod(shape) or not blocks:
-        raise CorruptCheckpointError(f"{name}: only {covered} of {math.prod(shape)} elements are covered")
+        raise CorruptCheckpointError(f"{name}: {covered:,} of {numbered(math.prod(shape), 'elements')} are covered")
     # A mesh of a thousand ranks makes as many blocks, whose pairs would cost too much: they are recognised as a
     # grid first. Other blocks are few as a rule.
     if _is_grid(shape, blocks):
         return
     if len(blocks) > _MAX_PAIRED_BLOCKS:
         if not _tile_exactly(shape, blocks):
-            raise CorruptCheckpointError(f"{name}: some of its {len(blocks)} blocks overlap")
+            raise CorruptCheckpointError(f"{name}: some of its {numbered(len(blocks), 'blocks')} overlap")
         return
     for block, other in itertools.combinations(blocks, 2):
         if blocks_overlap(*block, *other):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from genesis_callbacks.base.errors import numbered
+
 from ...base.checkpoint_errors import CorruptCheckpointError
 from ...base.errors import UserError
 from ...base.manifest import DCP_METADATA_NAME
@@ -42,9 +44,9 @@ def _read_tensors(metadata: InertRecord) -> tuple[dict[str, StoredTensor], list[
         # many ranks.
         num_elements = sum(math.prod(chunk.sizes) for chunk in record.chunks)
         if num_elements != math.prod(shape):
-            problems.append(f"{name}: {num_elements} of its {math.prod(shape)} elements are there")
+            problems.append(f"{name}: {num_elements:,} of its {numbered(math.prod(shape), 'elements')} are there")
         if len(blocks) < len(record.chunks):
-            problems.append(f"{name}: {len(blocks)} of its {len(record.chunks)} blocks were written")
+            problems.append(f"{name}: {len(blocks):,} of its {numbered(len(record.chunks), 'blocks')} were written")
     return tensors, problems
 
 
@@ -58,7 +60,7 @@ def _check_files(path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
             ends[block.file] = max(ends[block.file], block.offset + block.num_bytes)
     problems = []
     for file, names in sorted(names_by_file.items()):
-        whose = f"with parts of {len(names)} tensors, such as {min(names)}"
+        whose = f"with parts of {numbered(len(names), 'tensors')}, such as {min(names)}"
         try:
             path_below(path, file, path / DCP_METADATA_NAME)
         except UserError as error:

@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 
+from genesis_callbacks.base.errors import numbered
+
 from ...base.checkpoint_errors import CorruptCheckpointError
 from ...base.errors import UserError
 from ...base.safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file
@@ -99,7 +101,9 @@ def read_safetensors(path: Path) -> Contents:
     problems = []
     for name in sorted(files):
         if not (directory / name).is_file():
-            problems.append(f"{name} is missing, with {len(promised[name])} tensors, such as {min(promised[name])}")
+            problems.append(
+                f"{name} is missing, with {numbered(len(promised[name]), 'tensors')}, such as {min(promised[name])}"
+            )
             continue
         try:
             found = _read_file(directory / name)
@@ -109,5 +113,7 @@ def read_safetensors(path: Path) -> Contents:
         tensors |= found
         lacking = set(promised.get(name, ())) - found.keys()
         if lacking:
-            problems.append(f"{name} lacks {len(lacking)} tensors that the index lists, such as {min(lacking)}")
+            problems.append(
+                f"{name} lacks {numbered(len(lacking), 'tensors')} that the index lists, such as {min(lacking)}"
+            )
     return Contents(path, "safetensors", tensors, {}, measure(path), None, tuple(problems))
