@@ -398,7 +398,8 @@ def check_split(
         name,
         worst <= _SPLIT_TOLERANCE,
         f"loss and norm of {numbered(len(single), 'steps')} differ by at most {worst:.1e}; first step: "
-        f"{first.loss:.4f} and {first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on {num_ranks}",
+        f"{first.loss:.4f} and {first.grad_norm:.4f} on one rank, {other.loss:.4f} and {other.grad_norm:.4f} on "
+        f"{num_ranks}",
         f"a part of the model does not compute the same with {given}: train without it, and check parts of your own"
         if given
         else "gradients are not summed over the ranks, or are divided twice: compare the scale of the loss with the "
