@@ -127,8 +127,8 @@ def print_proof(proof: dict[str, Any]) -> None:
     if nf4 := proof.get("nf4"):
         print(
             f"nf4: logits differ from those of the model's own weights by up to {nf4['largest_difference']:.2g} "
-            f"(largest logit {nf4['largest_logit']:.2g}), the most likely token in "
-            f"{nf4['num_tokens'] - nf4['num_same_choice']:,} of {nf4['num_tokens']:,} places"
+            f"(largest logit {nf4['largest_logit']:.2g}), and the most likely next token after "
+            f"{nf4['num_tokens'] - nf4['num_same_choice']:,} of {numbered(nf4['num_tokens'], 'tokens')}"
         )
     if adapters := proof.get("adapters"):
         allowed = f"(allowed {adapters['tolerance']:.2g})"

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import tokenizers
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.limited_workers import (
     TEXTS_BYTES,
     LimitedWorkers,
@@ -81,7 +81,7 @@ class TextSearch:
                 found = _exchange(call, seconds)
         except LimitReachedError as error:
             raise UserError(
-                f"a search of its expressions ({quote(self._expressions[0])}, ...) in {size:,} characters {error}: use "
+                f"a search of its expressions ({quote(self._expressions[0])}, ...) in {numbered(size, 'characters')} {error}: use "
                 "another tokenizer"
             ) from None
         if isinstance(found, UserError):

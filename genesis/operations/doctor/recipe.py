@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import lightning.pytorch as pl
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.model.adapter import AdapterConfig, BaseFormat
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe_training
@@ -217,9 +217,11 @@ def plan_axes(recipe: ResolvedRecipe, num_layers: int) -> list[AxisPlan]:
         num_stages = axes["pp"] * num_rounds if "pp" in axes else 1
         why_not = None
         if num_ranks > _MOST_RANKS:
-            why_not = f"needs {num_ranks} ranks, and the doctor starts at most {_MOST_RANKS} on a CPU"
+            why_not = f"needs {numbered(num_ranks, 'ranks')}, and the doctor starts at most {_MOST_RANKS} on a CPU"
         elif num_layers < num_stages:
-            why_not = f"has {num_stages} stages, and the examined model only {num_layers} layers"
+            why_not = (
+                f"has {numbered(num_stages, 'stages')}, and the examined model only {numbered(num_layers, 'layers')}"
+            )
         options = {
             **_PLAIN_SHARDS,
             **{f"{name}_parallel": axes.get(axis, 1) for axis, name in AXIS_NAMES.items()},
