@@ -81,8 +81,8 @@ class TextSearch:
                 found = _exchange(call, seconds)
         except LimitReachedError as error:
             raise UserError(
-                f"a search of its expressions ({quote(self._expressions[0])}, ...) in {numbered(size, 'characters')} {error}: use "
-                "another tokenizer"
+                f"a search of its expressions ({quote(self._expressions[0])}, ...) in {numbered(size, 'characters')} "
+                f"{error}: use another tokenizer"
             ) from None
         if isinstance(found, UserError):
             raise found
