@@ -16,6 +16,7 @@ from genesis.cli.doctor import RecipeReport, run_doctor
 from genesis.cli.fit import GenesisCLI
 from genesis.cli.option_names import check_fit
 from genesis.cli.quiet import errors_of_lightning, warned_in_one_line
+from genesis.model.float8 import check_float8
 from genesis.operations.doctor.capacity import measure_capacity
 from genesis.operations.doctor.checks import list_plain, print_checks
 from genesis.operations.doctor.facts import PlannedSaves
@@ -39,7 +40,8 @@ class _UnstartedCLI(GenesisCLI):
         self.start: Path | None = self._prepare_subcommand_kwargs(subcommand)["ckpt_path"]
 
     def _check_strategy(self) -> None:
-        """Does nothing: the axes of a recipe do not fit one device, and each fit of the doctor checks its strategy."""
+        """Checks all but the strategy: axes do not fit one device, and each fit of the doctor checks its own."""
+        check_float8(self.model.decoder_config, self.model.float8)
 
 
 def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:

@@ -309,7 +309,7 @@ class GenesisCLI(LightningCLI):
         Raises:
             UserError: The name is that of a class.
         """
-        name = self._recipe.get("trainer.strategy")
+        name = self.config[str(self.subcommand)].get("trainer.strategy")
         if isinstance(name, str) and "." in name:
             raise UserError(
                 f"trainer.strategy is {name!r}, which is no name of Lightning's: give a class as "

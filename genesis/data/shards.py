@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError, numbered
+from genesis.base.errors import UserError
 from genesis.data.manifest import MANIFEST_NAME, ShardRecord
 from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.untrusted import check_file, open_file, path_below, read_file
@@ -288,8 +288,8 @@ def find_token_fault(
     lacking = np.flatnonzero(tokens[ends - 1] != eos_id)
     if len(lacking):
         return (
-            f"has {len(lacking):,} of {numbered(len(ends), 'documents')} that do not end with eos_id {eos_id} (from "
-            f"document {lacking[0]:,} of a shard on); name the id that ends them, or adopt with add_eos"
+            f"has documents that do not end with eos_id {eos_id} ({len(lacking):,} of {len(ends):,}, from document "
+            f"{lacking[0]:,} of a shard on); name the id that ends them, or adopt with add_eos"
         )
     return None
 

@@ -43,8 +43,11 @@ class Vocabulary:
 
     def bounded(self, softcap: float | None) -> "Vocabulary":
         """Returns the vocabulary for a model whose logits have a bound; ranks share none of such a model."""
-        assert softcap is None or type(self) is Vocabulary
-        return self if softcap is None else Vocabulary(softcap)
+        if softcap is None:
+            return self
+        is_whole = type(self) is Vocabulary
+        assert is_whole
+        return Vocabulary(softcap)
 
     def sum_distillation(
         self,

@@ -102,7 +102,7 @@ def test_the_command_exports_a_run_and_says_what_was_proved(genesis: Genesis, im
     out = tmp_path / "out"
     outcome = genesis("export", str(imported), str(out), "--dtype", "bfloat16")
     assert outcome.status == 0, outcome.err
-    for words in ("step-00000000 in bfloat16", "values bit-equal", "texts with equal ids", "tokens equal"):
+    for words in ("step-00000000 in bfloat16", "values bit-equal", "texts with equal ids", "1 of 1 token equal"):
         assert words in outcome.out
     assert json.loads((out / "config.json").read_bytes())["dtype"] == "bfloat16"
     check_is_one_line(genesis("export", str(imported), str(out)), str(out), "already exists")

@@ -19,6 +19,7 @@ from genesis.generate.checkpoint_reference import find_checkpoint
 from genesis.generate.load import load_decoder
 from genesis.model import delta_proof
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.device_proofs import list_mixer_proofs
 from genesis_callbacks.checkpoint.device_proof import DeviceProof
 from tests.tiny_runs import build_decoder, save
 
@@ -187,7 +188,7 @@ def test_the_kernels_of_linear_layers_are_asked_for_with_the_model_that_is_loade
     monkeypatch.setattr(
         load,
         "prepare_kernels",
-        lambda proofs, device: asked.append(([proof.name for proof in proofs], device.type)),
+        lambda config, device: asked.append(([proof.name for proof in list_mixer_proofs(config)], device.type)),
     )
     monkeypatch.setattr(delta_proof, "find_version", lambda: "1.2.3")
     run = save(tmp_path, 1, build_decoder(1), {})

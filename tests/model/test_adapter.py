@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from genesis.base.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.model.adapter import (
+    BASE_FORMATS,
     AdaptedLinear,
     AdapterConfig,
     attach_adapters,
@@ -179,7 +180,7 @@ def test_the_head_is_trained_beside_adapters_where_it_is_not_the_embedding() -> 
     trained = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
     assert {name for name in trained if not is_adapter_tensor(name)} == {"embedding.weight", "output.weight"}
     with pytest.raises(UserError, match="the base is in bfloat16, in which small updates are lost"):
-        attach_adapters(Decoder(untied), AdapterConfig(rank=2, also_train=("head",)), torch.bfloat16)
+        attach_adapters(Decoder(untied), AdapterConfig(rank=2, also_train=("head",)), BASE_FORMATS["bfloat16"])
 
 
 def test_the_flops_of_a_token_leave_out_the_gradients_of_frozen_weights() -> None:

@@ -143,7 +143,7 @@ def test_micro_batches_without_another_prompt_are_refused(tmp_path: Path) -> Non
 def make_policy() -> Decoder:
     decoder = Decoder(SHAPE)
     decoder.init_weights(0)
-    attach_adapters(decoder, AdapterConfig(rank=4), torch.float32)
+    attach_adapters(decoder, AdapterConfig(rank=4))
     init_adapters(decoder, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -257,7 +257,7 @@ def test_tools_and_variables_reach_the_template(chat_run: Path, loaded: Loaded) 
         ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
         ({"max_completion_tokens": 3}, "max_tokens is 9 but max_completion_tokens is 3"),
         ({"prompt": "a"}, 'unknown field "prompt"'),
-        ({"max_tokens": 4000}, "leave room for"),
+        ({"max_tokens": 4000}, "leaves room for"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(fields: dict[str, Any], message: str, chat_run: Path) -> None:

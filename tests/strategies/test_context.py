@@ -93,7 +93,11 @@ def fit(model: str, options: dict[str, Any] | None, fault: str = "") -> dict[str
     validation = [window_of_rank(step, *share) for step in range(2)]
     trainer.fit(module, loader(STEPS, *share, EMPTY), DataLoader(validation, batch_size=None))  # type: ignore[arg-type]
     rows = [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "parallel/", "offload/"))}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "parallel/", "offload/", "communication/"))
+        }
         for row in watch.rows
     ]
     return {

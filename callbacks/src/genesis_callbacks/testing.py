@@ -140,6 +140,7 @@ def _serve_rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
+        dist.barrier()  # a rank that ends at once would close connections that another one is still opening
         channel.send_bytes(pickle.dumps((True, function(*arguments))))
     except BaseException:
         channel.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.foreign.config import TransformersConfig
 from genesis.model.foreign.decoder import own_logits
@@ -127,7 +127,7 @@ def test_the_losses_of_tokens_are_those_of_bounded_logits() -> None:
 def test_adapters_have_transformers_names_and_start_as_the_base() -> None:
     theirs = make_theirs(configure("phi3"))
     model, base = wrap(theirs), wrap(theirs)
-    adapted = attach_adapters(model, AdapterConfig(rank=4, include=("*.qkv_proj",)), torch.bfloat16)
+    adapted = attach_adapters(model, AdapterConfig(rank=4, include=("*.qkv_proj",)), BASE_FORMATS["bfloat16"])
     assert sorted(adapted) == [f"model.model.layers.{layer}.self_attn.qkv_proj" for layer in range(2)]
     init_adapters(model, 0)
     trained = {name for name, one in model.named_parameters() if one.requires_grad}

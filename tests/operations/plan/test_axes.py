@@ -12,6 +12,7 @@ from genesis.base.errors import UserError
 from genesis.cli.plan import main
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.objectives.preference import DPO
 from genesis.operations.plan.axes import is_in_node, list_places, time_axes
 from genesis.operations.plan.bandwidths import Bandwidth, Bandwidths
 from genesis.operations.plan.bill import GATHERED, RECEIVED
@@ -254,7 +255,10 @@ def test_an_option_of_a_strategy_that_is_no_class_is_not_ignored(option: str) ->
         main(["--config", str(CONFIG.parent / "genesis-10m.yaml"), f"--trainer.strategy.{option}=2"])
 
 
-def test_a_choice_never_has_what_the_objective_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_never_has_what_the_objective_cannot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DPO, "trains_under", frozenset())
     config = CONFIG.parent / "finetune" / "smollm2-135m-dpo.yaml"
     words = ["--gpus", "4", "--memory", "24GB", "--tokens_per_second", "1e5", "--choose", "--json"]
     assert main(["--config", str(config), *words]) == 0

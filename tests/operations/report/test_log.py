@@ -94,8 +94,8 @@ def test_a_long_log_keeps_its_spike_and_says_how_it_was_thinned(tmp_path: Path) 
     rows = [row_of(step, **({"train/loss": "99.5"} if step == 777 else {})) for step in range(1, 3001)]
     log = read_log(write_log(tmp_path, rows))
     assert losses(log)[777] == 99.5
-    assert log.notes[0].startswith("3,000 rows (0.")
-    assert "of each 8 values the lowest and the highest are drawn" in log.notes[0]
+    assert log.notes[0].startswith("thinned: 3,000 rows (0.")
+    assert "of which the lowest and highest of each 8 values are drawn" in log.notes[0]
     assert len(log.part_rows) <= 600
     assert log.part_stride == 8
 

@@ -459,7 +459,7 @@ def _collect_records(
     # By tensor, and of each tensor by rank.
     order = np.argsort(plan.tensor_of[blocks], kind="stable")
     ends = np.cumsum(np.bincount(plan.tensor_of[blocks], minlength=len(plan.tensors)))
-    for part, of_tensor in zip(plan.tensors, np.split(order, ends[:-1]), strict=True):
+    for part, of_tensor in zip(plan.tensors, np.split(order, ends)[:-1], strict=True):
         if part.name in shared_names:
             num_dims = len(part.shape)
             ranges = plan.ranges[blocks[of_tensor], :, :num_dims].reshape(len(of_tensor), 2 * num_dims)
