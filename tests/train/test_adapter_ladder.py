@@ -29,12 +29,14 @@ DORA_ALONE = {**LORA, "dora": True}
 DORA = {**DORA_ALONE, "also_train": ("embedding",)}
 
 
-def choose_shape(base: BaseFormat) -> DecoderConfig:
-    return replace(DECODER, dim=64, ffn_dim=64) if base.is_nf4 else DECODER
+def choose_shape(base: BaseFormat, shape: DecoderConfig = DECODER) -> DecoderConfig:
+    return replace(shape, dim=64, ffn_dim=64) if base.is_nf4 else shape
 
 
-def make_base(directory: Path, corpus: Path, base: BaseFormat = BASE_FORMATS["float32"]) -> Path:
-    shape = choose_shape(base)
+def make_base(
+    directory: Path, corpus: Path, base: BaseFormat = BASE_FORMATS["float32"], shape: DecoderConfig = DECODER
+) -> Path:
+    shape = choose_shape(base, shape)
     decoder = Decoder(shape)
     decoder.init_weights(0)
     directory.mkdir()
@@ -98,6 +100,7 @@ def climb(
         pytest.param("checkpointing", 2, DORA, "float32", marks=pytest.mark.slow),
         pytest.param("offload", 2, LORA, "float32", marks=pytest.mark.slow),
         pytest.param("compiled_shards", 1, LORA, "float32", marks=pytest.mark.long),
+        pytest.param("compiled_shards", 1, LORA, "nf4", marks=pytest.mark.long),
     ],
 )
 def test_killed_adapters_climb_on_bit_for_bit(

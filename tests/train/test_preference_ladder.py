@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genesis.export.importing import save_weights
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.objectives.preference import DPO
@@ -25,6 +25,7 @@ from genesis_callbacks.testing import run_ranks
 from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
 from tests.mixtures import mix
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
+from tests.train.test_adapter_ladder import make_base
 from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll
 
 PAIR_DECODER = replace(DECODER, vocab_size=400, max_seq_len=SEQ_LEN)
@@ -165,6 +166,19 @@ def test_a_killed_run_continues_bit_for_bit(
         last["train/preference_loss"] + OPTIONS["sft_weight"] * last["train/sft_loss"]
     )
     assert last["train/rewards_chosen"] != 0.0
+
+
+@pytest.mark.slow
+def test_preferences_beside_a_base_of_bytes_start_at_log_two_and_are_learned(tmp_path: Path, pair_corpus: Path) -> None:
+    base = make_base(tmp_path / "base", pair_corpus, BASE_FORMATS["nf4"], PAIR_DECODER)
+    adapter = {"rank": 3, "alpha": 6.0}
+    (found,) = run_ranks(
+        climb, 1, str(tmp_path / "run"), str(base), str(pair_corpus), "replicated", "sync", adapter, False
+    )
+    first, last = found["log"][0], found["log"][-1]
+    assert first["train/rewards_chosen"] == 0.0
+    assert last["train/rewards_chosen"] != 0.0
+    assert found["failed"] == 0
 
 
 @pytest.mark.slow
