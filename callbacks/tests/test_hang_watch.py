@@ -87,7 +87,7 @@ def test_the_last_collective_of_a_record_has_its_sizes_and_nccl_its_state() -> N
         ({"timeout_seconds": 0.0}, "timeout_seconds is 0.0"),
         ({"first_step_seconds": float("nan")}, "first_step_seconds is nan"),
         ({"phase_seconds": {"validate": -1.0}}, "phase_seconds\\['validate'\\] is -1.0"),
-        ({"phase_seconds": {"sleep": 1.0}}, "'sleep', which is no phase"),
+        ({"phase_seconds": {"sleep": 1.0}}, "'sleep', which has no limit"),
     ],
 )
 def test_wrong_limits_are_refused(options, words: str) -> None:

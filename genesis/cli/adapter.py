@@ -5,11 +5,12 @@ from typing import Any
 
 from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import LATEST, Reference
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
 from genesis.train.module import GenesisModule
 from genesis_callbacks.base.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.checkpoint import list_committed, read_manifest
 
 
 def find_base(
@@ -28,6 +29,7 @@ def find_base(
         UserError: The base is not found, is not the base of the adapters to continue with, or is this run itself.
     """
     if recipe.get("model.adapter") is None:
+        _refuse_nf4(reference)
         return None, {}
     if recipe.get("checkpoint.scope.base") is not None:
         raise UserError("checkpoint.scope follows from model.adapter: leave it out, and give model.adapter.base")
@@ -50,6 +52,15 @@ def find_base(
         "base_hash": scope.base_hash,
     }
     return base, found
+
+
+def _refuse_nf4(reference: Reference | None) -> None:
+    checkpoint = None if reference is None else find_continued(reference)
+    if checkpoint is not None and list_nf4_tensors(read_manifest(checkpoint)):
+        raise UserError(
+            f"{checkpoint} is a base in NF4, beside which adapters alone are trained: give --model.adapter.rank 16, or "
+            "import the model with --dtype float32"
+        )
 
 
 def find_continued(reference: Reference) -> Path | None:

@@ -362,6 +362,8 @@ class GenesisCLI(LightningCLI):
         """Resolves the kernel of attention, completes the recipe, and lets the kernel be proved before it is used."""
         place, given = find_place(trainer, self.model.decoder_config), self.model.attention
         restored = None if self._reference is None else read_recipe(self._reference)
+        if self.model.decoder_config.body is not None and given != AUTO:
+            raise UserError(f"model.attention is {given}, and a model of another library has its own: leave it out")
         self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
         if self.subcommand == "validate" and restored is not None:
             check_same_model(self.config_dump, restored)

@@ -69,10 +69,12 @@ def main(argv: list[str]) -> int:
     if not arguments.no_tokenizer:
         tokenizer = open_tokenizer(arguments.out)
         _print_turn_ends(tokenizer)
-        _print_alike_stops(tokenizer, proof["alike_stops"], arguments.out)
+        _print_alike_stops(tokenizer, proof.get("alike_stops", {}), arguments)
     if arguments.proof == "weights":
         print("logits and greedy text: not compared")
-    print(f"train on: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
+    adapter = " --model.adapter.rank 16" if arguments.dtype == _NF4 else ""
+    recipe = RunDirectory(arguments.out).imported_recipe
+    print(f"train on: genesis fit --config {recipe} --data.corpus CORPUS{adapter}")
     return 0
 
 
@@ -87,14 +89,15 @@ def _print_turn_ends(tokenizer: Tokenizer) -> None:
         )
 
 
-def _print_alike_stops(tokenizer: Tokenizer, alike: Mapping[str, int], out: Path) -> None:
+def _print_alike_stops(tokenizer: Tokenizer, alike: Mapping[str, int], arguments: argparse.Namespace) -> None:
     """Prints which stops adapters cannot learn to write, because other control symbols have the same output weights."""
     for token, number in alike.items():
         others = numbered(number, "other control tokens")
         print(
             f"{describe_ends([int(token)], tokenizer)} and {others} have the same output weights, which were "
-            "never trained: adapters alone cannot teach the model to end its answers; beside adapters, give "
-            f"--model.adapter.also_train '{list_trained(out)}'"
+            "never trained: adapters alone cannot teach the model to end its answers; "
+            + ("" if arguments.dtype == "float32" else "import it with --dtype float32, and ")
+            + f"beside adapters, give --model.adapter.also_train '{list_trained(arguments.out)}'"
         )
 
 

@@ -84,9 +84,11 @@ def describe_main(argv: list[str]) -> int:
         table.add_row("moments", _gib(optimizer_bytes), f"float32; of {algorithms}")
         trained = memory.frozen_bytes + memory.weights_bytes + memory.gradients_bytes + optimizer_bytes
         table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")
-        cache = f"{description.kv_cache_bytes_per_token:,} B"
-        table.add_row("key-value cache", cache, "per token of context, bfloat16")
-        table.add_row("exported as", family or "safetensors", "for transformers" if family else "not for transformers")
+        if decoder.body is None:
+            cache = f"{description.kv_cache_bytes_per_token:,} B"
+            table.add_row("key-value cache", cache, "per token of context, bfloat16")
+            note = "for transformers" if family else "not for transformers"
+            table.add_row("exported as", family or "safetensors", note)
         console.print(table)
         if obstacle is not None:
             print(obstacle)

@@ -15,6 +15,7 @@ from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
 from genesis.generate.load import Loaded, has_chat_template, load_decoder, read_config
 from genesis.generate.shared import SharedBases
+from genesis.model.decoder import refuse_body
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
 from genesis.serve.pool import Limits
@@ -113,8 +114,13 @@ def _count_text_bytes(catalogue: Catalogue, max_models: int, dtype: torch.dtype)
     """Returns the bytes of the caches of a text in each of the models that are in memory together; 0 without a model.
 
     A text has the whole context of its model. The checkpoints of a run have one size.
+
+    Raises:
+        UserError: A model is of another library.
     """
-    configs = (read_config(entry.base or entry.path) for entry in catalogue.newest().values())
+    configs = [read_config(entry.base or entry.path) for entry in catalogue.newest().values()]
+    for config in configs:
+        refuse_body(config)
     sizes = [config.count_cache_bytes(1, config.max_seq_len, dtype.itemsize) for config in configs]
     return max(sizes, default=0) * min(max_models, len(catalogue.entries()))
 

@@ -93,6 +93,8 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     is_foreign = config.body is not None
     if is_foreign and options.layout != "huggingface":
         raise UserError("the model is of transformers, which alone reads and writes it: leave out --format safetensors")
+    if is_foreign and (options.is_whole or not options.compares_models):
+        raise UserError("--proof is of models of the decoder of Genesis: leave it out, all tensors are compared")
     family = find_family(config) if options.layout == "huggingface" and not is_foreign else None
     names = _name_tensors(sources, family)
     dtype = DTYPES[options.dtype]

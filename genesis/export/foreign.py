@@ -80,7 +80,7 @@ def import_foreign(
     with torch.device("meta"):
         model = build_model(config)
     kept = model.list_float32()
-    check_lossless(directory, read, dtype)
+    check_lossless(directory, {name: one for name, one in read.items() if f"{PREFIX}{name}" not in kept}, dtype)
     state = {
         name: found[name].to(dtype if found[name].is_floating_point() and name not in kept else found[name].dtype)
         for name in model.state_dict()
@@ -175,7 +175,12 @@ def _prove(config: DecoderConfig, state: Mapping[str, Tensor], theirs: Any, num_
     return {
         "documents": config.body.documents,
         "weights": {"num_values": num_values},
-        "logits": {"largest_difference": max(gaps), "tolerance": allowed},
+        "logits": {
+            "num_tokens": length,
+            "largest_logit": float(wanted.abs().max()),
+            "largest_difference": max(gaps),
+            "tolerance": allowed,
+        },
     }
 
 

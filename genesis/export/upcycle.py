@@ -24,6 +24,7 @@ from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder, load_tokenizer
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.feed_forward import DenseConfig
 from genesis.model.initial import INIT_STD, draw_block, fill_normal
@@ -179,6 +180,8 @@ def _read_config(checkpoint: Path, manifest: Manifest) -> DecoderConfig:
             f"{checkpoint} is no dense model: its feed-forward part is {type(feed_forward).__name__}; give a dense "
             "checkpoint"
         )
+    if list_nf4_tensors(manifest):
+        raise UserError(f"{checkpoint} is a base in NF4: import the model with --dtype float32, and upcycle that")
     num_tensors = sum(name.startswith(DECODER_PREFIX) for name in manifest.tensors)
     build_empty_decoder(config, num_tensors, checkpoint)
     return config

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from genesis.model.decoder import Decoder
 from genesis.model.language_model import project
+from genesis.model.nf4 import Nf4Weight
 
 
 def transpose_linears(decoder: Decoder) -> None:
@@ -19,7 +20,7 @@ def transpose_linears(decoder: Decoder) -> None:
     Decoders that share a weight must not be given.
     """
     for module in decoder.modules():
-        if isinstance(module, nn.Linear) and _suits(module.weight):
+        if isinstance(module, nn.Linear) and not isinstance(module, Nf4Weight) and _suits(module.weight):
             module.weight.data = module.weight.data.t().contiguous().t()
 
 

@@ -26,7 +26,7 @@ from genesis.huggingface.stored import list_nf4_tensors
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, use_nf4
 from genesis.model.attend.kernel import FLASH_CAPABILITY
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder, DecoderConfig, refuse_body
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
@@ -255,6 +255,7 @@ def build_empty_decoder(
             f"{checkpoint} has a recipe of {numbered(config.num_layers, 'layers')}, but "
             f"{numbered(num_tensors, 'tensors')} of a decoder"
         )
+    refuse_body(config)
     try:
         with torch.device("meta"):
             decoder = Decoder(config)

@@ -185,9 +185,7 @@ class AdaptedLinear(nn.Linear, Part):
         if self.lora_magnitude is None:
             return
         if self.column_ranks is not None:
-            squares = self.weight.float().square().sum(1)
-            assert isinstance(squares, DTensor)
-            of_all = squares.full_tensor().sqrt()
+            of_all = _gather(self.weight.float().square().sum(1)).sqrt()
             for own in local_shards("magnitude", self.lora_magnitude, "parameter"):
                 own.data.copy_(of_all.narrow(0, own.part.offsets[0], own.part.sizes[0]))
             return
@@ -267,7 +265,12 @@ class AdaptedNf4Linear(Nf4Weight, AdaptedLinear):  # type: ignore[override]  # n
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    moved = tensor.to(tensor.device_mesh.device_type)  # shards of cpu_offload lie on the host
+    assert isinstance(moved, DTensor)
+    whole: Tensor = moved.full_tensor()
+    return whole
 
 
 def use_rows(layer: nn.Linear, rows: slice | Tensor | None) -> None:
@@ -509,7 +512,7 @@ def is_adapter_tensor(name: str) -> bool:
 
 
 def init_adapters(decoder: LanguageModel, seed: int) -> None:
-    """Initializes all adapters, with the same values for the same seed under any sharding. Does not communicate.
+    """Initializes all adapters, with the same values for the same seed under any sharding. Communicates for DoRA alone.
 
     The base must have its values, because DoRA starts with the lengths of its rows.
     """

@@ -36,7 +36,6 @@ _NESTED: Final = 256
 """Scales that share a scale of their own."""
 BYTES: Final = ("packed", "scales", "scale_max", "offset")
 """The names of the tensors that hold a weight."""
-BITS_PER_WEIGHT: Final = 4 + 8 / BLOCK + 32 / (BLOCK * _NESTED)
 _CHUNK: Final = 1 << 22
 """Weights that are quantised at a time, which takes some 20 bytes for each."""
 _LEAST: Final = 1e-38  # a block of zeros has the largest magnitude 0, by which nothing can be divided

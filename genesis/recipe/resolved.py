@@ -136,7 +136,9 @@ class ResolvedRecipe:
             *groups, last = name.split(".")
             target = content
             for group in groups:
-                target = target.setdefault(group, {})
+                if target.get(group) is None:
+                    target[group] = {}
+                target = target[group]
             target[last] = value
         return replace(self, content=content)
 

@@ -70,7 +70,7 @@ class ModelPool:
         self._seats: OrderedDict[_Key, _Seat] = OrderedDict()
         self._line: deque[tuple[Entry, asyncio.Future[_Seat]]] = deque()
         self._num_admitted: dict[_Key, int] = {}
-        self._num_of_client: Counter[str] = Counter()
+        self._of_client: dict[str, Counter[_Key]] = {}
         self._ended: list[Worker] = []
         self._is_closed = False
 
@@ -95,9 +95,10 @@ class ModelPool:
             self._num_admitted[key] -= num_texts
             if not self._num_admitted[key]:
                 del self._num_admitted[key]
-            self._num_of_client[client] -= num_texts
-            if not self._num_of_client[client]:
-                del self._num_of_client[client]
+            of_client = self._of_client[client]
+            of_client[key] -= num_texts
+            if not of_client.total():
+                del self._of_client[client]
             self._advance()
 
     @property
@@ -147,16 +148,14 @@ class ModelPool:
         seated = self._seats.keys() | ({key} if self._can_seat(key) else set())
         admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
         limits = self._limits
-        most_of_client = limits.max_models * limits.max_concurrent + limits.max_queue - limits.max_queue // 4
-        if (
-            _count_waiting(admitted, seated, limits.max_concurrent) > limits.max_queue
-            or self._num_of_client[client] + num_texts > most_of_client
-        ):
-            raise busy(
-                f"texts that wait: {self.num_waiting}, the limit is {self._limits.max_queue}: retry a little later"
-            )
+        of_client = self._of_client.get(client, Counter()) + Counter({key: num_texts})
+        most = limits.max_queue - limits.max_queue // 4
+        if _count_waiting(admitted, seated, limits.max_concurrent) > limits.max_queue:
+            raise busy(f"texts that wait: {self.num_waiting}, the limit is {limits.max_queue}: retry a little later")
+        if (waiting := _count_waiting(of_client, seated, limits.max_concurrent)) > most:
+            raise busy(f"texts of this client that wait: {waiting}, the limit is {most}: retry as some end")
         self._num_admitted = admitted
-        self._num_of_client[client] += num_texts
+        self._of_client[client] = of_client
 
     def _can_seat(self, key: _Key) -> bool:
         if self._line:

@@ -100,7 +100,11 @@ class GatheringChoice:
         if self._is_decided:
             return
         self._is_decided = True
-        gathered_bytes = sum(_count_gathered(p) * (dtype or p.dtype).itemsize for p in decoder.parameters())
+        # FSDP2 casts no bytes, such as those of a base in NF4.
+        gathered_bytes = sum(
+            _count_gathered(p) * (dtype if dtype and p.is_floating_point() else p.dtype).itemsize
+            for p in decoder.parameters()
+        )
         after = read_device_memory(self._device)
         is_possible = self._before is not None and after is not None and has_room(self._before, after, gathered_bytes)
         # All ranks must agree: a rank that keeps its parameters skips the gather, and other ranks would wait for it.

@@ -76,7 +76,7 @@ class TextSearch:
         call, seconds = (self._key, function, arguments), count_encoding_seconds(size)
         try:
             found = _exchange(call, seconds)
-            if found is None:  # the process has just started
+            while found is None:  # the process has just started, or another thread's text has ended it
                 _exchange((self._key, _read, self._state), seconds)
                 found = _exchange(call, seconds)
         except LimitReachedError as error:

@@ -192,7 +192,7 @@ class GenesisModule(pl.LightningModule):
             if decoder.softcap is not None and not self.objective.bounds_logits:
                 raise UserError(
                     f"the model bounds its logits by {decoder.softcap:g}, which the losses of "
-                    f"{type(self.objective).__name__} do not: train it by CrossEntropy or Preference"
+                    f"{type(self.objective).__name__} do not: train it by CrossEntropy or DPO"
                 )
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_format)
@@ -214,7 +214,7 @@ class GenesisModule(pl.LightningModule):
         self.decoder = decoder
 
     def _draw_what_was_not_restored(self) -> None:
-        """Generates the initial weights if a restore was expected but did not happen. Does not communicate.
+        """Generates the initial weights if a restore was expected but did not happen. Communicates for DoRA.
 
         A restore from a base gives no values to the adapters; then only these are generated.
         """

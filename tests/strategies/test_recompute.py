@@ -59,7 +59,7 @@ def gradients_of(
     with torch.device("meta"):
         decoder = Decoder(shape)
         if adapter is not None:
-            attach_adapters(decoder, adapter, torch.float32)
+            attach_adapters(decoder, adapter)
     options = None
     if shard is not None:
         mesh = WorldMesh(Degrees(ep=expert_parallel).resolve(dist.get_world_size()), "cpu")

@@ -51,6 +51,8 @@ __all__ = ["EXIT_STATUS", "HangWatch", "HangLimits", "choose_limit"]
 EXIT_STATUS: Final = 92
 """The status with which every rank of a run that hangs ends, as `genesis supervise` does after such ends."""
 
+_LIMITED: Final[tuple[Phase, ...]] = tuple(phase for phase in PHASES if phase != "start")
+"""Before training, only a process that is stopped is seen."""
 _LONG_PHASES: Final[tuple[Phase, ...]] = ("validate", "save", "generate", "reference")
 _LONG_FACTOR: Final = 4.0
 _LEAST_INTERVAL_SECONDS: Final = 0.1
@@ -116,9 +118,9 @@ class HangWatch(Callback):
     ) -> None:
         super().__init__()
         self._limits = HangLimits(timeout_seconds, first_step_seconds, dict(phase_seconds or {}))
-        unknown = [name for name in self._limits.phase_seconds if name not in PHASES]
+        unknown = [name for name in self._limits.phase_seconds if name not in _LIMITED]
         if unknown:
-            raise UserError(f"phase_seconds has {unknown[0]!r}, which is no phase: give some of {', '.join(PHASES)}")
+            raise UserError(f"phase_seconds has {unknown[0]!r}, which has no limit: give some of {', '.join(_LIMITED)}")
         given = {
             "timeout_seconds": timeout_seconds,
             "first_step_seconds": first_step_seconds,
@@ -137,7 +139,7 @@ class HangWatch(Callback):
     @property
     def longest_seconds(self) -> float:
         """The longest of all limits: a run that hangs in any phase has ended by then."""
-        return max(choose_limit(phase, self._limits, has_stepped=False) for phase in PHASES)
+        return max(choose_limit(phase, self._limits, has_stepped=False) for phase in _LIMITED)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is a heartbeat."""

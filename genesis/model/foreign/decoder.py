@@ -76,8 +76,27 @@ def find_shape(config: Any) -> BodyShape:
     """Returns the fields of a decoder that a configuration of transformers has under its own names."""
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 1 << 20
     return BodyShape(
-        config.hidden_size, config.num_hidden_layers, config.vocab_size, longest, bool(config.tie_word_embeddings)
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.vocab_size,
+        min(longest, *_list_fixed_lengths(config, longest)),
+        bool(config.tie_word_embeddings),
     )
+
+
+def _list_fixed_lengths(config: Any, longest: int) -> list[int]:
+    """Returns up to which length rotary frequencies do not depend on the longest document of a batch.
+
+    With `longrope` and `dynamic`, transformers chooses them by that one, so that a longer document would change others.
+    """
+    given = getattr(config, "rope_parameters", None) or {}
+    of_layers = [given] if "rope_type" in given else [one for one in given.values() if isinstance(one, Mapping)]
+    own = getattr(config, "original_max_position_embeddings", None)
+    return [longest] + [
+        one.get("original_max_position_embeddings") or own or longest
+        for one in of_layers
+        if one.get("rope_type") in ("longrope", "dynamic")
+    ]
 
 
 def _build_theirs(body: TransformersConfig, config: Any) -> Any:
@@ -163,6 +182,11 @@ class TransformersDecoder(LanguageModel):
                 module.keeps_float32 = True  # read by strategies, as that of a `Part`
             if is_kept or any(True for _ in module.buffers(recurse=False)):
                 vars(module)["_apply"] = partial(_apply_precisely, module, is_kept)
+
+    def list_float32(self) -> set[str]:
+        """Returns the names of the parameters that stay in float32, and of the buffers that a checkpoint has."""
+        buffers = {name for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        return super().list_float32() | (buffers & self.state_dict().keys())
 
     # ---- the modules
 

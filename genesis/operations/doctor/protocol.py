@@ -158,7 +158,7 @@ class _Protocol:
         self._is_new = probe.start is None
         decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
         capacity = self._capacity(probe)
-        changes = plan_cuts(resolved, decoder, adapter, capacity, is_new=self._is_new)
+        changes = plan_cuts(*(resolved, decoder, adapter, capacity), is_new=self._is_new, base=probe.module.base_format)
         others = (plan_strategy(resolved), plan_float8(resolved))
         self._found.changes = [*changes, *(change for change in others if change is not None)]
         self._found.notes.append(SINGLE_NOTE)

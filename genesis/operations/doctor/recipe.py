@@ -249,6 +249,7 @@ def plan_cuts(
     capacity: Capacity,
     *,
     is_new: bool,
+    base: BaseFormat,
 ) -> list[Change]:
     """Returns what must be smaller than in the recipe, so that the examination fits this device and takes minutes.
 
@@ -268,7 +269,7 @@ def plan_cuts(
         return of_token * num_tokens / capacity.flops_per_second
 
     def num_bytes() -> float:
-        memory = describe_training(_with_layers(decoder, layers), adapter, BaseFormat())
+        memory = describe_training(_with_layers(decoder, layers), adapter, base)
         return memory.frozen_bytes + memory.num_trained * _BYTES_PER_PARAMETER
 
     num_micro = min(num_micro, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genesis.base.errors import UserError
-from genesis.model.adapter import AdapterConfig
+from genesis.model.adapter import AdapterConfig, BaseFormat
 from genesis.model.decoder import DecoderConfig
 from genesis.operations.doctor import run_checks
 from genesis.operations.doctor.forked_ranks import Step
@@ -253,7 +253,7 @@ def complete(content: dict[str, Any]) -> ResolvedRecipe:
 def cut(decoder: DecoderConfig, capacity: Capacity = LAPTOP, **options: object) -> dict[str, object]:
     data = {**DATA, **options}
     is_new = bool(data.pop("is_new", True))
-    changes = plan_cuts(complete({"data": data}), decoder, None, capacity, is_new=is_new)
+    changes = plan_cuts(complete({"data": data}), decoder, None, capacity, is_new=is_new, base=BaseFormat())
     return {change.key: change.now for change in changes}
 
 
