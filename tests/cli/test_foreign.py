@@ -19,7 +19,7 @@ def test_an_imported_model_trains_by_its_recipe_and_goes_back(tmp_path: Path, ti
         assert done.returncode == 0, done.stdout + done.stderr
         return str(done.stdout + done.stderr)
 
-    run("import", "theirs", "run", "--as", "transformers", "--no_tokenizer")
+    assert "train on: genesis fit" in run("import", "theirs", "run", "--as", "transformers", "--no_tokenizer")
     sizes = ("--data.seq_len", "16", "--data.global_batch_size", "4", "--data.num_epochs", "null")
     recipe = ("--config", "run/recipe.yaml", "--data.corpus", tiny_corpus, "--trainer.accelerator", "cpu")
     run("fit", *recipe, *sizes, "--trainer.max_steps", "2")

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from genesis.base.errors import UserError
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, attach_adapters, init_adapters
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, build_model
 from genesis.model.foreign.config import TransformersConfig
-from genesis.model.foreign.decoder import own_logits
+from genesis.model.foreign.decoder import find_shape, own_logits
 from genesis.model.language_model import BodyShape
 from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.objectives.distillation import Distillation
@@ -206,3 +206,27 @@ def test_an_objective_that_does_not_bound_logits_is_refused_on_a_model_that_does
     module = GenesisModule(describe(configure("gemma2")), AdamW(), objective=Distillation(cache="cache"))
     with pytest.raises(UserError, match="bounds its logits by 3, which the losses of Distillation do not"):
         module.configure_model()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_context_ends_where_frequencies_would_follow_the_longest_document_of_a_batch(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {"factor": 4.0}
+    own = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
+    config = configure("phi3" if kind == "longrope" else "llama", rope_parameters=rope, **own)
+    assert config.max_position_embeddings == 128
+    assert find_shape(config).max_seq_len == 32
+
+
+def test_buffers_that_checkpoints_have_stay_in_their_own_type() -> None:
+    config = configure(
+        "deepseek_v3",
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+        moe_intermediate_size=16,
+    )
+    with torch.device("meta"):
+        model = build_model(describe(config))
+    (name,) = (name for name in model.state_dict() if name.endswith("e_score_correction_bias"))
+    assert name in model.list_float32()
+    assert model.to(torch.bfloat16).state_dict()[name].dtype == torch.float32
