@@ -102,6 +102,8 @@ def _table_of(description: Description, title: str) -> Table:
     table.add_column("", justify="right")
     table.add_column("")
     for part, count in description.parameters.items():
+        if not count:  # a model of another library has other parts
+            continue
         note = "tied to the embedding" if part == "output" and config.has_tied_embeddings else f"{count / total:.1%}"
         table.add_row(f"parameters: {part.replace('_', '-')}", f"{count:,}", note)
     table.add_row("parameters", f"{total:,}", f"{total / 1e6:,.0f}M" if total >= 1e7 else f"{total / 1e6:.1f}M")

@@ -108,7 +108,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, options.layout, staging)
         if is_foreign:
             proof: dict[str, Any] = import_module("genesis.export.foreign").write_foreign(
-                *(sources, config, staging), dtype=dtype, max_file_bytes=options.max_file_bytes
+                *(sources, config, staging), dtype=dtype, max_file_bytes=options.max_file_bytes, ids=reading.ids
             )
             write_generation_config(reading, staging)
         elif family is not None:

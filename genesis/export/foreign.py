@@ -185,7 +185,13 @@ def _prove(config: DecoderConfig, state: Mapping[str, Tensor], theirs: Any, num_
 
 
 def write_foreign(
-    sources: Sequence[Source], config: DecoderConfig, staging: Path, *, dtype: torch.dtype, max_file_bytes: int
+    sources: Sequence[Source],
+    config: DecoderConfig,
+    staging: Path,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    ids: Mapping[str, int | None],
 ) -> dict[str, Any]:
     """Writes a model of transformers by its own `save_pretrained` into a directory, and returns the proof.
 
@@ -195,6 +201,7 @@ def write_foreign(
         staging: The directory, which exists.
         dtype: The type of the weights.
         max_file_bytes: Size limit of a weights file.
+        ids: The named tokens of the tokenizer that it was trained with, by transformers' keys; None for none.
 
     Raises:
         RunEndedError: What transformers reads is not what was written.
@@ -215,6 +222,7 @@ def write_foreign(
     build: Any = AutoModelForCausalLM.from_config
     theirs = build(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
     theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
+    theirs.config.update({key: token for key, token in ids.items() if token is not None})
     theirs.tie_weights()
     theirs.save_pretrained(staging, max_shard_size=max_file_bytes)
     read, report = load_model(staging)

@@ -179,12 +179,13 @@ class GroupedOptimizer(Optimizer):
 
         def apply(indices: Sequence[_Matrix], directions: Sequence[Tensor]) -> None:
             weights = [_select(_local(parameters[index.parameter]), index) for index in indices]
-            for alike in _list_alike(weights, directions):
-                of_whole = parameters[indices[alike[0]].parameter].shape[-2:]
+            # Ranks may hold parts of one shape of matrices of different shapes, whose steps differ.
+            wholes = [parameters[index.parameter].shape[-2:] for index in indices]
+            for alike in _list_alike(weights, directions, wholes):
                 _add_all(
                     [weights[number] for number in alike],
                     [directions[number] for number in alike],
-                    algorithm.step_size(group, of_whole),
+                    algorithm.step_size(group, wholes[alike[0]]),
                 )
 
         def apply_batches(matrices: Sequence[_Matrix], replicas: dist.ProcessGroup | None) -> None:
@@ -242,11 +243,13 @@ def _select(tensor: Tensor, index: _Matrix) -> Tensor:
     return tensor if index.number is None else tensor[index.number]
 
 
-def _list_alike(weights: Sequence[Tensor], directions: Sequence[Tensor]) -> list[list[int]]:
-    """Returns the numbers of the matrices that are updated together: of one shape, direction and device."""
+def _list_alike(
+    weights: Sequence[Tensor], directions: Sequence[Tensor], wholes: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Returns the numbers of the matrices that are updated together: of one shape here and as a whole, and device."""
     found: dict[Any, list[int]] = {}
-    for number, (weight, direction) in enumerate(zip(weights, directions, strict=True)):
-        found.setdefault((weight.shape, direction.shape, weight.device), []).append(number)
+    for number, (weight, direction, whole) in enumerate(zip(weights, directions, wholes, strict=True)):
+        found.setdefault((weight.shape, direction.shape, whole, weight.device), []).append(number)
     return list(found.values())
 
 

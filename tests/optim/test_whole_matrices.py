@@ -125,6 +125,46 @@ def test_ranks_that_share_matrices_by_rows_or_columns_get_their_parts_of_the_who
         assert worst < 5e-3
 
 
+def _move(parameters: list[Any], gradients: list[Tensor]) -> None:
+    group = {"params": parameters, "algorithm": "muon", **MUON.group_options(MATRICES, has_adapters=False)}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    GroupedOptimizer([group], {"muon": MUON}).step()
+
+
+def _cut_in_two(wholes: list[Tensor]) -> list[Any]:
+    """Returns parameters that two ranks share: a tall matrix by rows, and a wide one by columns."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    module, cutter = nn.Module(), MatrixCutter(mesh["tp"])
+    for number, whole in enumerate(wholes):
+        module.register_parameter(str(number), nn.Parameter(whole.clone()))
+        cutter.cut(module, str(number), number)
+    uncut = init_device_mesh("cpu", (2,), mesh_dim_names=("uncut",))
+    fully_shard(module, mesh=mesh["fsdp"], shard_placement_fn=place_by_cut(uncut))
+    return list(module.parameters())
+
+
+def _move_parts_of_one_shape() -> float:
+    """Returns how far parts, whose shapes are equal here, move from where the whole matrices move."""
+    generator = torch.Generator().manual_seed(7)
+    wholes, gradients = (
+        [torch.randn(shape, generator=generator) for shape in ((128, 64), (64, 128))] for _ in range(2)
+    )
+    expected = [nn.Parameter(whole.clone()) for whole in wholes]
+    _move(expected, [gradient.clone() for gradient in gradients])
+    parameters = _cut_in_two(wholes)
+    assert parameters[0].to_local().shape == parameters[1].to_local().shape
+    _move(parameters, [gradient.detach() for gradient in _cut_in_two(gradients)])
+    return max(
+        float((one.full_tensor() - other).abs().max() / (other - whole).abs().max())
+        for one, other, whole in zip(parameters, expected, wholes, strict=True)
+    )
+
+
+def test_parts_of_one_shape_of_unlike_matrices_move_as_far_as_the_whole_ones() -> None:
+    assert max(run_ranks(_move_parts_of_one_shape, 2)) < 2e-2
+
+
 def _refuse_on_rank() -> str:
     mesh = init_device_mesh("cpu", (2,))
     by_columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])

@@ -67,7 +67,7 @@ def read_config(content: Mapping[str, Any]) -> Any:
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(
             f"{kind} has layers that read keys and values of other layers from a cache, which training has not: choose "
-            "a model without num_kv_shared_layers, or train this one by transformers"
+            "a model without num_kv_shared_layers, or train this one with transformers itself"
         )
     return config
 
@@ -140,7 +140,7 @@ class TransformersDecoder(LanguageModel):
         if getattr(head, "bias", None) is not None:
             raise UserError(
                 f"the output weight of {config.model_type} has a bias, which the losses do not add: choose another "
-                "model, or train this one by transformers"
+                "model, or train this one with transformers itself"
             )
         table.padding_idx = None  # else its row gets no gradient as an input; labels decide what is padding
         self._table = self._names[table]
@@ -167,7 +167,7 @@ class TransformersDecoder(LanguageModel):
         if len(found) != 1:
             raise UserError(
                 f"{type(self.model).__name__} has {len(found)} lists of blocks, and one is needed, which is sharded "
-                "and recomputed block by block: train it by transformers"
+                "and recomputed block by block: train it with transformers itself"
             )
         (name,) = found
         return name
@@ -323,7 +323,7 @@ class TransformersDecoder(LanguageModel):
         """
         remedy = _ROWS
         if self.body_config.documents == "rows":
-            remedy = "each document has a row of its own already, train it by transformers"
+            remedy = "each document has a row of its own already, train it with transformers itself"
         prove(Subject(self, self.theirs.model_type, self.theirs.vocab_size, own_logits, remedy), seq_len)
 
     # ---- costs

@@ -139,5 +139,5 @@ def _prove(subject: Subject, row: _Row) -> None:
     if not gap <= tolerance:
         raise UserError(
             f"the logits of {kind} are no product of hidden states and output weight with a factor or a bound that is "
-            f"known here (they differ by {gap:.1e} of the largest): train it by transformers"
+            f"known here (they differ by {gap:.1e} of the largest): train it with transformers itself"
         )

@@ -25,6 +25,7 @@ from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
 from genesis.data.stream_data import StreamData
 from genesis.data.window import AccumulationWindow
+from genesis.model.decoder import refuse_body
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import Objective
 from genesis.operations.doctor.checks import Check, judge
@@ -157,6 +158,7 @@ class _Protocol:
         self._objective = type(probe.module.objective)
         self._is_new = probe.start is None
         decoder, adapter = probe.module.decoder_config, probe.module.adapter_config
+        refuse_body(decoder)  # its checks read the parts of a decoder
         capacity = self._capacity(probe)
         changes = plan_cuts(*(resolved, decoder, adapter, capacity), is_new=self._is_new, base=probe.module.base_format)
         others = (plan_strategy(resolved), plan_float8(resolved))
