@@ -180,13 +180,16 @@ UNDOCUMENTED = (
 TEXTS = {
     *(
         "_adapter",
+        "_calls",
         "_id",
         "_token_id",
         "_in",
         "_kept",
         "_ms",
+        "_parallel",
         "_proj",
         "_reader",
+        "_sent_bytes",
         "_stderr",
         "_worker",
         "_genesis_reward_",

@@ -24,7 +24,7 @@ from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.mixture import Mixture
 from genesis.objectives import DPO, CrossEntropy
-from genesis.objectives.objective import TOKENS
+from genesis.objectives.objective import TOKENS, Head
 from genesis.objectives.preference import ANSWERS, PAIRS
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.operations.doctor.observe import read_allocated_peak, record_allocations
@@ -246,10 +246,12 @@ def train_stages(
         parameter.grad = None
     forward = strategy.precision_plugin.forward_context
     assert strategy.pipeline is not None
-    scales = {TOKENS: 1.0}
-    strategy.pipeline.train(
-        StagedWindow(window, CrossEntropy(), strategy.vocabulary, forward, scales, is_training=True)
-    )
+    objective, vocabulary, scales = CrossEntropy(), strategy.vocabulary, {TOKENS: 1.0}
+
+    def build_head(micro_batch: MicroBatch) -> Head:
+        return objective.head(micro_batch, vocabulary)
+
+    strategy.pipeline.train(StagedWindow(window, build_head, forward, scales=scales, is_training=True))
     optimizer.step()
 
 

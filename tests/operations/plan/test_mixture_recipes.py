@@ -53,7 +53,7 @@ def test_one_rank_of_eight_holds_what_the_plan_counts(name: str) -> None:
     recipe = read_recipe(ResolvedRecipe.read([path]))
     assert recipe.layout.num_ranks == recipe.layout.expert_parallel == 8
     with fake_group(8):
-        decoder = build_on_meta(recipe.workload, recipe.layout)
+        decoder, _ = build_on_meta(recipe.workload, recipe.layout)
         with FakeTensorMode():
             fake_parameters(decoder)
             optimizer = build_optimizer(decoder, AdamW())
@@ -85,7 +85,7 @@ def test_a_step_of_one_rank_of_eight_of_the_397b_run_takes_what_the_plan_counts(
     layout = replace(recipe.layout, optimizer_offload=0.0)  # fake tensors have no other memory
     assert layout.blocks_per_recomputation == 3
     with fake_group(8), monkeypatch.context() as patched:
-        decoder = build_on_meta(workload, layout)
+        decoder, _ = build_on_meta(workload, layout)
         for module in decoder.modules():
             if isinstance(module, Experts):
                 module.products = "grouped"  # as on CUDA: a loop would read the numbers of rows, which have no values
