@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
     check_can_prove("import")
     check_is_named(arguments.model, "the model")
     check_is_new(arguments.out)
+    if arguments.kind is not None:
+        _check_foreign(arguments)
     download = _find_download(arguments.model)
     directory = find_export(arguments.model) if download is None else download.directory
     options: dict[str, Any] = {
@@ -53,10 +55,6 @@ def main(argv: list[str]) -> int:
         options["is_nf4"] = arguments.dtype == _NF4
         compared = {"compares_models": arguments.proof != "weights", "is_whole": arguments.proof == "full"}
         proof = import_directory(directory, arguments.out, **options, **compared)
-    elif arguments.proof != PROOFS[0]:
-        raise UserError("--proof is of imports into the decoder of Genesis: leave it out beside --as transformers")
-    elif arguments.dtype == _NF4:
-        raise UserError("--dtype nf4 is for the decoder of Genesis: give bfloat16 beside --as transformers")
     else:
         proof = import_module("genesis.export.foreign").import_foreign(directory, arguments.out, **options)
         if proof["documents"] == "rows":
@@ -76,6 +74,14 @@ def main(argv: list[str]) -> int:
     recipe = RunDirectory(arguments.out).imported_recipe
     print(f"train on: genesis fit --config {recipe} --data.corpus CORPUS{adapter}")
     return 0
+
+
+def _check_foreign(arguments: argparse.Namespace) -> None:
+    """Refuses options of imports into the decoder of Genesis, before a model is downloaded."""
+    if arguments.proof != PROOFS[0]:
+        raise UserError("--proof is of imports into the decoder of Genesis: leave it out beside --as transformers")
+    if arguments.dtype == _NF4:
+        raise UserError("--dtype nf4 is for the decoder of Genesis: give bfloat16 beside --as transformers")
 
 
 def _print_turn_ends(tokenizer: Tokenizer) -> None:

@@ -33,6 +33,7 @@ from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.files import write_files
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_directory
+from genesis_callbacks.checkpoint import read_tensors
 
 _TOLERANCE: Final = 1e-4
 """Of the largest logit, in float32."""
@@ -94,6 +95,7 @@ def import_foreign(
             *(config, tokenizer, RunDirectory(staging).checkpoints),
             imported_as=str(given["model_type"]),
         )
+        _compare_weights(checkpoint, state, read)
         held = str(checkpoint.relative_to(staging))
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof |= describe_source(download)
@@ -134,6 +136,21 @@ def _check_report(directory: Path, report: Mapping[str, Any]) -> None:
                 f"{directory}: transformers reports {what.replace('_', ' ')}, such as {first}: the files are of "
                 "another model than config.json, correct one of them"
             )
+
+
+def _compare_weights(checkpoint: Path, state: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
+    """Compares the tensors of a checkpoint with those of transformers' model, and with the files' of the same names.
+
+    Raises:
+        RunEndedError: A value differs.
+    """
+    with stage("comparing the weights", len(state), "tensors") as shown:
+        for name, tensor in shown.each(state.items()):
+            (held,) = read_tensors(checkpoint, [DECODER_PREFIX + name]).values()
+            of_file = read.get(name.removeprefix(PREFIX))  # transformers renames and stacks some
+            is_of_file = of_file is None or torch.equal(of_file.to(tensor.dtype), tensor)
+            if not (torch.equal(held, tensor) and is_of_file):
+                raise RunEndedError(f"the values of {name} differ from those of the files, and the result was removed")
 
 
 def _fill(config: DecoderConfig, state: Mapping[str, Tensor]) -> TransformersDecoder:

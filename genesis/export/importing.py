@@ -114,17 +114,18 @@ def import_directory(
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
+    with torch.device("meta"):
+        decoder = Decoder(config)
+        kept = decoder.list_float32()
+    if is_nf4:
+        check_nf4(decoder)  # before all weights are read
     found = read_weights(
         *(directory, config, family),
         scratch=out.parent if out.parent.is_dir() else None,
         check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
     )
-    with torch.device("meta"):
-        decoder = Decoder(config)
-        kept = decoder.list_float32()
     quantised: set[str] = set()
     if is_nf4:
-        check_nf4(decoder)
         quantised = {f"{name}.weight" for name in find_linears(decoder)}
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
         dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, DATA_SUFFIXES, read_json
+
+# Commands show stages of their own.
+logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
 
 LEFT_OUT = CODE_KEYS | {"num_labels", "id2label", "label2id"}
 """Keys that are not passed on: those of code, and classes of a classifier, of which transformers makes any number."""

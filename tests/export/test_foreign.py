@@ -1,12 +1,14 @@
 """A model of transformers comes in as it is, trains, and goes back to transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from genesis.base.errors import UserError
+from genesis.base.errors import RunEndedError, UserError
+from genesis.export import foreign
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.foreign import import_foreign
 from genesis.model.recipe import build_decoder_config
@@ -39,5 +41,20 @@ def test_a_directory_without_one_of_its_tensors_is_refused(tmp_path: Path) -> No
     del state["model.norm.weight"]
     theirs.save_pretrained(tmp_path / "theirs", state_dict=state)
     with pytest.raises(UserError, match=r"missing keys, such as model\.norm\.weight"):
+        import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_that_is_not_that_of_the_files_fails_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_theirs(configure("llama")).save_pretrained(tmp_path / "theirs")
+    honest = foreign.save_weights
+
+    def spoil(state: Any, *arguments: Any, **options: Any) -> Path:
+        changed = state["model.model.norm.weight"].clone()
+        changed[0] += 1e-6
+        return honest({**state, "model.model.norm.weight": changed}, *arguments, **options)
+
+    monkeypatch.setattr(foreign, "save_weights", spoil)
+    with pytest.raises(RunEndedError, match=r"the values of model\.model\.norm\.weight differ"):
         import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
     assert not (tmp_path / "run").exists()
