@@ -18,7 +18,7 @@ _MEMORY: Final = "/dev/shm"
 _TINY: Final = "tiny"
 _COMPILED: Final = ("cpu", "cuda", "xpu")
 """Kinds of devices for which torch.compile has a code generator."""
-_MAX_TEST_WORKERS: Final = 4
+_MAX_TEST_WORKERS: Final = 8
 _NO_PLUGINS: Final = ("-p", "no:cacheprovider", "-p", "no:benchmark")
 """pytest-benchmark warns under pytest-xdist, and warnings are errors."""
 
@@ -59,6 +59,7 @@ def plan_session(kind: str, size: str) -> list[SessionPart]:
         *_plan_tests(kind, size),
         *_plan_saves(kind, size),
         SessionPart("serving", "a server under load", _single("serving", kind, size), 90),
+        *_plan_lora(kind, size),
         *_plan_float8(kind, size),
         *_plan_peers(kind, size),
         *_plan_small_cards(kind, size),
@@ -117,6 +118,20 @@ def _large_batch(kind: str) -> tuple[str, ...]:
 
 def _compile(kind: str, size: str) -> tuple[str, ...]:
     return ("--compile",) if kind in _COMPILED and size != _TINY else ()
+
+
+def _plan_lora(kind: str, size: str) -> list[SessionPart]:
+    """Returns adapters on a base of 8 billion parameters in 16 bits and in 4, with and without recomputed blocks."""
+    adapted = "genesis-packed+model.adapter.rank=16"
+    model = ("--model", "9m") if size == _TINY else ("--config", str(ROOT / "configs/finetune/qwen3-8b-nf4.yaml"))
+    rounds = ("--pairs", "1", "--burst_steps", "2") if size == _TINY else ("--pairs", "3", "--burst_steps", "4")
+    parts = []
+    for name, recomputed in (("", ""), ("-recomputed", "+trainer.strategy.activation_checkpointing=block")):
+        contenders = ",".join(f"{adapted}+base_dtype={base}{recomputed}" for base in ("bfloat16", "nf4"))
+        given = (*model, *rounds, "--warmup_steps", "3", "--micro_batch_size", "2", "--contenders", contenders)
+        words = _run(kind, "benchmarks", "step", *given, *_compile(kind, size), "--out", OUT)
+        parts.append(SessionPart(f"step-lora-8b{name}", "tokens per second of LoRA on 8B, in bf16 and NF4", words, 120))
+    return parts if kind == "cuda" or size == _TINY else []
 
 
 def _plan_float8(kind: str, size: str) -> list[SessionPart]:

@@ -33,6 +33,7 @@ PEAK: Final = "matmul"
 
 _PEAK_TYPES: dict[str, PeakType] = {"32-true": "tfloat32", "bf16-mixed": "bfloat16"}
 """The type of peak for each precision; `genesis fit` allows TF32 for products of float32 matrices."""
+_ADAPTER: Final = "model.adapter"
 _ADAMW: Final = ("lr", "betas", "eps", "weight_decay")
 
 _TRAINER: Final = Contender(
@@ -149,6 +150,9 @@ def main(argv: list[str]) -> int:
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
     workload = plan_workload(recipe, options, options.warmup_steps)
     contenders = choose_contenders(options.contenders, options.peers)
+    own = [part for part in recipe.decoder.parts._fields if getattr(recipe.decoder, part) is not None]
+    if own and options.peers:
+        raise UserError(f"the recipe has its own configuration {own[0]}, which no peer can build: give no --peers")
     readies, bursts = run_bursts([(one, workload) for one in contenders], options.pairs, options.burst_steps)
     device_name = next(iter(readies.values())).device_name
     peak_flops = read_peak_flops(device_name, _PEAK_TYPES[workload.precision])
@@ -227,9 +231,6 @@ def read_recipe(path: Path) -> Recipe:
         UserError: The file is not a recipe.
     """
     decoder = read_decoder_config(path)
-    own = [part for part in decoder.parts._fields if getattr(decoder, part) is not None]
-    if own:
-        raise UserError(f"{path} has its own configuration {own[0]}, which peers cannot build; choose another recipe")
     recipe = ResolvedRecipe.read([path])
     given = read_algorithm(recipe.get("model.optimizer"), "model.optimizer")
     optimizer = next((one for one in given.parts if isinstance(one, AdamW)), AdamW())
@@ -282,7 +283,8 @@ def summarise(
             speed_of_genesis_by_cpu_time=compare(cpu_speeds, REFERENCE, name) if is_cpu_time_telling else None,
             share_of_peak=compare(speeds, name, PEAK),
             mfu=None
-            if peak_flops is None or name == PEAK
+            # The operations are those of training all weights.
+            if peak_flops is None or name == PEAK or _ADAPTER in name
             else compute_mfu(statistics.median(speeds[name]), workload.flops_per_token, peak_flops),
             peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
             peak_device_bytes=of_one[-1].peak_device_bytes,
@@ -327,9 +329,10 @@ def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
 def describe_workload(workload: Mapping[str, Any]) -> str:
     """Returns a line about a workload in plain types."""
     decoder = workload["decoder"]
+    heads = decoder.get("attention") or decoder
     return (
         f"vocabulary {decoder['vocab_size']:,}, dim {decoder['dim']}, {decoder['num_layers']} layers, "
-        f"{decoder['num_heads']} heads ({decoder['num_kv_heads']} kv), ffn {decoder['ffn_dim']}, "
+        f"{heads['num_heads']} heads ({heads['num_kv_heads']} kv), ffn {decoder['ffn_dim']}, "
         f"seq {workload['seq_len']}; micro-batch {workload['micro_batch_size']} x {workload['num_micro_batches']}, "
         f"{workload['precision']}, {'compiled' if workload['is_compiled'] else 'not compiled'}, {workload['device']}"
     )

@@ -8,8 +8,9 @@ import torch
 from benchmarks.workers.protocol import Gate, workload_from_json
 from benchmarks.workers.windows import build_windows
 from genesis.base.device import CPU
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
+from genesis.model.recipe import build_decoder_config
 from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.wrap import apply_wrappers
 
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> None:
     if workload.device != CPU:
         windows = [window.pin_memory() for window in windows]
 
-    decoder = Decoder(DecoderConfig(**workload.decoder)).to(device)
+    decoder = Decoder(build_decoder_config(workload.decoder, "the workload")).to(device)
     decoder.init_weights(seed=0)
     apply_wrappers(decoder, has_compiled_blocks=workload.is_compiled)
     optimizer = build_optimizer(decoder, AdamW(**workload.optimizer))

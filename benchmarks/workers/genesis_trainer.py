@@ -10,11 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+
 from benchmarks.workers.options import read_fit_options
 from benchmarks.workers.protocol import ENDLESS, Gate, workload_from_json
 from benchmarks.workers.windows import build_windows
 from genesis.base.run_directory import RunDirectory
-from genesis.model.decoder import DecoderConfig
+from genesis.model.adapter import is_adapter_tensor
+from genesis.model.recipe import build_decoder_config
 from genesis.operations.doctor.fits import KeepLosses, Windows, build_trainer
 from genesis.operations.doctor.probe import Task
 from genesis.optim import AdamW
@@ -25,6 +29,8 @@ from genesis.train.progress import GenesisProgressBar
 from genesis_callbacks import SkipAwareLR
 
 _LOG_EVERY_N_STEPS = 10
+_STD = 0.02
+_NF4_SCALE = 0.03
 
 
 def show_as_fit(run_dir: str) -> dict[str, Any]:
@@ -38,6 +44,26 @@ def show_as_fit(run_dir: str) -> dict[str, Any]:
     }
 
 
+class _FillBase(pl.Callback):
+    """Fills the frozen weights under adapters with random values, in the place of a base's checkpoint."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, GenesisModule)
+        assert pl_module.decoder is not None
+        for name, parameter in pl_module.decoder.named_parameters():
+            if is_adapter_tensor(name):
+                continue
+            values = parameter.detach()
+            if name.endswith((".scale_max", ".offset")):  # float32 as bytes
+                values.view(torch.float32).fill_(_NF4_SCALE)
+            elif values.dtype == torch.uint8:
+                values.random_(0, 256)
+            elif values.ndim == 1:
+                values.fill_(1.0)
+            else:
+                values.normal_(0.0, _STD)
+
+
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
@@ -45,19 +71,24 @@ def main(arguments: list[str]) -> None:
     losses = KeepLosses(num_kept=1)
     gate = Gate(workload, ["torch", "lightning"], lambda: losses.read()[-1])
     windows = build_windows(workload)
-    strategy = Replicated(compile_blocks=workload.is_compiled) if arguments[1] == "replicated" else arguments[1]
+    replicated = Replicated(
+        activation_checkpointing=options.activation_checkpointing, compile_blocks=workload.is_compiled
+    )
+    strategy = replicated if arguments[1] == "replicated" else arguments[1]
+    decoder = build_decoder_config(workload.decoder, "the workload")
+    module = GenesisModule(decoder, AdamW(**workload.optimizer), **options.model)
+    module.base_format, module.is_restored = options.base, module.adapter_config is not None
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = build_trainer(
             Task(workload.device, "", run_dir),
             strategy,
             ENDLESS,
-            [losses, GenesisProgressBar()],
+            [losses, GenesisProgressBar(), *([_FillBase()] if module.is_restored else [])],
             SkipAwareLR(warmup_updates=100),
             precision=workload.precision,
             deterministic=options.deterministic,
             **show_as_fit(run_dir),
         )
-        module = GenesisModule(DecoderConfig(**workload.decoder), AdamW(**workload.optimizer), **options.model)
         data = Windows(lambda index: windows[index % len(windows)], ENDLESS, gate.may_begin)
         trainer.fit(module, datamodule=data)
 

@@ -9,6 +9,8 @@ from jsonargparse import ArgumentParser
 
 from genesis.base.device import is_host
 from genesis.base.errors import UserError
+from genesis.model.adapter import BASE_FORMATS, BaseFormat
+from genesis.model.recomputation import ActivationCheckpointing
 from genesis.train.module import GenesisModule
 
 _OF_THE_SHAPE = {"decoder", "optimizer"}
@@ -22,18 +24,23 @@ class FitOptions:
     Args:
         model: Keyword arguments of `GenesisModule`.
         deterministic: That of the Trainer: None for Lightning's default, on the CPU.
+        activation_checkpointing: That of the strategy.
+        base: How the base of adapters stores its weights.
     """
 
     model: dict[str, Any]
     deterministic: bool | None
+    activation_checkpointing: ActivationCheckpointing
+    base: BaseFormat
 
 
 def read_fit_options(options: Sequence[str], device: str) -> FitOptions:
     """Returns the options of a fit on a kind of device.
 
     Args:
-        options: `NAME=VALUE`, such as `model.attention=flex` and `trainer.deterministic=false`. A Trainer without the
-            latter takes only kernels that repeat on accelerators, as `genesis fit` does.
+        options: `NAME=VALUE`, such as `model.attention=flex`, `trainer.deterministic=false`,
+            `trainer.strategy.activation_checkpointing=block` and, as `genesis plan` has it, `base_dtype=nf4`. A Trainer
+            takes only kernels that repeat on accelerators, as `genesis fit` does, unless it is told otherwise.
         device: The kind of device.
 
     Raises:
@@ -42,9 +49,16 @@ def read_fit_options(options: Sequence[str], device: str) -> FitOptions:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(GenesisModule, "model", skip=set(_OF_THE_SHAPE), instantiate=False)
     parser.add_argument("--trainer.deterministic", choices=("auto", "true", "false"), default="auto")
+    parser.add_argument("--trainer.strategy.activation_checkpointing", type=ActivationCheckpointing, default="none")
+    parser.add_argument("--base_dtype", choices=tuple(BASE_FORMATS), default="bfloat16")
     try:
         parsed = parser.instantiate_classes(parser.parse_args([f"--{option}" for option in options]))
     except ArgumentError as error:
         raise UserError(f"{' '.join(options)}: {' '.join(str(error).split())}") from error
     deterministic = parsed.trainer.deterministic != "false"
-    return FitOptions(vars(parsed.model), None if is_host(device) else deterministic)
+    return FitOptions(
+        vars(parsed.model),
+        None if is_host(device) else deterministic,
+        parsed.trainer.strategy.activation_checkpointing,
+        BASE_FORMATS[parsed.base_dtype],
+    )

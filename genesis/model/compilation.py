@@ -45,7 +45,9 @@ def choose_compilation(accelerator: str) -> bool:
     return has_compiler and (read_capability(_CUDA) or (0, 0)) >= _TRITON_CAPABILITY
 
 
-def compile_each_shape(function: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+def compile_each_shape(
+    function: Callable[..., Any], *, fullgraph: bool = False, is_rounded: bool = False
+) -> Callable[..., Any]:
     """Returns `function` with a compiled form for each shape, whatever other shapes the process has met before.
 
     A form for all shapes would follow from the first ones: its sums may then differ between a run that was never killed
@@ -55,9 +57,12 @@ def compile_each_shape(function: Callable[..., Any], *, fullgraph: bool = False)
     Args:
         function: What is compiled; forwards of several blocks share a limit.
         fullgraph: Whether it is an error if torch cannot compile all of it.
+        is_rounded: Whether each product and each sum is rounded, as on a CPU; otherwise a GPU rounds `a * b + c` once.
     """
     torch._dynamo.config.recompile_limit = max(_MAX_FORMS, torch._dynamo.config.recompile_limit)
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=fullgraph, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(
+        function, fullgraph=fullgraph, dynamic=False, options={"emulate_precision_casts": True} if is_rounded else None
+    )
     return compiled
 
 

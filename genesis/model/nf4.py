@@ -126,7 +126,7 @@ def _encode(blocks: Tensor, code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
 
 def dequantise(tensors: Mapping[str, UInt8[Tensor, "..."]], dtype: torch.dtype) -> Float[Tensor, "O I"]:
     """Returns the weight that four tensors hold, by their names in `BYTES`; float32 arithmetic, cast once."""
-    weight: Tensor = _dequantise(*(tensors[name] for name in BYTES), dtype)
+    weight: Tensor = torch.ops.genesis.nf4_weight(*(tensors[name] for name in BYTES), dtype)
     return weight
 
 
@@ -138,24 +138,36 @@ def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) ->
 
 
 # Three operators of their own, so that torch.compile, checkpoints of activations and a plan see one operation: of the
-# traced steps, a compiler would keep the weight of the forward for the backward.
+# traced steps, a compiler would keep the weight of the forward for the backward. They are defined by torch's lower
+# interface, because LoRA on 8B calls them 750 times a step, and `custom_op` takes twice as long before it begins.
+_LIBRARY: Final = torch.library.Library("genesis", "FRAGMENT")  # type: ignore[no-untyped-call]
+_BYTES: Final = "Tensor packed, Tensor scales, Tensor scale_max, Tensor offset"
 
 
-@torch.library.custom_op("genesis::nf4_weight", mutates_args=())
+def _define(schema: str, function: Callable[..., Tensor], allocate: Callable[..., Tensor]) -> None:
+    """Defines an operator for all devices, and how an empty tensor like its result is made."""
+    _LIBRARY.define(f"{schema} -> Tensor")  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"genesis::{name}", allocate, lib=_LIBRARY)
+
+
 def _dequantise(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
     return _find_computation(packed.device.type)(packed, scales, scale_max, offset, *_list_tables(packed.device), dtype)
 
 
-@_dequantise.register_fake
 def allocate_weight(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns an empty tensor like the weight that four tensors hold."""
     return packed.new_empty((len(packed), 2 * packed.shape[1]), dtype=dtype)
 
 
+_define(f"nf4_weight({_BYTES}, ScalarType dtype)", _dequantise, allocate_weight)
+
+
 @cache
 def _find_computation(kind: str) -> Callable[..., Tensor]:
     """Returns the arithmetic for a kind of device: on a GPU compiled, because its steps are one kernel then."""
-    return compile_each_shape(compute) if not is_host(kind) and choose_compilation(kind) else compute
+    return compile_each_shape(compute, is_rounded=True) if not is_host(kind) and choose_compilation(kind) else compute
 
 
 def compute(
@@ -181,38 +193,38 @@ def _scale(packed: Tensor, largest: Tensor, pairs: Tensor, dtype: torch.dtype) -
 # ---- products
 
 
-@torch.library.custom_op("genesis::nf4_linear", mutates_args=())
 def _multiply(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    weight: Tensor = _dequantise(packed, scales, scale_max, offset, x.dtype)
-    return linear(x, weight)
+    return linear(x, _dequantise(packed, scales, scale_max, offset, x.dtype))
 
 
-@_multiply.register_fake
-def _(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
+def _allocate_product(x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
     return linear(x, allocate_weight(packed, scales, scale_max, offset, x.dtype))
 
 
-@torch.library.custom_op("genesis::nf4_linear_backward", mutates_args=())
 def _multiply_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    weight: Tensor = _dequantise(packed, scales, scale_max, offset, grad.dtype)
-    return grad @ weight
+    return grad @ _dequantise(packed, scales, scale_max, offset, grad.dtype)
 
 
-@_multiply_gradient.register_fake
-def _(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
-    weight: Tensor = allocate_weight(packed, scales, scale_max, offset, grad.dtype)
-    return grad @ weight
+def _allocate_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
+    return grad @ allocate_weight(packed, scales, scale_max, offset, grad.dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
+_define(f"nf4_linear(Tensor x, {_BYTES})", _multiply, _allocate_product)
+_define(f"nf4_linear_backward(Tensor grad, {_BYTES})", _multiply_gradient, _allocate_gradient)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _multiply_gradient(grad, *ctx.saved_tensors), None, None, None, None
+class _Product(torch.autograd.Function):
+    """`x W'`, which keeps bytes alone for its backward."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, scales, scale_max, offset)
+        out: Tensor = torch.ops.genesis.nf4_linear(x, packed, scales, scale_max, offset)
+        return out
 
-_multiply.register_autograd(_differentiate, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.genesis.nf4_linear_backward(grad, *ctx.saved_tensors), None, None, None, None
 
 
 class Nf4Weight(nn.Module):
@@ -232,7 +244,7 @@ class Nf4Weight(nn.Module):
         """Returns `x W' + bias`, in the dtype of `x` or of autocast."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        out: Tensor = _multiply(x, *(getattr(self, name) for name in BYTES))
+        out: Tensor = _Product.apply(x, *(getattr(self, name) for name in BYTES))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
 

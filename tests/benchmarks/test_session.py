@@ -130,7 +130,7 @@ def test_repeatability_comes_first_and_the_usual_parts_fit_fifteen_minutes() -> 
     usual = names[: names.index("doctor") + 1]
     assert usual == ["repeat", "attention", "step", "step-free", "tests", "doctor"]
     assert sum(part.limit_seconds for part in parts[: len(usual)]) <= USUAL_SECONDS
-    assert {"save-memory", "lora", "serving", "step-float8", "step-beside-transformers"} < set(names)
+    assert {"save-memory", "lora", "serving", "step-lora-8b", "step-float8", "step-beside-transformers"} < set(names)
     assert len(set(names)) == len(names)
 
 

@@ -16,7 +16,8 @@ from genesis.model.loss import sum_cross_entropy
 from genesis.model.mixer import ForwardTokens
 from genesis.strategies.wrap import apply_wrappers
 
-pytestmark = [pytest.mark.cuda, pytest.mark.process]
+# A compiler of kernels warns of its own code, and of what else depends on its version.
+pytestmark = [pytest.mark.cuda, pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 NAMES = ("fa4", "flex", "flash")
 LENGTHS = (1, 300, 7, 128, 500, 12, 1100)
 """Of documents: 2,048 tokens, which are several blocks of keys in every kernel."""

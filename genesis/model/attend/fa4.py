@@ -5,6 +5,7 @@ torch.compile cannot look into; two operators, for the forward and the backward,
 blocks.
 """
 
+import sys
 import warnings
 from functools import cache
 from importlib import import_module
@@ -83,15 +84,14 @@ def _options(query: Tensor, offsets: Tensor, max_tokens: int, window: int | None
     }
 
 
-@cache
-def _silence_compiler() -> None:
-    """Hides warnings of the package's compiler about the package's own code, when it compiles a kernel."""
-    warnings.filterwarnings("ignore", module=r"cutlass\.")
-
-
 def _load_kernels() -> Any:
-    _silence_compiler()
-    return import_module(_MODULE)
+    """Returns the kernels, and hides what their compiler warns of in its own code, now and when it compiles one."""
+    if _MODULE not in sys.modules:
+        warnings.filterwarnings("ignore", module=r"cutlass\.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # also of modules that have no name yet while they are imported
+            return import_module(_MODULE)
+    return sys.modules[_MODULE]
 
 
 @torch.library.custom_op("genesis::fa4", mutates_args=())
