@@ -29,7 +29,7 @@ from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 from genesis.base import processes
-from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE, prove_environment
+from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
@@ -214,11 +214,6 @@ def run_module(
     return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
-def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:
-    """Does what `genesis.export.proof.run_prove` does; the process has imported transformers."""
-    return run_module(module, request, env=prove_environment())
-
-
 def start_worker(module: str, descriptor: int) -> Any:
     """Does what `genesis.base.processes.start_worker` does; the process has imported the module."""
     if module == "genesis.chat.worker":  # It imports little, and its memory is limited to what a bare worker needs.
@@ -229,7 +224,7 @@ def start_worker(module: str, descriptor: int) -> Any:
 def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -> Any:
     """Does what `subprocess.Popen(command)` does, for a command of this interpreter that runs a module or a script.
 
-    What cannot be forked is started: another program, code of `-c`, what ends with its parent, or reads bytes of a pipe.
+    Another program is started, as are code of `-c`, what ends with its parent, and what writes bytes to a pipe.
     """
     python, *words = map(str, command)
     words = [word for word in words if word != "-P"]
@@ -245,14 +240,14 @@ def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -
     return ForkedCommand(program, *arguments, preloaded=preloaded, shown=[*map(str, command)], **options)
 
 
-def fork_starts(run: str) -> None:
-    """Lets `genesis.base.processes` fork the workers and programs that it would start.
-
-    Args:
-        run: The run of tests, of which this process is a command; its servers have to run.
-    """
+def join(run: str) -> None:
+    """Makes this process a command of a run of tests, whose servers it uses."""
     global _run, _has_to_start
     _run, _has_to_start = run, False
+
+
+def fork_starts() -> None:
+    """Lets `genesis.base.processes` fork the workers and programs that it would start."""
     processes.start_worker = start_worker
     processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _fork_or_start})  # type: ignore[assignment]
 

@@ -1,12 +1,12 @@
 """The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
 Its arguments are the descriptor of a listening socket, blanks, and the modules to import. The workers of pytest connect
-to that socket, and the process ends when none is connected any more. It reads requests: as JSON a module or a script, its
-arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one more
-for the module (its number becomes the last argument) and a pipe. To the pipe the child writes its process id, and the
-server in the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE` does,
-or the script as `python -P SCRIPT` does, and ends as any interpreter ends, except that it does not destroy what was
-imported: that takes longer than most commands. The command line and the first environment that /proc shows are the
+to that socket, and the process ends when none is connected any more. It reads requests: as JSON a module or a script,
+its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one
+more for the module (its number becomes the last argument) and a pipe. To the pipe the child writes its process id, and
+the server in the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE`
+does, or the script as `python -P SCRIPT` does, and ends as any interpreter ends, except that it does not destroy what
+was imported: that takes longer than most commands. The command line and the first environment that /proc shows are the
 child's own; they lie in the place of the blanks. What the child starts by `genesis.base.processes` is forked, too.
 Nothing may compute before the fork: the threads of OpenMP do not survive one.
 """
@@ -170,7 +170,8 @@ def become(request: Request) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.cwd)
-    commands.fork_starts(request.run)
+    commands.join(request.run)
+    commands.fork_starts()
     if request.environment.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
