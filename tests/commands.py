@@ -57,6 +57,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 start_real_worker = processes.start_worker
 _run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+_modules = MODULES
 _has_to_start = True
 """Whether this process starts the servers that it needs. A forked command uses those that run."""
 
@@ -109,7 +110,7 @@ class ForkedCommand:
         reports, pipe = os.pipe()
         self.stdin, given = _open_stdin(stdin)
         if preloaded is None:
-            preloaded = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else MODULES
+            preloaded = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else _modules
         passed = [] if pass_descriptor is None else [pass_descriptor]
         with _connection(preloaded) as requests:
             socket.send_fds(requests, [json.dumps(request).encode()], [given, out, err, *passed, pipe])
@@ -240,10 +241,10 @@ def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -
     return ForkedCommand(program, *arguments, preloaded=preloaded, shown=[*map(str, command)], **options)
 
 
-def join(run: str) -> None:
-    """Makes this process a command of a run of tests, whose servers it uses."""
-    global _run, _has_to_start
-    _run, _has_to_start = run, False
+def join(run: str, modules: Sequence[str]) -> None:
+    """Makes this process a command of a run of tests, forked from the server that has imported `modules`."""
+    global _run, _modules, _has_to_start
+    _run, _modules, _has_to_start = run, tuple(modules), False
 
 
 def fork_starts() -> None:

@@ -35,6 +35,8 @@ MAX_REQUEST_BYTES = 1 << 20
 NUM_STANDARD = 3
 SCRIPT_SUFFIX = ".py"
 MAX_DESCRIPTORS = 5
+MODULES = sys.argv[3:]
+"""What is imported before the first fork."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def become(request: Request) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.cwd)
-    commands.join(request.run)
+    commands.join(request.run, MODULES)
     commands.fork_starts()
     if request.environment.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
@@ -203,7 +205,7 @@ def become(request: Request) -> None:
 def main() -> None:
     """Imports what is slow to import, and serves."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[3:]:
+    for module in MODULES:
         # A package that is not installed: a command that needs it says so.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
