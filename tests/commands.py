@@ -1,13 +1,15 @@
 """Commands of tests in processes of their own, forked from one that has imported Lightning (`tests.forkserver`).
 
-A forked command has a process id, signals, directory, environment, stdin and exit status of its own, as one that the
-shell starts; only its command line in /proc is not its own. Where a test is about starting, or looks for processes by
-their command line or first environment, it starts `sys.executable` instead. A worker over a pipe is forked likewise;
-where a test looks for it by its command line or among its parent's children, use the fixture `started_workers`.
+A forked command has a process id, signals, directory, environment, stdin, exit status and place in /proc of its own, as
+one that the shell starts; only its parent is the process that it is forked from. Where a test is about starting, or
+looks for the children of a process, it starts `sys.executable` instead. What a forked command starts by
+`genesis.base.processes` is forked likewise, and so is a worker over a pipe; where a test looks for a worker by its
+command line or among its parent's children, use the fixture `started_workers`.
 """
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -21,13 +23,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
-from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE, prove_environment
-from tests import forkserver
+from genesis.base import processes
+from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
@@ -47,8 +49,17 @@ PROOF_MODULES = (
     "transformers.models.llama.tokenization_llama",
 )
 
+NUM_SHOWN_BYTES = 1 << 16
+"""Room for the command line, and for the environment, that /proc shows of a forked command."""
+
 Target = int | IO[Any] | None
 REPOSITORY = Path(__file__).parents[1]
+
+start_real_worker = processes.start_worker
+_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+_modules = MODULES
+_has_to_start = True
+"""Whether this process starts the servers that it needs. A forked command uses those that run."""
 
 
 class ForkedCommand:
@@ -64,6 +75,8 @@ class ForkedCommand:
         stderr: As for `subprocess.Popen`.
         pass_descriptor: One more descriptor for it; its number becomes the last argument.
         preloaded: What the process that it is forked from has imported; chosen by the module if None.
+        start_new_session: As for `subprocess.Popen`.
+        shown: Its command line in /proc; that of the module if None.
     """
 
     def __init__(
@@ -77,27 +90,34 @@ class ForkedCommand:
         stderr: Target = None,
         pass_descriptor: int | None = None,
         preloaded: tuple[str, ...] | None = None,
+        start_new_session: bool = False,
+        shown: Sequence[str] | None = None,
     ) -> None:
-        self.args = ["python", "-m", module, *map(str, arguments)]
+        words = [*map(str, arguments)]
+        self.args = ["python", "-m", module, *words] if shown is None else [*shown]
         self.returncode: int | None = None
         request = {
             "module": module,
-            "arguments": self.args[3:],
+            "arguments": words,
             "cwd": str(cwd or Path.cwd()),
             "environment": dict(os.environ if env is None else env),
+            "shown": self.args,
+            "has_own_session": start_new_session,
+            "run": _run,
         }
         self.stdout, out = _open(stdout, 1)
         self.stderr, err = (None, os.dup(out)) if stderr == STDOUT else _open(stderr, 2)
         reports, pipe = os.pipe()
         self.stdin, given = _open_stdin(stdin)
         if preloaded is None:
-            preloaded = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else MODULES
+            preloaded = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else _modules
         passed = [] if pass_descriptor is None else [pass_descriptor]
-        socket.send_fds(_requests(preloaded), [json.dumps(request).encode()], [given, out, err, *passed, pipe])
-        for descriptor in (given, out, err, pipe):
-            os.close(descriptor)
-        self._reports = os.fdopen(reports, "r", encoding="ascii")
-        line = self._reports.readline()
+        with _connection(preloaded) as requests:
+            socket.send_fds(requests, [json.dumps(request).encode()], [given, out, err, *passed, pipe])
+            for descriptor in (given, out, err, pipe):
+                os.close(descriptor)
+            self._reports = os.fdopen(reports, "r", encoding="ascii")
+            line = self._reports.readline()
         assert line, "the forkserver has ended"
         self.pid = int(line)
 
@@ -195,28 +215,49 @@ def run_module(
     return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
-def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:
-    """Does what `genesis.export.proof.run_prove` does; the process has imported transformers."""
-    return run_module(module, request, env=prove_environment())
-
-
-def start_worker(module: str, descriptor: int) -> ForkedCommand:
+def start_worker(module: str, descriptor: int) -> Any:
     """Does what `genesis.base.processes.start_worker` does; the process has imported the module."""
+    if module == "genesis.chat.worker":  # It imports little, and its memory is limited to what a bare worker needs.
+        return start_real_worker(module, descriptor)
     return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor)
 
 
-def fork_python(command: Sequence[str], *, text: bool = True, **options: Any) -> Any:
+def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -> Any:
     """Does what `subprocess.Popen(command)` does, for a command of this interpreter that runs a module or a script.
 
-    The command of another interpreter is started, as is code of `-c`.
+    Another program is started, as are code of `-c`, what ends with its parent, and what writes bytes to a pipe.
     """
-    python, *words = command
+    python, *words = map(str, command)
     words = [word for word in words if word != "-P"]
     preloaded = options.pop("preloaded", None)
-    if python != sys.executable or words[0] == "-c":
+    is_known = options.keys() <= {"stdin", "stdout", "stderr", "cwd", "env", "start_new_session"}
+    reads_bytes = not text and PIPE in (options.get("stdout"), options.get("stderr"))
+    is_forked = is_known and not reads_bytes and python == sys.executable and "--parent" not in words
+    if not is_forked or not (words[0] == "-m" or words[0].endswith(".py")):
         return subprocess.Popen(command, text=text, **options)
     program, *arguments = words[1:] if words[0] == "-m" else words
-    return ForkedCommand(program, *arguments, preloaded=preloaded, **options)
+    if options.get("stdin") == DEVNULL:
+        del options["stdin"]
+    return ForkedCommand(program, *arguments, preloaded=preloaded, shown=[*map(str, command)], **options)
+
+
+def join(run: str, modules: Sequence[str]) -> None:
+    """Makes this process a command of a run of tests, forked from the server that has imported `modules`."""
+    global _run, _modules, _has_to_start
+    _run, _modules, _has_to_start = run, tuple(modules), False
+
+
+def fork_starts() -> None:
+    """Lets `genesis.base.processes` fork the workers and programs that it would start."""
+    processes.start_worker = start_worker
+    processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _fork_or_start})  # type: ignore[assignment]
+
+
+def _fork_or_start(command: Sequence[str], **options: Any) -> Any:
+    try:
+        return fork_python(command, **options)
+    except ConnectionRefusedError:  # no server has imported what the command needs
+        return subprocess.Popen(command, **options)
 
 
 def run_genesis(
@@ -247,17 +288,46 @@ def _open_stdin(target: int | None) -> tuple[IO[str] | None, int]:
     return None, os.open(os.devnull, os.O_RDONLY)
 
 
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Keeps other processes from connecting to a server, or from ending as one, until the context is left."""
+    with Path(__file__).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _find_address(modules: tuple[str, ...]) -> str:
+    # Not in the file system, so that nothing is left of a run that is killed.
+    return "\0" + hashlib.sha256(repr((_run, REPOSITORY, modules)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _connection(modules: tuple[str, ...]) -> Iterator[socket.socket]:
+    """Gives a connection to the forkserver that has imported `modules`.
+
+    A process of tests starts the server if need be, and keeps its connection. A forked command closes its own, because
+    the server would otherwise wait for whatever the command leaves behind.
+
+    Raises:
+        ConnectionRefusedError: This is a forked command, and there is no such server.
+    """
+    if _has_to_start:
+        yield _requests(modules)
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ours:
+        ours.connect(_find_address(modules))
+        yield ours
+
+
 @functools.cache
 def _requests(modules: tuple[str, ...]) -> socket.socket:
     """Returns a connection to the forkserver that has imported `modules`.
 
     The workers of a run of pytest share one. It ends when the last of them ends.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    # Not in the file system, so that nothing is left of a run that is killed.
-    address = "\0" + hashlib.sha256(repr((run, REPOSITORY, modules)).encode()).hexdigest()
+    address = _find_address(modules)
     ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with forkserver.connecting():
+    with connecting():
         try:
             ours.connect(address)
         except ConnectionRefusedError:
@@ -273,6 +343,7 @@ def _requests(modules: tuple[str, ...]) -> socket.socket:
 def _start_forkserver(listener: int, modules: tuple[str, ...]) -> None:
     # Its imports would start threads of OpenBLAS; after a fork there are none.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.forkserver", str(listener), *modules]
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[listener])
+    room = NUM_SHOWN_BYTES * " "
+    command = [sys.executable, "-m", "tests.forkserver", str(listener), room, *modules]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env={**environment, "ROOM": room}, pass_fds=[listener])
     atexit.register(process.wait)

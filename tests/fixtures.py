@@ -17,13 +17,12 @@ from genesis.base import processes
 from genesis.base.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.cli import progress
 from genesis.evaluate.environment import make_quiet
-from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import fork_writers, preload
-from tests.commands import run_prove, start_worker
+from tests.commands import fork_starts, start_real_worker
 from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
@@ -35,25 +34,15 @@ make_quiet()
 # No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-# Imports take longer than most tests, so ranks, writers and proofs are forked from processes with the imports done.
+# Imports take longer than most tests, so ranks, writers and commands are forked from processes with the imports done.
 preload(
     *("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora"),
     *("sentencepiece.sentencepiece_model_pb2", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
     "torch.distributed.optim",
 )
 fork_writers()
-proof.run_prove = run_prove
+fork_starts()
 progress.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line
-_start_real_worker = processes.start_worker
-
-
-def _start_worker(module: str, descriptor: int) -> object:
-    # The worker of chat templates imports little, and ends with the process that has started it.
-    return (_start_real_worker if module == "genesis.chat.worker" else start_worker)(module, descriptor)
-
-
-processes.start_worker = _start_worker  # type: ignore[assignment]
-
 
 _PLACE_NAMES = (
     *(LAUNCHER_NAME, NONCE_NAME, "MASTER_ADDR", "MASTER_PORT"),
@@ -98,7 +87,7 @@ def _read_log_levels() -> dict[str, tuple[int, list[object]]]:
 @pytest.fixture
 def started_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts workers over pipes as users do: for tests of the start, or that look for them among the processes."""
-    monkeypatch.setattr(processes, "start_worker", _start_real_worker)
+    monkeypatch.setattr(processes, "start_worker", start_real_worker)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
-"""The command `genesis` for scripts of the shell, forked from a process with the imports done.
+"""The commands `genesis` and `python SCRIPT` for scripts of the shell, forked from a process with the imports done.
 
-A script that a test runs finds the command on its `PATH`: a small program that passes its arguments, directory,
-environment, stdout and stderr to the process of the tests, which forks the real command (`tests.commands`). The program
-passes signals on, ends as the command ends, and a command whose program is killed is killed.
+A script that a test runs finds them on its `PATH`: small programs that pass their arguments, directory, environment,
+stdout and stderr to the process of the tests, which forks the real command (`tests.commands`). The program passes
+signals on, ends as the command ends, and a command whose program is killed is killed. `python` with other arguments
+than those of a script is the real one.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ MAX_REQUEST_BYTES = 1 << 20
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 
+if {name!r} == "python" and not "".join(sys.argv[1:2]).endswith(".py"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 channel.connect({address!r})
-request = dict(arguments=sys.argv[1:], cwd=os.getcwd(), environment=dict(os.environ))
+request = dict(words=[{name!r}, *sys.argv[1:]], cwd=os.getcwd(), environment=dict(os.environ))
 socket.send_fds(channel, [json.dumps(request).encode()], [1, 2])
 pid = int(channel.recv(64))
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -37,22 +40,23 @@ sys.exit(status)
 
 
 class ForkedShell:
-    """Serves a program in a directory, until its context is left.
+    """Serves programs in a directory, until its context is left.
 
     Args:
-        directory: For the program and its socket, whose path must be short.
-        module: What the program runs, and its name.
+        directory: For the programs and their socket, whose path must be short.
+        names: Of the programs: modules, or `python`.
     """
 
-    def __init__(self, directory: Path, module: str = "genesis") -> None:
-        self._module = module
+    def __init__(self, directory: Path, *names: str) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         address = str(directory / "s")
         self._listening.bind(address)
         self._listening.listen()
-        program = directory / module
-        program.write_text(PROGRAM.format(python=sys.executable, address=address), encoding="utf-8")
-        program.chmod(0o755)
+        for name in names:
+            program = directory / name
+            text = PROGRAM.format(python=sys.executable, address=address, name=name)
+            program.write_text(text, encoding="utf-8")
+            program.chmod(0o755)
         self._accepting = threading.Thread(target=self._accept)
 
     def __enter__(self) -> "ForkedShell":
@@ -74,7 +78,8 @@ class ForkedShell:
             request: dict[str, Any] = json.loads(message)
             out, err = descriptors
             place: dict[str, Any] = {"cwd": Path(request["cwd"]), "env": request["environment"]}
-            command = ForkedCommand(self._module, *request["arguments"], **place, stdout=out, stderr=err)
+            words = request["words"]
+            command = ForkedCommand(*(words[1:] if words[0] == "python" else words), **place, stdout=out, stderr=err)
             for descriptor in descriptors:
                 os.close(descriptor)
             threading.Thread(target=_serve, args=(channel, command)).start()

@@ -1,17 +1,19 @@
 """The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
-Its arguments are the descriptor of a listening socket and the modules to import. The workers of pytest connect to that
-socket, and the process ends when none is connected any more. It reads requests: as JSON a module or a script, its
-arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one more
-for the module (its number becomes the last argument) and a pipe. To the pipe it writes the child's process id, and in
-the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE` does, or the
-script as `python -P SCRIPT` does, and ends as any interpreter ends, except that it does not destroy what was imported:
-that takes longer than most commands. Nothing may compute before the fork: the threads of OpenMP do not survive one.
+Its arguments are the descriptor of a listening socket, blanks, and the modules to import. The workers of pytest connect
+to that socket, and the process ends when none is connected any more. It reads requests: as JSON a module or a script,
+its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at most one
+more for the module (its number becomes the last argument) and a pipe. To the pipe the child writes its process id, and
+the server in the end the status that the kernel reports. A child leaves the loop, runs the module as `python -m MODULE`
+does, or the script as `python -P SCRIPT` does, and ends as any interpreter ends, except that it does not destroy what
+was imported: that takes longer than most commands. The command line and the first environment that /proc shows are the
+child's own; they lie in the place of the blanks. What the child starts by `genesis.base.processes` is forked, too.
+Nothing may compute before the fork: the threads of OpenMP do not survive one.
 """
 
 import atexit
 import contextlib
-import fcntl
+import ctypes
 import gc
 import importlib
 import json
@@ -23,16 +25,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from genesis_callbacks.testing import fork_writers
+from tests import commands
 
 MAX_REQUEST_BYTES = 1 << 20
 NUM_STANDARD = 3
 SCRIPT_SUFFIX = ".py"
 MAX_DESCRIPTORS = 5
+MODULES = sys.argv[3:]
+"""What is imported before the first fork."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,11 @@ class Request:
     cwd: str
     environment: dict[str, str]
     descriptors: list[int]
-
-
-@contextlib.contextmanager
-def connecting() -> Iterator[None]:
-    """Keeps other processes from connecting to a server, or from ending as one, until the context is left."""
-    with Path(__file__).open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    shown: list[str]
+    """The command line in /proc."""
+    has_own_session: bool
+    run: str
+    """The run of tests."""
 
 
 class Server:
@@ -104,11 +105,13 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._leave_to_parent()
+            request = Request(descriptors=given, **json.loads(message))
+            appear_as(request)
+            _write(pipe, os.getpid())
             os.close(pipe)
-            return Request(descriptors=given, **json.loads(message))
+            return request
         for descriptor in given:
             os.close(descriptor)
-        _write(pipe, pid)
         self._pipes[pid] = pipe
         return None
 
@@ -133,7 +136,7 @@ class Server:
 
     def _is_forgotten(self) -> bool:
         """Closes the listener, unless a client has just connected."""
-        with connecting():
+        with commands.connecting():
             if select.select([self._listener], [], [], 0)[0]:
                 return False
             self._listener.close()
@@ -145,14 +148,32 @@ def _write(pipe: int, number: int) -> None:
         os.write(pipe, f"{number}\n".encode())
 
 
+def appear_as(request: Request) -> None:
+    """Gives this process its environment, its session, and what /proc shows of it, as far as there is room."""
+    os.environ.clear()  # until here, the C library reads the environment where /proc does
+    os.environ.update(request.environment)
+    if request.has_own_session:
+        os.setsid()
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin_words, end_words, begin_environment, end_environment = map(int, fields[45:49])
+    variables = [f"{name}={value}" for name, value in request.environment.items()]
+    for begin, end, texts in (
+        (begin_words, end_words, request.shown),
+        (begin_environment, end_environment, variables),
+    ):
+        shown = b"".join(os.fsencode(text) + b"\0" for text in texts)
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, shown, min(len(shown), end - begin - 1))
+
+
 def become(request: Request) -> None:
     """Turns this process into `python -m MODULE` or `python -P SCRIPT`, and runs it."""
     for number, descriptor in enumerate(request.descriptors[:NUM_STANDARD]):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(request.environment)
+    commands.join(request.run, MODULES)
+    commands.fork_starts()
     if request.environment.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -184,10 +205,9 @@ def become(request: Request) -> None:
 def main() -> None:
     """Imports what is slow to import, and serves."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        with contextlib.suppress(
-            ModuleNotFoundError
-        ):  # of a package that is not installed: a command that needs it says so
+    for module in MODULES:
+        # A package that is not installed: a command that needs it says so.
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     if display := sys.modules.get("genesis.cli.progress"):
         display.BEGIN_SECONDS = math.inf  # on a busy machine, any stage may take long enough for a line

@@ -2,8 +2,6 @@ import gzip
 import json
 import os
 import re
-import subprocess
-import sys
 import zipfile
 
 import fsspec
@@ -26,6 +24,7 @@ from genesis.data.sources import (
     read_entries,
     sample_texts,
 )
+from tests.commands import run_genesis
 from tests.data.corpus_support import make_texts, make_tokenizer, read_tree, without_stages
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 from tests.data.stream import streams
@@ -423,15 +422,8 @@ def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tm
                 "num_workers": 2,
             }
             (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-            command = ["data", "prepare", "--config", str(tmp_path / f"{name}.yaml")]
-            result = subprocess.run(
-                [sys.executable, "-m", "genesis", *command],
-                env={**os.environ, **environment},
-                capture_output=True,
-                text=True,
-                timeout=250,
-                check=False,
-            )
+            command = ("data", "prepare", "--config", tmp_path / f"{name}.yaml")
+            result = run_genesis(*command, env={**os.environ, **environment}, timeout=250)
             assert (result.returncode, without_stages(result.stderr)) == (0, [])
     trees = [read_tree(tmp_path / name) for name in ("local", "remote")]
     shards = [{path: data for path, data in tree.items() if ".ds" in path} for tree in trees]

@@ -2,16 +2,16 @@
 
 import os
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from code_blocks import CodeBlock, read_blocks
 
-from tests.commands import REPOSITORY
+from tests.commands import PIPE, REPOSITORY, STDOUT, run_module
 from tests.forked_shell import ForkedShell
 
 TUTORIALS = sorted((REPOSITORY / "docs/tutorials").glob("*.md"))
@@ -24,23 +24,21 @@ def environment() -> Iterator[dict[str, str]]:
     """The reader's: `python` and `genesis` are found, and nothing else of this test is."""
     sources = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "callbacks/src")))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
-    with tempfile.TemporaryDirectory() as directory, ForkedShell(Path(directory)):
+    with tempfile.TemporaryDirectory() as directory, ForkedShell(Path(directory), "genesis", "python"):
         path = os.pathsep.join([directory, sysconfig.get_path("scripts"), os.environ["PATH"]])
         yield {**kept, "PATH": path, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
 
 
 def run(block: CodeBlock, directory: Path, environment: dict[str, str]) -> str:
     """Runs a block, and returns what it printed, on both streams."""
-    command = (sys.executable, "-c") if block.language == "python" else SHELL
-    done = subprocess.run(
-        [*command, block.code],
-        cwd=directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    options: dict[str, Any] = {"cwd": directory, "env": environment, "stdout": PIPE, "stderr": STDOUT}
+    if block.language == "python":
+        with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as script:
+            script.write(block.code)
+            script.flush()
+            done = run_module(script.name, timeout=DEADLINE_SECONDS, **options)
+    else:
+        done = subprocess.run([*SHELL, block.code], text=True, timeout=DEADLINE_SECONDS, check=False, **options)
     assert done.returncode == 0, f"line {block.line}:\n{block.code}\n{done.stdout}"
     return done.stdout
 

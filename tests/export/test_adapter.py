@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from genesis.base.errors import RunEndedError, UserError
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.proof import prove_environment
 from genesis.generate.load import load_decoder
 from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.peft import FINGERPRINT, WEIGHTS_NAME
 from genesis.model.adapter import AdapterConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.train.adapter_base import AdapterBase, find_adapter_base, read_start
-from tests.commands import run_prove
+from tests.commands import run_module
 from tests.tiny_runs import build_decoder, save, save_adapted
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 6.0}
@@ -61,7 +62,7 @@ def test_peft_loads_exported_adapters_with_equal_logits(
     sent: list[str] = []
 
     def record(request: str, module: str) -> subprocess.CompletedProcess[str]:
-        done = run_prove(request, module)
+        done = run_module(module, request, env=prove_environment())
         sent.append(done.stdout)
         return done
 

@@ -23,6 +23,7 @@ import zstandard
 from blake3 import blake3
 
 from genesis.base.errors import UserError
+from genesis.base.processes import Mark, find_processes
 from genesis.data.clean.clean import clean_corpus
 from genesis.data.clean.decontaminate import Decontamination
 from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
@@ -33,9 +34,12 @@ from genesis.data.clean.report import CleanReport, read_report
 from genesis.data.manifest import read_manifest
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
+from tests.commands import PIPE, ForkedCommand, start_genesis
 from tests.data.corpus_support import make_tokenizer, read_tree, without_stages, write_jsonl
 
 DEADLINE_SECONDS = 120
+MARK = "GENESIS_TEST_CLEANING"
+"""Environment variable with the directory that a command cleans into."""
 NOUNS = ("river", "mill", "village", "church", "hill", "flood", "spring", "road", "boat", "street", "bread", "wall")
 VERBS = ["rises", "falls", "stands", "burns", "waits", "turns", "follows", "crosses", "leaves", "reaches"]
 ADJECTIVES = ["old", "low", "high", "cold", "long", "grey", "quiet", "empty", "narrow", "early"]
@@ -258,7 +262,7 @@ def assert_same_result(out: Path, wanted: Path, inputs: Path) -> None:
     assert not list(out.rglob("*.staging"))
 
 
-def start_cleaning(options: CleanOptions, directory: Path) -> "subprocess.Popen[str]":
+def start_cleaning(options: CleanOptions, directory: Path) -> ForkedCommand:
     recipe = {
         "sources": [{"name": source.name, "paths": list(source.paths)} for source in options.sources],
         "out": str(options.out),
@@ -281,11 +285,11 @@ def start_cleaning(options: CleanOptions, directory: Path) -> "subprocess.Popen[
     }
     config = directory / "recipe.yaml"
     config.write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "genesis", "data", "clean", "--config", str(config)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, MARK: str(options.out)}
+    return start_genesis("data", "clean", "--config", config, stdout=PIPE, stderr=PIPE, env=environment)
 
 
-def wait_for(state: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def wait_for(state: Callable[[], bool], process: ForkedCommand) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not state():
         assert time.monotonic() < deadline
@@ -320,7 +324,7 @@ def test_a_worker_that_is_killed_is_named_and_what_is_finished_is_kept(inputs: P
     options = make_options(inputs, out=inputs / "worker-killed")
     process = start_cleaning(options, inputs)
     wait_for(lambda: count_finished(options.out) >= 2, process)
-    for worker in find_workers(process.pid):
+    for worker in find_workers(options.out):
         os.kill(worker, signal.SIGKILL)
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 2, out + err
@@ -330,12 +334,10 @@ def test_a_worker_that_is_killed_is_named_and_what_is_finished_is_kept(inputs: P
     assert_same_result(options.out, inputs / "cleaned", inputs)
 
 
-def find_workers(parent: int) -> list[int]:
-    """Returns the processes of `parent` that run tasks."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [
-        int(child) for child in children if b"genesis.data.clean.execute" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+def find_workers(out: Path) -> list[int]:
+    """Returns the processes that run tasks of the cleaning into `out`."""
+    found = find_processes(Mark(MARK, str(out)))
+    return [process.pid for process in found if b"genesis.data.clean.execute" in process.words]
 
 
 # What stands in the way

@@ -3,18 +3,16 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from genesis.cli.main import main
 from genesis.operations.demo.scale import scale_recipe
-from tests.commands import REPOSITORY
+from tests.commands import REPOSITORY, STDOUT, run_genesis
 from tests.operations.demo.picture import check_picture
 
-STEPS = 60
+STEPS = 40
 RECIPE = {
     "trainer": {"max_steps": 1000, "log_every_n_steps": 5, "val_check_interval": 200},
     "checkpoint": {"every_n_steps": 100, "keep_every_n_steps": 200},
@@ -50,8 +48,7 @@ def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path
     interrupted = tmp_path / "runs/demo/tokenizer"  # of an earlier demo
     interrupted.mkdir(parents=True)
     (interrupted / "tokenizer.model").touch()
-    command = [sys.executable, "-m", "genesis", "demo", "--steps", str(STEPS)]
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = run_genesis("demo", "--steps", str(STEPS), cwd=tmp_path, stderr=STDOUT)
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "runs/demo/tokenizer.before-1/tokenizer.model").exists()
     said = re.search(r"SIGKILL at step (\d+); the newest checkpoint is step-(\d+)", done.stdout)

@@ -4,7 +4,6 @@ import getpass
 import json
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from genesis.operations.doctor.main import main
 from genesis.operations.doctor.parts import PARTS, Part
 from genesis.operations.doctor.probe import Findings, Probe, Task, read_findings
 from genesis.operations.doctor.report import SCHEMA_VERSION, begin_report, describe_part, judge, print_report
+from tests.commands import DEVNULL, start_genesis
 
 PART = Part("copies", "bandwidths", 60.0, "machine:measure_copies")
 
@@ -163,8 +163,8 @@ def test_a_part_without_an_end_fails_the_report_and_leaves_the_others(
 @pytest.mark.process
 def test_ctrl_c_leaves_a_report_of_what_was_measured(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    command = [sys.executable, "-m", "genesis", "doctor", "--device", "cpu", "--parts", "devices,disk,copies,products"]
-    process = subprocess.Popen([*command, "--dir", str(tmp_path), "--out", str(out)], stdout=subprocess.DEVNULL)
+    parts = ("--parts", "devices,disk,copies,products")
+    process = start_genesis("doctor", "--device", "cpu", *parts, "--dir", tmp_path, "--out", out, stdout=DEVNULL)
     deadline = time.monotonic() + 120
     while not out.exists() or '"passed"' not in out.read_text():
         assert time.monotonic() < deadline

@@ -22,10 +22,8 @@ from genesis.operations.supervise.state import read_skips, read_state, write_ski
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.checkpoint import list_committed, verify
 from genesis_callbacks.heartbeats import read_heartbeats
-from tests.operations.supervise.supervised import Run, forked_launcher
+from tests.operations.supervise.supervised import Run
 from tests.operations.supervise.test_metrics import scrape
-
-__all__ = ["forked_launcher"]
 
 
 class KillOnce(Observer):
@@ -51,7 +49,6 @@ def digest(run_dir: Path) -> dict[str, int]:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_launcher")
 def test_a_crash_and_a_lost_machine_change_no_bit_of_a_mirrored_run(tiny_corpus: Path, tmp_path: Path):
     run, place, heard = Run(tiny_corpus, tmp_path, {"trainer.max_steps": 12}), tmp_path / "mirror", tmp_path / "heard"
     mirror = MirrorProcess(run.run_dir, MirrorProcessOptions(str(place)), run.lines.append)

@@ -276,7 +276,8 @@ def test_a_choice_never_has_what_the_objective_cannot(
 def test_a_layout_is_chosen_also_if_the_recipe_s_own_cannot_run(
     capsys: pytest.CaptureFixture[str], gpus: str, degrees: dict[str, int], words: str
 ) -> None:
-    given = ["--config", str(CONFIG), "--gpus", gpus, "--memory", "80GB", "--device_name", "NVIDIA H200", "--choose"]
+    small = CONFIG.parent / "genesis-10m.yaml"
+    given = ["--config", str(small), "--gpus", gpus, "--memory", "80GB", "--device_name", "NVIDIA H200", "--choose"]
     given += ["--trainer.strategy", SHARDED, *(f"--trainer.strategy.{name}={value}" for name, value in degrees.items())]
     given += ["--data.global_batch_size", "96", "--data.micro_batch_size", "1"]
     assert main(given) == 0

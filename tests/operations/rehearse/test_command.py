@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from genesis.base.errors import UserError
 from genesis.cli.rehearse import main
 from genesis_callbacks.checkpoint import read_tensors
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import STDOUT, run_genesis, start_genesis
 
 DEADLINE_SECONDS = 120
 POLL_SECONDS = 0.05
@@ -34,20 +33,10 @@ class Noise(Callback):
 """
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "genesis", "rehearse", *arguments]
-
-
 def rehearse(tmp_path: Path, recipe: Path, *arguments: str, **environment: str) -> tuple[int, str, dict[str, Any]]:
     """Returns the exit status, all output, and the JSON."""
     own = ("--config", str(recipe), "--dir", str(tmp_path / "out"), "--json", str(tmp_path / "found.json"))
-    done = subprocess.run(
-        command(*own, *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    done = run_genesis("rehearse", *own, *arguments, stderr=STDOUT, env={**os.environ, **environment})
     return done.returncode, done.stdout, json.loads((tmp_path / "found.json").read_text())
 
 
@@ -165,11 +154,10 @@ def test_an_interrupt_ends_what_was_started(tmp_path: Path, tiny_corpus: Path) -
         {"trainer.max_steps": 1_000_000, "checkpoint.every_n_steps": 100, "checkpoint.mode": "process"},
     )
     out = tmp_path / "out"
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            command("--config", str(recipe), "--dir", str(out)), stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
+    with (
+        (tmp_path / "output").open("w") as output,
+        start_genesis("rehearse", "--config", recipe, "--dir", out, stdout=output, stderr=STDOUT) as process,
+    ):
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not (out / "straight" / "metrics.csv").exists():
             assert process.poll() is None, (tmp_path / "output").read_text()
@@ -178,9 +166,6 @@ def test_an_interrupt_ends_what_was_started(tmp_path: Path, tiny_corpus: Path) -
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_SECONDS) == 130, (tmp_path / "output").read_text()
         assert processes_about(tmp_path) == []
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_what_fit_refuses_is_refused_in_its_words(tmp_path: Path, tiny_corpus: Path) -> None:

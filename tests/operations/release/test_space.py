@@ -142,7 +142,7 @@ def running(command: list[str], directory: Path) -> Iterator[str]:
 def test_its_wheels_in_an_empty_environment_serve_the_model(space: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "environment", with_pip=False, symlinks=True)
     python = tmp_path / "environment/bin/python"
-    options = ("--no-index", "--no-deps", "--disable-pip-version-check", "--quiet")
+    options = ("--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check", "--quiet")
     wheels = sorted((space / "wheels").glob("*.whl"))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, *map(str, wheels)]
     subprocess.run(pip, cwd=tmp_path, check=True)

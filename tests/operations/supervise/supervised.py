@@ -1,28 +1,17 @@
-"""Runs supervised in the process of the tests, with a launcher that is forked and need not import."""
+"""Runs supervised in the process of the tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from genesis.base.processes import Mark
-from genesis.operations.supervise import launcher_client
 from genesis.operations.supervise.attempt import Limits
 from genesis.operations.supervise.decide import Policy
 from genesis.operations.supervise.loop import supervise
 from genesis.operations.supervise.observers import Observer
 from genesis.operations.supervise.options import SuperviseOptions
 from tests.cli.tiny import build_recipe, write_recipe
-from tests.commands import STDOUT, ForkedCommand
 
 LIMITS = Limits(hang_seconds=60.0, start_seconds=120.0, grace_seconds=2.0, deadline_seconds=60.0)
-
-
-def fork_launcher(directory: Path, mark: Mark) -> Any:
-    """Does what `start_launcher` does, without its imports; the mark is missing in what /proc shows."""
-    with (directory / "launcher.log").open("wb") as log:
-        return ForkedCommand("genesis.operations.supervise.launcher", directory, mark.value, stdout=log, stderr=STDOUT)
 
 
 class Run:
@@ -62,9 +51,3 @@ class Run:
             **options,
         )
         return supervise(given, self.lines.append, self.output.extend, observers)
-
-
-@pytest.fixture
-def forked_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runs take a launcher that is forked from a process with the imports done."""
-    monkeypatch.setattr(launcher_client, "start_launcher", fork_launcher)

@@ -11,9 +11,6 @@ from genesis.base.processes import Mark
 from genesis.operations.supervise import launcher_client
 from genesis.operations.supervise.launcher_client import LauncherClient, build_probe
 from genesis_callbacks.base.errors import RunEndedError
-from tests.operations.supervise.supervised import forked_launcher
-
-__all__ = ["forked_launcher"]
 
 
 @pytest.mark.process
@@ -35,7 +32,6 @@ def test_a_launcher_that_is_killed_at_its_start_is_started_again(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_launcher")
 def test_a_supervisor_that_is_started_again_ends_the_ranks_that_were_left_and_forks_others(tmp_path: Path) -> None:
     mark = Mark("M", "x")
     left = LauncherClient(tmp_path, mark)

@@ -25,10 +25,9 @@ from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.base.events import Event, encode_event
 from genesis_callbacks.base.run_directory import RunDirectory as CallbacksDirectory
 from genesis_callbacks.heartbeats import read_heartbeats
-from tests.operations.supervise.supervised import Run, forked_launcher
+from tests.operations.supervise.supervised import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("forked_launcher")]
-__all__ = ["forked_launcher"]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 class Strike(Observer):

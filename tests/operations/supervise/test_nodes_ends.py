@@ -1,6 +1,6 @@
 """How several nodes refuse and end: two supervisors with real ranks, which meet on loopback and share a directory.
 
-Each is a process of its own with its own signals, forked with the imports done (`operations.supervise.node_command`).
+Each is a process of its own with its own signals, forked with the imports done, as is its launcher.
 """
 
 import contextlib
@@ -27,9 +27,8 @@ from genesis.operations.supervise.skips import Skips
 from genesis.operations.supervise.state import SupervisorLock, read_skips
 from genesis_callbacks.base.event_reader import read_events
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
-from tests import commands
 from tests.cli.tiny import build_recipe, write_recipe
-from tests.commands import STDOUT, ForkedCommand
+from tests.commands import STDOUT, run_genesis, start_genesis
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -44,12 +43,9 @@ class Node:
 
     def __init__(self, log: Path, recipe: Path, *options: str) -> None:
         self.log = log
-        channel = commands._requests(commands.MODULES).fileno()
         words = ["supervise", "--last_call_seconds", "1", *options, "--", "fit", "--config", str(recipe)]
         with log.open("ab") as out:
-            self.process = ForkedCommand(
-                "tests.operations.supervise.node_command", *words, stdout=out, stderr=STDOUT, pass_descriptor=channel
-            )
+            self.process = start_genesis(*words, stdout=out, stderr=STDOUT)
 
     @property
     def text(self) -> str:
@@ -325,7 +321,7 @@ def test_hang_watch_names_a_stopped_rank_of_another_node(pair: Pair) -> None:
     for rank, log in enumerate(logs):
         environment = {**os.environ, **group, "RANK": str(rank), "GROUP_RANK": str(rank)}
         with log.open("wb") as out:
-            ranks.append(ForkedCommand("genesis", *words, env=environment, stdout=out, stderr=STDOUT))
+            ranks.append(start_genesis(*words, env=environment, stdout=out, stderr=STDOUT))
     try:
         pair.wait_trained(10)
         ranks[1].send_signal(signal.SIGSTOP)
@@ -359,7 +355,7 @@ def test_two_nodes_skip_a_storm_by_one_budget_and_equal_two_ranks_told_to_skip_i
     assert read_skips(pair.run_dir) == Skips(((80, 104),), 3)
     straight = tmp_path / "straight"
     words = ["--run_dir", str(straight), "--trainer.devices", "2", "--data.skip_positions", "[[80, 104]]"]
-    done = commands.run_genesis("fit", "--config", str(recipe), *words)
+    done = run_genesis("fit", "--config", str(recipe), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     comparison = compare_runs(straight, pair.run_dir)
     assert comparison.is_equal, comparison

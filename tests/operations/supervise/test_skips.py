@@ -25,9 +25,7 @@ from genesis.operations.supervise.state import read_skips, write_skips
 from genesis_callbacks.base.event_reader import read_events
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
-from tests.operations.supervise.supervised import Run, forked_launcher
-
-__all__ = ["forked_launcher"]
+from tests.operations.supervise.supervised import Run
 
 STORM = Blame(first=88, stop=112, global_batch_size=8, before_step=11)
 MEMORY = Blame(first=96, stop=104, global_batch_size=8, before_step=12)
@@ -244,7 +242,6 @@ def train_straight(run: Run, corpus: Path, directory: Path, given: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_launcher")
 def test_a_run_with_poisoned_windows_rolls_back_skips_them_and_equals_a_run_told_to_skip_them(
     tiny_corpus: Path, tmp_path: Path
 ) -> None:
@@ -267,7 +264,6 @@ def test_a_run_with_poisoned_windows_rolls_back_skips_them_and_equals_a_run_told
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_launcher")
 def test_a_run_that_begins_in_a_storm_begins_again_and_equals_a_run_told_to_skip_it(
     tiny_corpus: Path, tmp_path: Path
 ) -> None:
@@ -284,7 +280,6 @@ def test_a_run_that_begins_in_a_storm_begins_again_and_equals_a_run_told_to_skip
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_launcher")
 @pytest.mark.repeat  # storms are skipped as long as the budget lasts
 def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_corpus: Path, tmp_path: Path) -> None:
     run = Run(tiny_corpus, tmp_path, changes(80, 128))  # six windows in a row, of which a storm has three
@@ -304,7 +299,6 @@ def test_a_budget_that_is_used_up_stops_the_run_and_prints_what_was_tried(tiny_c
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_launcher")
 @pytest.mark.parametrize("first", [80, pytest.param(64, id="first-step-after-a-checkpoint")])
 @pytest.mark.repeat  # a step without memory is skipped after it was cut smaller
 def test_a_batch_without_memory_is_skipped_in_the_end(tiny_corpus: Path, tmp_path: Path, first: int) -> None:
