@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from genesis.base.errors import UserError, numbered
 from genesis.model.cut import find_indivisible
 from genesis.model.decoder import DecoderConfig
+from genesis.model.shares import list_cut_columns
 from genesis.objectives.objective import Objective
 
 
@@ -21,6 +22,7 @@ class RunOptions:
             train, or the data is not known.
         has_float8: Whether products run in float8, which needs whole layers on each rank.
         has_nf4: Whether the frozen base of adapters is in NF4, whose blocks no rank can divide.
+        row_block: Values of a row that share an element of the optimizer's moments; 1 if none do, or nothing trains.
     """
 
     decoder: DecoderConfig
@@ -30,6 +32,20 @@ class RunOptions:
     batch_sizes: tuple[int, int] | None = None
     has_float8: bool = False
     has_nf4: bool = False
+    row_block: int = 1
+
+
+def check_optimizer_offload(run: RunOptions, share: float) -> None:
+    """Refuses to move moments in blocks to the host, whose pieces would divide them.
+
+    Raises:
+        UserError: Both are given.
+    """
+    if share > 0.0 and run.row_block > 1:
+        raise UserError(
+            f"optimizer_offload is {share:g}, and model.optimizer has moments of 8 bits, which are not moved: set it "
+            "to 0, or take genesis.optim.AdamW"
+        )
 
 
 def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
@@ -64,7 +80,12 @@ def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
     mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
     found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
     sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
-    return found[0] if found else find_indivisible(sizes, num_ranks)
+    uncut = found[0] if found else find_indivisible(sizes, num_ranks)
+    if uncut is not None or run.row_block == 1:
+        return uncut
+    columns = list_cut_columns(run.decoder, num_ranks)
+    divided = next((name for name, width in columns.items() if width % (num_ranks * run.row_block)), None)
+    return divided and f"{divided} in blocks of {run.row_block} (model.optimizer.init_args.block)"
 
 
 def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> None:

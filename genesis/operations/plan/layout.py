@@ -11,7 +11,13 @@ from genesis.model.expert_share import check_expert_share
 from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
-from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
+from genesis.objectives.run_options import (
+    RunOptions,
+    check_context_share,
+    check_optimizer_offload,
+    check_pipeline,
+    check_tensor_share,
+)
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
@@ -198,7 +204,9 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         whole_matrices=whole,
         seq_len=workload.seq_len,
         has_nf4=workload.base.is_nf4,
+        row_block=workload.optimizer.row_block,
     )
+    check_optimizer_offload(run, layout.optimizer_offload)
     if layout.tensor_parallel > 1:
         check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
     if layout.context_parallel > 1:
