@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.model.attention import AttentionConfig
 from genesis.optim import AdamW8bit
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -25,7 +26,16 @@ from tests.train.support import TINY, build_strategy, build_trainer, run_in_turn
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 BLOCK = 16
-DECODER = replace(TINY, vocab_size=320, dim=40, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64, dropout=0.1)
+DECODER = replace(
+    TINY,
+    vocab_size=320,
+    dim=40,
+    num_heads=None,
+    num_kv_heads=None,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
+    ffn_dim=64,
+    dropout=0.1,
+)
 """Rows of 40 values have a last block of 8; the columns that tensor parallelism cuts are 32 and 64."""
 STEPS, HALF = 5, 3
 LAYOUTS = {"single": 1, "zero1": 2, "full": 2, "tensor": 2, "pipeline": 2, "hybrid": 4, "tensor, pipeline": 4}
