@@ -48,13 +48,14 @@ def check_optimizer_offload(run: RunOptions, share: float) -> None:
         )
 
 
-def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
+def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, context_ranks: int = 1) -> None:
     """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
 
     Args:
         run: The run.
         num_ranks: `tensor_parallel`, at least 2.
-        num_available: The ranks of the run.
+        num_available: The ranks that no other axis takes.
+        context_ranks: `context_parallel`, which shares rows and heads, too.
 
     Raises:
         UserError: They cannot; the message has the nearest number that can.
@@ -68,9 +69,11 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> N
         raise UserError(f"{given}, and {run.objective.__name__} does not train under tensor parallelism: set it to 1")
     found = _find_uncut(run, num_ranks)
     if found is not None:
-        fitting = [n for n in range(1, num_available + 1) if num_available % n == 0 and _find_uncut(run, n) is None]
-        nearest = min(fitting, key=lambda number: abs(number - num_ranks))
-        raise UserError(f"{given}, and so many ranks cannot share {found}: set it to {nearest}")
+        divisors = (number for number in range(1, num_available + 1) if num_available % number == 0)
+        fitting = [n for n in divisors if _find_uncut(run, n) is None and _shares_context(run, context_ranks, n)]
+        nearest = min(fitting, key=lambda number: abs(number - num_ranks), default=None)
+        remedy = f"set it to {nearest}" if nearest else f"set it to 1, and context_parallel {context_ranks} to 1"
+        raise UserError(f"{given}, and so many ranks cannot share {found}: {remedy}")
 
 
 def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
@@ -99,23 +102,37 @@ def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> N
             f"context_parallel is {num_ranks}, and {run.objective.__name__} does not train under context "
             "parallelism, where a rank has a part of each row: set context_parallel to 1"
         )
-    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
     for mixer, _ in run.decoder.list_mixers():
-        num_heads = mixer.count_shared_heads()
-        if num_heads is None:
+        if mixer.count_shared_heads() is None:
             raise UserError(
                 f"context_parallel is {num_ranks}, and {type(mixer).__name__} does not know how ranks could share its "
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
-        sizes[f"the {numbered(num_heads, 'heads')} of {type(mixer).__name__}"] = num_heads
-    for what, number in sizes.items():
+    for what, number in _list_shared_sizes(run).items():
         if number % (num_ranks * tensor_ranks):
-            fitting = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0 if number % (cp * tensor_ranks) == 0)
+            # A divisor of the given degree leaves the other axes as they are.
+            divisors = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0)
+            fitting = (cp for cp in divisors if _shares_context(run, cp, tensor_ranks))
             of_matrices = f" * tensor_parallel {tensor_ranks}" if tensor_ranks > 1 else ""
             raise UserError(
                 f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to "
                 f"{max(fitting, default=1)}"
             )
+
+
+def _list_shared_sizes(run: RunOptions) -> dict[str, int]:
+    """Returns what context parallelism divides: the tokens of a row and the heads of each mixer, by their names."""
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
+    for mixer, _ in run.decoder.list_mixers():
+        num_heads = mixer.count_shared_heads()
+        if num_heads is not None:
+            sizes[f"the {numbered(num_heads, 'heads')} of {type(mixer).__name__}"] = num_heads
+    return sizes
+
+
+def _shares_context(run: RunOptions, num_ranks: int, tensor_ranks: int) -> bool:
+    """Returns whether so many ranks can share rows and heads, beside those that share matrices."""
+    return num_ranks == 1 or all(size % (num_ranks * tensor_ranks) == 0 for size in _list_shared_sizes(run).values())
 
 
 def check_pipeline(run: RunOptions, num_ranks: int, *, reduces_each: bool, keeps_gathered: bool) -> None:

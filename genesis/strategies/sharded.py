@@ -241,7 +241,7 @@ class Sharded(ModelParallelStrategy):
             check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)
-            check_tensor_share(run, degrees.tp, degrees.world_size)
+            check_tensor_share(run, degrees.tp, degrees.dp_shard * degrees.tp, degrees.cp)
         if degrees.cp > 1:
             check_context_share(run, degrees.cp, degrees.tp)
         if degrees.pp > 1:

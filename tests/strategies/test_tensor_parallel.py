@@ -375,6 +375,23 @@ def test_what_ranks_cannot_share_is_refused_with_the_nearest_number_that_works(
         check_tensor_share(run, ranks, 24)
 
 
+@pytest.mark.parametrize(
+    ("num_available", "context_ranks", "remedy"),
+    [
+        (24, 1, "set it to 4"),
+        (24, 2, "set it to 2"),  # which then share the four heads
+        (2, 1, "set it to 2"),  # a pipeline, or replicas, have the other ranks
+        (24, 3, "set it to 1, and context_parallel 3 to 1"),
+    ],
+)
+def test_the_nearest_number_leaves_the_other_axes_what_they_have(
+    num_available: int, context_ranks: int, remedy: str
+) -> None:
+    run = RunOptions(DENSE, CrossEntropy)
+    with pytest.raises(UserError, match=rf"so many ranks cannot share num_heads 4: {remedy}$"):
+        check_tensor_share(run, 8, num_available, context_ranks)
+
+
 def test_rows_that_ranks_cannot_share_are_refused_where_they_are_cut() -> None:
     (words,) = run_ranks(refuse_a_row, 1)
     assert words == "rows have 15 tokens, which 2 ranks cannot share: make data.seq_len a multiple of 2"

@@ -208,7 +208,8 @@ def check_layout(workload: Workload, layout: Layout) -> None:
     )
     check_optimizer_offload(run, layout.optimizer_offload)
     if layout.tensor_parallel > 1:
-        check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
+        num_free = layout.ranks_per_shard_group // layout.context_parallel
+        check_tensor_share(run, layout.tensor_parallel, num_free, layout.context_parallel)
     if layout.context_parallel > 1:
         check_context_share(run, layout.context_parallel, layout.tensor_parallel)
     if layout.pipeline_parallel > 1:
