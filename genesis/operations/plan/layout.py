@@ -141,6 +141,7 @@ class Workload:
         teacher_bytes: Bytes of an element of its weights.
         teacher_top_k: Ids whose probabilities are kept for each token.
         num_answer_rows: Answers that a rank writes at the same time.
+        scores_without_adapters: Whether each micro-batch also has a forward without adapters, for a reference.
         max_grad_norm: Whether gradients are clipped does not change memory: they are scaled in place.
     """
 
@@ -160,6 +161,7 @@ class Workload:
     teacher_bytes: int = FLOAT32_BYTES
     teacher_top_k: int = 64
     num_answer_rows: int = 0
+    scores_without_adapters: bool = False
 
     @property
     def rows_per_sequence(self) -> int:

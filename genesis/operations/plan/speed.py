@@ -103,6 +103,11 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         link = find_link("experts", layout, bandwidths)
         exposed += _time_rows(workload, layout, tokens, passes) / link.bytes_per_second
     axes = time_axes(workload, layout, bandwidths, compute, passes)
+    if workload.scores_without_adapters:
+        # A pipeline runs these forwards one micro-batch after the other: a rank waits for the layers of the others.
+        scoring = tokens * count_flops_per_token(workload.decoder, workload.seq_len) / 3.0 / rate.flops_per_second
+        axes = replace(axes, bubble=axes.bubble + (layout.pipeline_parallel - 1) * scoring)
+        compute += scoring
     exposed += axes.total
     offload = 0.0
     if layout.cpu_offload:
