@@ -132,7 +132,7 @@ def _list_codes(device: torch.device) -> tuple[Code, Code]:
 
 @cache
 def _find_compiled(kind: str) -> Callable[..., None] | None:
-    """Returns the update for a kind of device on which it is one kernel; None elsewhere."""
+    """Returns the compiled update for a kind of device that has a compiler for it; None elsewhere."""
     if is_host(kind) or not choose_compilation(kind):
         return None
     return compile_each_shape(update_rows, fullgraph=True)
