@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from plain_project import run_training
+import torch
+from plain_project import run_training, train
 
 from genesis_callbacks.base.checkpoint_errors import DriftError
 from genesis_callbacks.checkpoint import (
@@ -14,6 +15,7 @@ from genesis_callbacks.checkpoint import (
     read_manifest,
 )
 from genesis_callbacks.checkpoint.drift import check_drift, compare_mappings, find_drift
+from genesis_callbacks.testing import run_ranks
 
 POLICY = DriftPolicy(
     rules=(("allow", "net.dropout"), ("never", "net"), ("never", "tokenizer"), ("free", "where"), ("free", "log_*")),
@@ -236,3 +238,20 @@ def test_items_that_have_names_are_compared_by_them_and_a_new_order_is_a_differe
     ]
     for other in ([code, web], [web], [web, {**code, "name": "web"}], [web, "code"]):
         assert list(compare_mappings({"sources": [web, code]}, {"sources": other})) == [("sources", [web, code], other)]
+
+
+def train_with(run_dir, *numbers_of_threads):
+    """Trains two steps with each number of threads, and returns the warnings and the report of the last resume."""
+    for count, number in enumerate(numbers_of_threads, start=1):
+        torch.set_num_threads(number)
+        with pytest.warns() as caught:  # at least that of the loader's few workers
+            run = train(run_dir, "single", 2 * count, ckpt_path="latest" if count > 1 else None)
+    return [str(one.message) for one in caught if one.category.__name__ == "DriftWarning"], run["report"]
+
+
+def test_a_cpu_with_another_number_of_threads_is_told_at_a_resume(tmp_path):
+    """It adds in another order, so that the run does not continue bit for bit."""
+    ((told, report),) = run_ranks(train_with, 1, tmp_path, 1, 2)
+    assert len(told) == 1
+    assert told[0].endswith("this run may not continue bit for bit: device.threads is '2' and was '1'")
+    assert "  changed  device.threads is '2' and was '1'" in report

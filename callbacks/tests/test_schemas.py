@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -137,6 +139,32 @@ def test_golden_checkpoint_holds_what_was_live_when_it_was_written(schema):
     for name, description in expected["tensors"].items():
         assert describe_tensor(tensors[name]) == description, name
         assert digest_tensor(tensors[name]) == verified.tensors[name].digest, name
+
+
+LOAD_BY_TORCH = """
+import hashlib, json, sys, torch, torch.distributed.checkpoint as dcp
+metadata = dcp.FileSystemReader(sys.argv[1]).read_metadata().state_dict_metadata
+found = {name: torch.ones(entry.size).to(entry.properties.dtype) for name, entry in metadata.items()}
+dcp.load(found, checkpoint_id=sys.argv[1], no_dist=True)
+assert not any(name.startswith("genesis") for name in sys.modules)
+of_bytes = {name: tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for name, tensor in found.items()}
+print(json.dumps({name: hashlib.sha256(data.tobytes()).hexdigest() for name, data in of_bytes.items()}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_plain_torch_loads_every_tensor_of_a_golden_checkpoint(schema):
+    """By DCP, in a process that imports nothing of ours. Tensors in a base are in the base's own directory."""
+    path = GOLDEN / schema / STEP_NAME
+    command = [sys.executable, "-W", "ignore", "-c", LOAD_BY_TORCH, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=path)
+    found = json.loads(done.stdout)
+    verified = read_manifest(path)
+    own = verified.tensors.keys() - (() if verified.base is None else verified.base.names)
+    assert found.keys() == own
+    expected = read_tensors(path, sorted(own))
+    assert found == {name: describe_tensor(tensor)["sha256"] for name, tensor in expected.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -512,12 +512,13 @@ def test_a_proof_that_fails_names_itself_and_its_slow_path_is_taken():
     assert "the digest of float64 is " in digests[1][0]
 
 
-def test_on_the_cpu_nothing_is_proved_and_nothing_noted():
+def test_on_the_cpu_nothing_is_proved_and_only_the_threads_are_noted():
     def fail(place: torch.device) -> None:
         raise AssertionError
 
     report = prove_device(torch.device("cpu"), [DeviceProof("sums", "new", "old", fail)])
-    assert (report.environment, report.failures, report.path) == ({}, (), DevicePath())
+    assert report.environment == {"device.threads": str(torch.get_num_threads())}
+    assert (report.failures, report.path) == ((), DevicePath())
 
 
 def fit_with_wrong_digests(run_dir: Path) -> dict:

@@ -312,7 +312,7 @@ class Block(nn.Module):
         """Returns the residual stream after this layer, and the statistics of its feed-forward part.
 
         The stream is returned for all positions, or for some positions of the flattened batch. The statistics are those
-        of the `counted` tokens.
+        of the `counted` tokens: of this rank's, or of whole rows where ranks share the feed-forward part's matrices.
         """
         is_before = self.has_norms_before
         given = self.attention_norm(x) if is_before else x
@@ -338,13 +338,15 @@ class BlockInputs(NamedTuple):
         metadata: What each block's mixer needs to know of the tokens.
         held: What each block reads of a cache, and writes to it; None without a cache.
         logits_to_keep: See `Decoder.forward`.
-        counted: See `Decoder.forward`.
+        counted: See `Decoder.forward`; of this rank's tokens.
+        counted_in_rows: The same of the rows that ranks which share matrices gather for parts that are cut.
     """
 
     metadata: Sequence[Any]
     held: Sequence[tuple[Tensor, ...] | None]
     logits_to_keep: Int64[Tensor, " P"] | None
     counted: Bool[Tensor, "B S"] | None
+    counted_in_rows: Bool[Tensor, "B S"] | None
 
 
 class Decoder(LanguageModel):
@@ -484,11 +486,12 @@ class Decoder(LanguageModel):
             logits_to_keep: See `forward`.
             counted: See `forward`.
         """
+        counted_in_rows = counted
         for share in (self.context, self.share):
             if share is not None:
                 # The metadata is that of whole rows: `x` has some tokens of each.
                 x = x.new_empty(()).expand(*input_ids.shape, x.shape[2])
-                counted = None if counted is None else share.cut(counted)
+                counted_in_rows, counted = counted, None if counted is None else share.cut(counted)
         cached = None if cache is None else cache.cached
         tokens = ForwardTokens(x, document_ids, document_offsets, cached, self.attention_kernel)
         metadata: list[Any] = [None] * self.config.num_layers
@@ -496,7 +499,7 @@ class Decoder(LanguageModel):
             for layer, of_layer in zip(layers, mixer.build_metadata(tokens, layers), strict=True):
                 metadata[layer] = of_layer
         held = [None] * self.config.num_layers if cache is None else cache.of_layers()
-        return BlockInputs(metadata, held, logits_to_keep, counted)
+        return BlockInputs(metadata, held, logits_to_keep, counted, counted_in_rows)
 
     def finish(self, x: Float[Tensor, "B S D"], head: Callable[[Tensor, Tensor], T]) -> T:
         """Returns the result of `head` for the residual stream after the last block; see `forward`."""
@@ -513,7 +516,9 @@ class Decoder(LanguageModel):
         statistics: dict[str, Statistics] = {}
         for index in blocks:
             kept = inputs.logits_to_keep if index == self.config.num_layers - 1 else None
-            x, reported = self.blocks[index](x, inputs.metadata[index], inputs.held[index], kept, inputs.counted)
+            block = self.blocks[index]
+            counted = inputs.counted if block.feed_forward_share is None else inputs.counted_in_rows
+            x, reported = block(x, inputs.metadata[index], inputs.held[index], kept, counted)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         return x, statistics

@@ -36,8 +36,9 @@ class FeedForward(Part):
     def share_matrices(self, ranks: MatrixShares) -> bool:
         """Cuts the freshly built part among ranks, and returns whether it is cut.
 
-        A part that is cut gets whole rows and adds to the sum of all outputs. It has no statistics, because `counted`
-        is of this rank's tokens. One that is not cut gets this rank's tokens.
+        A part that is cut gets whole rows, with `counted`, and adds to the sum of all outputs. Its statistics are this
+        rank's share of those of whole rows, as of its hidden units: ranks' are added. One that is not cut gets this
+        rank's tokens.
 
         Args:
             ranks: The ranks that share the part.

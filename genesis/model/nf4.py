@@ -48,14 +48,18 @@ _CODE: Final = (
 
 
 @cache
-def _build_scale_code() -> tuple[float, ...]:
-    """Returns the 256 values of a scale's code: more of them near 0, as the dynamic type of 8-bit optimizers has it."""
+def build_dynamic_code(*, is_signed: bool = True) -> tuple[float, ...]:
+    """Returns the 256 values of the dynamic type of 8-bit optimizers, in order: more of them near 0 than near 1.
+
+    Args:
+        is_signed: Whether half of them are below 0; otherwise each power of ten has twice as many.
+    """
     values = [0.0, 1.0]
     for exponent in range(7):
-        bounds = torch.linspace(0.1, 1.0, 2**exponent + 1)
+        bounds = torch.linspace(0.1, 1.0, 2 ** (exponent + (not is_signed)) + 1)
         middles = (bounds[:-1] + bounds[1:]) / 2.0
         scaled = 10 ** (exponent - 6) * middles
-        values += [*scaled.tolist(), *(-scaled).tolist()]
+        values += [*scaled.tolist(), *((-scaled).tolist() if is_signed else ())]
     return tuple(sorted(values))
 
 
@@ -64,7 +68,7 @@ def _list_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the two values of each byte of `packed`, float32 [256, 2], and the values of a scale's code, [256]."""
     code = torch.tensor(_CODE)
     pairs = torch.stack((code.repeat_interleave(len(code)), code.repeat(len(code))), dim=1)
-    return pairs.to(device), torch.tensor(_build_scale_code()).to(device)
+    return pairs.to(device), torch.tensor(build_dynamic_code()).to(device)
 
 
 # ---- from weights to bytes
@@ -104,7 +108,7 @@ def quantise(weight: Float[Tensor, "O I"]) -> dict[str, UInt8[Tensor, "..."]]:
     offset = largest.double().mean().float()
     flat = (largest - offset).flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % _NESTED)).view(-1, _NESTED)
-    scales, scale_max = _encode(padded, _build_scale_code())
+    scales, scale_max = _encode(padded, build_dynamic_code())
     return {
         "packed": packed,
         "scales": scales.flatten()[: len(flat)].view(shapes["scales"]),

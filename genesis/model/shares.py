@@ -4,12 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from genesis.model.cut import MatrixShares, held
-from genesis.model.decoder import Decoder, SequenceShare
+from genesis.model.decoder import Decoder, DecoderConfig, SequenceShare
 from genesis.model.exchange import HeadExchange
 from genesis.model.mixture import find_routers
 
@@ -54,6 +55,41 @@ def share_matrices(decoder: Decoder, share: RowShares, ranks: MatrixShares) -> N
     if output is not None:
         ranks.cut(output, "weight")
     _count_whole_rows(decoder, share.sum_over_row)
+
+
+def list_cut_columns(config: DecoderConfig, num_ranks: int) -> dict[str, int]:
+    """Returns the width of each kind of matrix whose columns a number of ranks would share, by its name."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    found = _CutColumns(num_ranks)
+    for block in decoder.numbered_blocks.values():
+        block.sequence_mixer.share_matrices(found)
+        block.feed_forward.share_matrices(found)
+    return found.widths
+
+
+class _CutColumns:
+    """Notes the matrices whose columns would be cut, and cuts nothing: a `MatrixShares`."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.widths: dict[str, int] = {}
+
+    def cut(self, module: nn.Module, name: str, dim: int = 0) -> None:
+        parameter = module.get_parameter(name)
+        if dim == parameter.ndim - 1 > 0:
+            width = parameter.shape[-1]
+            self.widths[f"the {width} columns of a matrix of {type(module).__name__}"] = width
+
+    def cut_linear(self, layer: nn.Linear, dim: int) -> None:
+        self.cut(layer, "weight", dim)
+
+    def use_rows(self, layer: nn.Linear, rows: slice | Tensor) -> None: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
 
 
 def _embed(table: nn.Embedding, share: RowShares, ids: Int64[Tensor, "B S"]) -> Float[Tensor, "B T D"]:

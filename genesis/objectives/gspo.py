@@ -26,9 +26,10 @@ References:
     arXiv:2402.03300, equation 4 (the estimate of the KL).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -90,6 +91,11 @@ class GSPO(Objective):
         if not 0.0 <= kl < float("inf"):
             raise UserError(f"model.objective.kl is {kl}; it must be a number of at least 0")
         self.clip_low, self.clip_high, self.kl = clip_low, clip_high, kl
+
+    @classmethod
+    def scores_without_adapters(cls, options: Mapping[str, Any]) -> bool:
+        """Returns whether there is a KL, whose reference is the model without adapters."""
+        return bool(options.get("kl"))
 
     def prepare_fit(self, fit: FitContext) -> Prepared:
         """Refuses a KL without a reference, before the model is built."""

@@ -206,6 +206,11 @@ class Objective(ABC):
         return None
 
     @classmethod
+    def scores_without_adapters(cls, options: Mapping[str, Any]) -> bool:
+        """Returns whether each micro-batch also has a forward without adapters, by the options in a recipe."""
+        return False
+
+    @classmethod
     def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
         """Completes a recipe in place, and returns entries of the checkpoints' identity. Nothing is built yet.
 

@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from jaxtyping import Bool, Float32
@@ -122,6 +122,11 @@ class DPO(Objective):
         self.reference = reference
         self.log_probs: ReferenceLogProbs | None = None
         self.directory: Path | None = None
+
+    @classmethod
+    def scores_without_adapters(cls, options: Mapping[str, Any]) -> bool:
+        """Returns whether the reference is the model without adapters, and not a checkpoint."""
+        return options.get("reference") is None
 
     @classmethod
     def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from genesis.base.errors import UserError, numbered
 from genesis.model.cut import find_indivisible
 from genesis.model.decoder import DecoderConfig
+from genesis.model.shares import list_cut_columns
 from genesis.objectives.objective import Objective
 
 
@@ -21,6 +22,7 @@ class RunOptions:
             train, or the data is not known.
         has_float8: Whether products run in float8, which needs whole layers on each rank.
         has_nf4: Whether the frozen base of adapters is in NF4, whose blocks no rank can divide.
+        row_block: Values of a row that share an element of the optimizer's moments; 1 if none do, or nothing trains.
     """
 
     decoder: DecoderConfig
@@ -30,15 +32,30 @@ class RunOptions:
     batch_sizes: tuple[int, int] | None = None
     has_float8: bool = False
     has_nf4: bool = False
+    row_block: int = 1
 
 
-def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> None:
+def check_optimizer_offload(run: RunOptions, share: float) -> None:
+    """Refuses to move moments in blocks to the host, whose pieces would divide them.
+
+    Raises:
+        UserError: Both are given.
+    """
+    if share > 0.0 and run.row_block > 1:
+        raise UserError(
+            f"optimizer_offload is {share:g}, and model.optimizer has moments of 8 bits, which are not moved: set it "
+            "to 0, or take genesis.optim.AdamW"
+        )
+
+
+def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, context_ranks: int = 1) -> None:
     """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
 
     Args:
         run: The run.
         num_ranks: `tensor_parallel`, at least 2.
-        num_available: The ranks of the run.
+        num_available: The ranks that no other axis takes.
+        context_ranks: `context_parallel`, which shares rows and heads, too.
 
     Raises:
         UserError: They cannot; the message has the nearest number that can.
@@ -52,9 +69,11 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int) -> N
         raise UserError(f"{given}, and {run.objective.__name__} does not train under tensor parallelism: set it to 1")
     found = _find_uncut(run, num_ranks)
     if found is not None:
-        fitting = [n for n in range(1, num_available + 1) if num_available % n == 0 and _find_uncut(run, n) is None]
-        nearest = min(fitting, key=lambda number: abs(number - num_ranks))
-        raise UserError(f"{given}, and so many ranks cannot share {found}: set it to {nearest}")
+        divisors = (number for number in range(1, num_available + 1) if num_available % number == 0)
+        fitting = [n for n in divisors if _find_uncut(run, n) is None and _shares_context(run, context_ranks, n)]
+        nearest = min(fitting, key=lambda number: abs(number - num_ranks), default=None)
+        remedy = f"set it to {nearest}" if nearest else f"set it to 1, and context_parallel {context_ranks} to 1"
+        raise UserError(f"{given}, and so many ranks cannot share {found}: {remedy}")
 
 
 def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
@@ -64,7 +83,12 @@ def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
     mixers = (mixer.find_uncut(num_ranks) for mixer, _ in run.decoder.list_mixers())
     found = [one for one in (*mixers, run.decoder.parts.feed_forward.find_uncut(num_ranks)) if one is not None]
     sizes = {"vocab_size": run.decoder.vocab_size, "data.seq_len": run.seq_len or num_ranks}
-    return found[0] if found else find_indivisible(sizes, num_ranks)
+    uncut = found[0] if found else find_indivisible(sizes, num_ranks)
+    if uncut is not None or run.row_block == 1:
+        return uncut
+    columns = list_cut_columns(run.decoder, num_ranks)
+    divided = next((name for name, width in columns.items() if width % (num_ranks * run.row_block)), None)
+    return divided and f"{divided} in blocks of {run.row_block} (model.optimizer.init_args.block)"
 
 
 def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> None:
@@ -78,23 +102,37 @@ def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> N
             f"context_parallel is {num_ranks}, and {run.objective.__name__} does not train under context "
             "parallelism, where a rank has a part of each row: set context_parallel to 1"
         )
-    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
     for mixer, _ in run.decoder.list_mixers():
-        num_heads = mixer.count_shared_heads()
-        if num_heads is None:
+        if mixer.count_shared_heads() is None:
             raise UserError(
                 f"context_parallel is {num_ranks}, and {type(mixer).__name__} does not know how ranks could share its "
                 "heads (`SequenceMixerConfig.count_shared_heads`): set context_parallel to 1"
             )
-        sizes[f"the {numbered(num_heads, 'heads')} of {type(mixer).__name__}"] = num_heads
-    for what, number in sizes.items():
+    for what, number in _list_shared_sizes(run).items():
         if number % (num_ranks * tensor_ranks):
-            fitting = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0 if number % (cp * tensor_ranks) == 0)
+            # A divisor of the given degree leaves the other axes as they are.
+            divisors = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0)
+            fitting = (cp for cp in divisors if _shares_context(run, cp, tensor_ranks))
             of_matrices = f" * tensor_parallel {tensor_ranks}" if tensor_ranks > 1 else ""
             raise UserError(
                 f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to "
                 f"{max(fitting, default=1)}"
             )
+
+
+def _list_shared_sizes(run: RunOptions) -> dict[str, int]:
+    """Returns what context parallelism divides: the tokens of a row and the heads of each mixer, by their names."""
+    sizes = {} if run.seq_len is None else {f"data.seq_len {run.seq_len}": run.seq_len}
+    for mixer, _ in run.decoder.list_mixers():
+        num_heads = mixer.count_shared_heads()
+        if num_heads is not None:
+            sizes[f"the {numbered(num_heads, 'heads')} of {type(mixer).__name__}"] = num_heads
+    return sizes
+
+
+def _shares_context(run: RunOptions, num_ranks: int, tensor_ranks: int) -> bool:
+    """Returns whether so many ranks can share rows and heads, beside those that share matrices."""
+    return num_ranks == 1 or all(size % (num_ranks * tensor_ranks) == 0 for size in _list_shared_sizes(run).values())
 
 
 def check_pipeline(run: RunOptions, num_ranks: int, *, reduces_each: bool, keeps_gathered: bool) -> None:

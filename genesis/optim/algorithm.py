@@ -1,15 +1,17 @@
 """What an optimizer's algorithm is: its options, its moments and its update. Everything else asks the algorithm."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, NamedTuple
 
+import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
 from genesis.base.errors import UserError
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup
+from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 
 NO_DECAY: Final = 0.0
 """The weight decay of adapters, if none is given: it would pull their update to zero, which is the base."""
@@ -31,6 +33,27 @@ class Parts(NamedTuple):
     moments: tuple[list[Tensor], ...]
     steps: list[Tensor]
     divisor: Tensor | None = None
+
+
+class Form(NamedTuple):
+    """The form of a moment beside that of its parameter.
+
+    Args:
+        dtype: Its type; None for the parameter's.
+        block: How many neighbouring values of a row share one element. The last element of a row may have fewer.
+    """
+
+    dtype: torch.dtype | None = None
+    block: int = 1
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the moment's shape for a parameter of some shape.
+
+        Example:
+            >>> Form(block=128).shape((64, 576))
+            (64, 5)
+        """
+        return (*shape[:-1], -(-shape[-1] // self.block)) if shape else ()
 
 
 @dataclass(frozen=True)
@@ -65,8 +88,8 @@ class Algorithm(ABC):
         adapter_weight_decay: Weight decay of adapters; by default none, and a run that continues keeps its own.
 
     Attributes:
-        moments: Names of the states of each parameter; none by default. Each has the parameter's shape and dtype,
-            and is zeros at first.
+        moments: Names of the states of each parameter; none by default. Each is zeros at first, and has the
+            parameter's shape and dtype unless `forms` has another form.
         counts_steps: Whether there is a state `step`, to which each update adds 1.
         whole_matrices: Whether the update of a matrix needs all its elements, so that ranks must not cut it. `update`
             then only prepares it, and leaves in the place of the gradient what `direct` gets.
@@ -105,9 +128,19 @@ class Algorithm(ABC):
         return one.name if one.whole_matrices else None
 
     @property
+    def forms(self) -> Mapping[str, Form]:
+        """The form of each moment that has not its parameter's shape and dtype; empty by default."""
+        return {}
+
+    @property
     def parts(self) -> "tuple[Algorithm, ...]":
-        """The algorithms of all parameters: this one, or that of matrices and that of the rest."""
-        return tuple(dict.fromkeys(map(self.of, (MATRICES, VECTORS))))
+        """The algorithms of all parameters, each once; that of matrices is the first."""
+        return tuple(dict.fromkeys(map(self.of, (MATRICES, HEAD, EMBEDDINGS, VECTORS))))
+
+    @property
+    def row_block(self) -> int:
+        """How many values of a row share an element of a moment at most, which ranks must not divide; 1 if none do."""
+        return max((form.block for part in self.parts for form in part.forms.values()), default=1)
 
     def of(self, group: ParameterGroup) -> "Algorithm":
         """Returns the algorithm of a group: another one where this one is not for all parameters."""
@@ -116,6 +149,19 @@ class Algorithm(ABC):
     def count_moments(self, group: ParameterGroup) -> int:
         """Returns the number of moments of each parameter of a group."""
         return len(self.of(group).moments)
+
+    def list_moment_bytes(self, shape: Sequence[int], element_bytes: int) -> list[int]:
+        """Returns the bytes of each moment of a parameter that this algorithm updates.
+
+        Args:
+            shape: The parameter's, or that of a rank's part.
+            element_bytes: Bytes of one of its elements.
+        """
+        forms = [self.forms.get(moment, Form()) for moment in self.moments]
+        return [
+            math.prod(form.shape(shape)) * (element_bytes if form.dtype is None else form.dtype.itemsize)
+            for form in forms
+        ]
 
     def decays(self, group: ParameterGroup) -> bool:
         """Returns whether weight decay is for a group."""

@@ -27,7 +27,7 @@ def count_moment_bytes(model: GroupedModule, algorithm: Algorithm) -> int:
     """Returns the bytes of the moments that the optimizer of a model will have; the model may be on the meta device."""
     groups = model.parameter_groups()
     return sum(
-        algorithm.count_moments(groups[name]) * parameter.nbytes
+        sum(algorithm.of(groups[name]).list_moment_bytes(parameter.shape, parameter.element_size()))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )

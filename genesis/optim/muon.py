@@ -57,7 +57,7 @@ class Muon(Algorithm):
 
     def of(self, group: ParameterGroup) -> Algorithm:
         """Returns this algorithm for matrices, and the other one for the rest."""
-        return self if group.kind == "matrix" else self.others
+        return self if group.kind == "matrix" else self.others.of(group)
 
     def update_options(self) -> dict[str, Any]:
         """Returns the options with the keys of torch's own groups, so that torch's Muon can go on from a state."""

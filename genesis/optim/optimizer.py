@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, overload
 
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from genesis.base.device import is_host
-from genesis.optim.algorithm import Algorithm, Parts
+from genesis.base.errors import UserError, numbered
+from genesis.optim.algorithm import Algorithm, Form, Parts
 from genesis.optim.offload import PIECE_BYTES, StateOffload
 from genesis.optim.transfers import Traffic
 from genesis.optim.whole_matrices import (
@@ -25,6 +27,8 @@ from genesis.optim.whole_matrices import (
 )
 
 _MATRIX_DIMS: Final = 2
+_FORM_KEYS: Final = ("algorithm", "block")
+"""The options of a group by which its states have their shapes."""
 
 
 class GroupedOptimizer(Optimizer):
@@ -38,7 +42,8 @@ class GroupedOptimizer(Optimizer):
         algorithms: The algorithms by name.
 
     Raises:
-        UserError: An algorithm that needs whole matrices gets a stack of matrices that ranks cut.
+        UserError: An algorithm that needs whole matrices gets a stack of matrices that ranks cut, or one whose moments
+            have blocks gets a parameter of which ranks cut a block.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], algorithms: Mapping[str, Algorithm]) -> None:
@@ -48,6 +53,12 @@ class GroupedOptimizer(Optimizer):
             if self._algorithm_of(group).whole_matrices:
                 sharded = {i: one for i, one in enumerate(group["params"]) if isinstance(one, DTensor)}
                 require_whole_matrices(group["algorithm"], list(_find_stacks(sharded).values()))
+            if self._algorithm_of(group).forms:
+                # At once, since a restore cannot know how ranks share what has not the shape of its parameter.
+                for parameter in group["params"]:
+                    if isinstance(parameter, DTensor):
+                        self.state[parameter] = _build_state(self._algorithm_of(group), parameter)
+        self._built = [{key: group.get(key) for key in _FORM_KEYS} for group in self.param_groups]
         self._replicas: dist.ProcessGroup | None = None
         self._offload: StateOffload | None = None
         self._host_updates: Traffic | None = None
@@ -119,9 +130,24 @@ class GroupedOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; moments keep their own types, which torch would cast to those of the parameters."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for moment in self._algorithm_of(group).forms:
+                    if moment in self.state[parameter]:
+                        given = state_dict["state"][number][moment]
+                        self.state[parameter][moment] = given.to(parameter.device, copy=True)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Runs the closure, if there is one, then updates every parameter that has a gradient."""
+        """Runs the closure, if there is one, then updates every parameter that has a gradient.
+
+        Raises:
+            UserError: A restore has brought states of another algorithm.
+        """
+        self._check_states()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,6 +172,17 @@ class GroupedOptimizer(Optimizer):
             self._host_updates.idle_seconds += time.perf_counter() - begin
         return loss
 
+    def _check_states(self) -> None:
+        """Refuses groups whose restored states are of another algorithm, or in other blocks."""
+        for group, built in zip(self.param_groups, self._built, strict=True):
+            for key, value in built.items():
+                if group.get(key) != value:
+                    raise UserError(
+                        f"model.optimizer: the states of {group.get('name', 'a group')} were saved with the {key} "
+                        f"{group.get(key)}, and this run has the {key} {value}: give the optimizer of the run that "
+                        "saved, or leave its states with --checkpoint.restore no_optimizer"
+                    )
+
     def _update(self, group: dict[str, Any], parts: Parts) -> None:
         is_here = self._divisor is not None and self._divides_in_kernel(group)
         self._algorithm_of(group).update(group, parts._replace(divisor=self._divisor) if is_here else parts)
@@ -154,12 +191,8 @@ class GroupedOptimizer(Optimizer):
         """Returns whole parameters of this rank, with zeros for the moments of those that have none yet."""
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if state:
-                continue
-            if algorithm.counts_steps:
-                state["step"] = torch.zeros((), device=parameter.device)
-            # Like the parameter, so a DTensor if the parameter is one: checkpoints read the shard's position from it.
-            state.update({moment: torch.zeros_like(parameter) for moment in algorithm.moments})
+            if not state:
+                state.update(_build_state(algorithm, parameter))
         # The update works element by element, so each rank only needs its shard.
         return Parts(
             [_local(parameter) for parameter in parameters],
@@ -219,6 +252,42 @@ class _Matrix(NamedTuple):
 
     parameter: int
     number: int | None = None
+
+
+def _build_state(algorithm: Algorithm, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the states of a parameter before its first update, all zeros.
+
+    Raises:
+        UserError: Ranks cut a block of a row.
+    """
+    state = {"step": torch.zeros((), device=parameter.device)} if algorithm.counts_steps else {}
+    # Like the parameter, so DTensors if the parameter is one: checkpoints read the shard's position from them.
+    for moment in algorithm.moments:
+        form = algorithm.forms.get(moment, Form())
+        if form.block == 1:
+            state[moment] = torch.zeros_like(parameter, dtype=form.dtype)
+        elif isinstance(parameter, DTensor):
+            state[moment] = _build_sharded(form, parameter)
+        else:
+            state[moment] = parameter.new_zeros(form.shape(parameter.shape), dtype=form.dtype)
+    return state
+
+
+def _build_sharded(form: Form, parameter: DTensor) -> DTensor:
+    """Returns zeros for the blocks of a parameter's rows, spread over ranks as the parameter is."""
+    local, spec = parameter.to_local(), parameter._spec
+    if local.shape[-1] != parameter.shape[-1] and local.shape[-1] % form.block:
+        raise UserError(
+            f"the optimizer's states have blocks of {numbered(form.block, 'values')}, and ranks have "
+            f"{local.shape[-1]} of the {parameter.shape[-1]} values of a row: give model.optimizer.init_args.block a "
+            "divisor of that, or let fewer ranks share the columns"
+        )
+    values = local.new_zeros(form.shape(local.shape), dtype=form.dtype)
+    whole = torch.empty(form.shape(parameter.shape), dtype=form.dtype or parameter.dtype, device="meta")
+    assert spec.tensor_meta is not None
+    meta = spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
+    # `from_local` would move it to the device of the mesh.
+    return DTensor(values, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _list_matrices(parameter: int, tensor: Tensor) -> list[_Matrix]:

@@ -27,6 +27,7 @@ class HostOffload:
 
     Attributes:
         traffic: What was moved.
+        optimizer_share: The share of the optimizer's states.
 
     Raises:
         UserError: The share is out of its range.
@@ -40,13 +41,13 @@ class HostOffload:
         has_units: bool = False,
     ) -> None:
         self.traffic = Traffic()
-        self._has_activations, self._share = activations, read_share("optimizer_offload", optimizer_share)
+        self._has_activations, self.optimizer_share = activations, read_share("optimizer_offload", optimizer_share)
         self._has_units = has_units
 
     @property
     def is_active(self) -> bool:
         """Whether anything is moved."""
-        return self._has_activations or self._share > 0.0 or self._has_units
+        return self._has_activations or self.optimizer_share > 0.0 or self._has_units
 
     def count_units(self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         """Counts what FSDP2's own offload of units moves from now on, and the time of the updates on the host.
@@ -78,7 +79,7 @@ class HostOffload:
         Raises:
             UserError: The host lacks memory.
         """
-        if self._share <= 0.0:
+        if self.optimizer_share <= 0.0:
             return
         available = available_memory()
         for optimizer in optimizers:
@@ -86,7 +87,7 @@ class HostOffload:
             attempt_on_all(
                 partial(
                     optimizer.offload_states,
-                    self._share,
+                    self.optimizer_share,
                     device,
                     self.traffic,
                     available_bytes=None if available is None else available // max(1, ranks_of_host),

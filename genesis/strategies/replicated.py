@@ -21,7 +21,7 @@ from genesis.model.compilation import CompileBlocks, resolve_compilation
 from genesis.model.language_model import LanguageModel
 from genesis.model.recomputation import ActivationCheckpointing
 from genesis.objectives.objective import HeadResult, Objective
-from genesis.objectives.run_options import RunOptions
+from genesis.objectives.run_options import RunOptions, check_optimizer_offload
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
@@ -122,7 +122,8 @@ class Replicated(DDPStrategy):
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
     def check_options(self, run: RunOptions) -> None:
-        """Does nothing: these options fit each other and every model; see `LayoutStrategy`."""
+        """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
+        check_optimizer_offload(run, self.offload.optimizer_share)
 
     def apply_to(self, decoder: LanguageModel) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""

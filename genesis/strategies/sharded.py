@@ -23,7 +23,13 @@ from genesis.model.recomputation import ActivationCheckpointing
 from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import check_micro_batches, divide_layers
 from genesis.objectives.objective import Head, HeadResult, Objective, prepare
-from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
+from genesis.objectives.run_options import (
+    RunOptions,
+    check_context_share,
+    check_optimizer_offload,
+    check_pipeline,
+    check_tensor_share,
+)
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
 from genesis.strategies.axis_traffic import AxisTraffic
@@ -221,6 +227,7 @@ class Sharded(ModelParallelStrategy):
 
     def check_options(self, run: RunOptions) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
+        check_optimizer_offload(run, self.offload.optimizer_share)
         degrees = self._plan_degrees()
         axes = degrees.sparse_axes()
         ranks_of_group = axes["efsdp"] * axes["ep"]
@@ -234,7 +241,7 @@ class Sharded(ModelParallelStrategy):
             check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)
-            check_tensor_share(run, degrees.tp, degrees.world_size)
+            check_tensor_share(run, degrees.tp, degrees.dp_shard * degrees.tp, degrees.cp)
         if degrees.cp > 1:
             check_context_share(run, degrees.cp, degrees.tp)
         if degrees.pp > 1:

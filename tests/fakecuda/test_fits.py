@@ -3,7 +3,7 @@
 import copy
 import functools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -132,6 +132,20 @@ def test_norms_of_queries_reach_the_fused_kernel_in_one_dtype(fake_device: FakeD
     found = fake_device.run("norm")
     assert found["given"] == [["torch.float32", "torch.float32"]] * 3
     assert found["results"] == ["torch.float32"] * 3
+
+
+@pytest.mark.parametrize(
+    "combination", [Combination(), Combination("zero1", num_ranks=2), Combination("full", num_ranks=2)], ids=str
+)
+def test_moments_of_8_bits_are_updated_on_the_device_and_add_no_wait(
+    fake_device: FakeDevice, combination: Combination
+) -> None:
+    exact, ours = run(fake_device, combination), run(fake_device, replace(combination, optimizer="adamw8bit"))
+    assert "refused" not in ours
+    assert ours["syncs"] == exact["syncs"], ours["lines"]
+    states = "optimizer state on cuda"
+    assert ours["memory"].keys() == exact["memory"].keys()
+    assert ours["memory"][states] < 0.75 * exact["memory"][states]  # the embedding keeps float32
 
 
 CLIPPED = [

@@ -19,7 +19,7 @@ from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup
-from genesis.optim import AdamW, Algorithm, GroupedOptimizer, Muon, build_optimizer
+from genesis.optim import AdamW, AdamW8bit, Algorithm, GroupedOptimizer, Muon, build_optimizer
 from genesis_callbacks.testing import run_ranks
 
 with warnings.catch_warnings():
@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 ADAMW, MUON = AdamW(lr=1e-2), Muon(others=AdamW(lr=1e-2))
+ADAMW8BIT = AdamW8bit(lr=1e-2, block=16)
 
 
 def _decoder(has_tied_embeddings: bool = False) -> Decoder:
@@ -193,7 +194,7 @@ def test_torchs_optimizers_go_on_from_our_state() -> None:
         torch.testing.assert_close(mine, other, atol=5e-3, rtol=0)
 
 
-@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("options", [ADAMW, ADAMW8BIT, MUON], ids=["adamw", "adamw8bit", "muon"])
 def test_a_restored_optimizer_goes_on_bit_for_bit(options: Algorithm) -> None:
     straight = _decoder()
     _train(straight, [build_optimizer(straight, options)], range(6))
@@ -213,7 +214,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(options: Algorithm) -> None:
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("options", [ADAMW, ADAMW8BIT, MUON], ids=["adamw", "adamw8bit", "muon"])
 def test_without_a_gradient_nothing_moves_and_no_state_ages(options: Algorithm) -> None:
     decoder = _decoder()
     optimizer = build_optimizer(decoder, options)
@@ -316,7 +317,7 @@ def _train_on_rank(kind: str, options: Algorithm) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "zero"])
-@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("options", [ADAMW, ADAMW8BIT, MUON], ids=["adamw", "adamw8bit", "muon"])
 def test_several_ranks_train_as_one_does(kind: str, options: Algorithm) -> None:
     alone = _decoder()
     _train(alone, [build_optimizer(alone, options)], range(5))
@@ -346,7 +347,7 @@ def _train_few_rows_on_rank(options: Algorithm) -> tuple[list[Tensor], set[float
     return [_whole(parameter) for parameter in model.parameters()], ages
 
 
-@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("options", [ADAMW, ADAMW8BIT, MUON], ids=["adamw", "adamw8bit", "muon"])
 def test_a_rank_that_holds_no_row_of_a_parameter_keeps_step_with_the_others(options: Algorithm) -> None:
     alone, _ = _train_few_rows_on_rank(options)
     for weights, ages in run_ranks(_train_few_rows_on_rank, 2, options):

@@ -1,6 +1,7 @@
 """Every layout restores what others have saved, tensor by tensor, and trains on as one process does."""
 
 import shutil
+from dataclasses import replace
 from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
-from tests.strategies.test_pipeline_runs import HALF, join_weights, train, train_each
+from tests.strategies.test_pipeline_runs import DECODER, HALF, join_weights, train, train_each
 from tests.train.support import run_in_turn, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -42,6 +45,15 @@ PAIRS += [pair for name in COMBINED for pair in (("one", name), (name, "one"))]
 PAIRS += list(zip(COMBINED, [*COMBINED[1:], COMBINED[0]], strict=True))
 STEPS = HALF + 2
 
+EP: dict[str, Any] = {"expert_parallel": 2}
+MIXED: dict[str, tuple[int, dict[str, Any] | None, dict[str, int]]] = {
+    "one of a mixture": (1, None, {}),
+    "ep2tp2": (2, EP | TP, {"tp": 2, "ep": 2}),
+    "dp2ep2tp2": (4, EP | TP, {"dp_shard": 2, "tp": 2, "ep": 2}),
+}
+"""Layouts of a mixture: ranks that share matrices share the experts, too."""
+MIXTURE = replace(DECODER, ffn_dim=None, feed_forward=MixtureConfig(4, 2, 24, shared_ffn_dim=16, balance_loss=0.01))
+
 
 class KeepRestored(pl.Callback):
     """Keeps the weights and the optimizer's state as the first step of this process finds them."""
@@ -61,7 +73,24 @@ class KeepRestored(pl.Callback):
 
 def resume(directory: Path, corpus: Path, layout: str) -> dict[str, Any]:
     keep = KeepRestored()
-    return {**train(directory, corpus, LAYOUTS[layout][1], STEPS, keep), "restored": keep.tensors}
+    found = train(directory, corpus, find_options(layout), STEPS, keep, decoder=find_decoder(layout))
+    return {**found, "restored": keep.tensors}
+
+
+def find_options(layout: str) -> dict[str, Any] | None:
+    return (LAYOUTS | MIXED)[layout][1]
+
+
+def find_decoder(layout: str) -> DecoderConfig:
+    return MIXTURE if layout in MIXED else DECODER
+
+
+def save(directory: Path, corpus: Path, layout: str, max_steps: int) -> dict[str, Any]:
+    return train(directory, corpus, find_options(layout), max_steps, decoder=find_decoder(layout))
+
+
+def save_each(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return run_in_turn(save, cases)
 
 
 def resume_each(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -126,11 +155,22 @@ def test_every_layout_restores_what_others_saved_bit_for_bit_and_trains_on(
     world_size: int,
     restorers: list[str],
 ) -> None:
-    pairs = [pair for pair in PAIRS if pair[1] in restorers]
+    check_pairs(tmp_path, tiny_corpus, saved, straight, world_size, [pair for pair in PAIRS if pair[1] in restorers])
+
+
+def check_pairs(
+    tmp_path: Path,
+    corpus: Path,
+    saved: Path,
+    straight: dict[str, Any],
+    world_size: int,
+    pairs: list[tuple[str, str]],
+) -> None:
+    """Checks that layouts of so many ranks restore what others saved, and train on as one process does."""
     cases = []
     for saver, restorer in pairs:
         shutil.copytree(saved / saver, tmp_path / f"{saver}-{restorer}")
-        cases.append((tmp_path / f"{saver}-{restorer}", tiny_corpus, restorer))
+        cases.append((tmp_path / f"{saver}-{restorer}", corpus, restorer))
     of_ranks = run_ranks(resume_each, world_size, cases, timeout_seconds=900.0)
     for pair, *found in zip(pairs, *of_ranks, strict=True):
         # Read from the files by this process, which was no rank of any run.
@@ -148,3 +188,17 @@ def test_every_layout_restores_what_others_saved_bit_for_bit_and_trains_on(
             assert is_near(tensor, straight["weights"][name]), (pair, name)
         assert {one["position"] for one in found} == {straight["position"]}
         assert all(one["counters"] == straight["counters"] for one in found)
+
+
+def test_ranks_that_share_experts_and_matrices_restore_what_others_saved(tmp_path: Path, tiny_corpus: Path) -> None:
+    saved, found = tmp_path / "saved", {}
+    for name, (size, _, mesh) in MIXED.items():
+        cases: list[tuple[Any, ...]] = [(saved / name, tiny_corpus, name, HALF)]
+        if size == 1:
+            cases.append((tmp_path / "straight", tiny_corpus, name, STEPS))
+        found[name] = run_ranks(save_each, size, cases, timeout_seconds=600.0)
+        assert read_manifest(find_checkpoint(saved / name)).mesh.items() >= mesh.items()
+    straight = found["one of a mixture"][0][1]
+    for name, (size, _, _) in MIXED.items():
+        pairs = [(saver, name) for saver in MIXED if saver != name]
+        check_pairs(tmp_path, tiny_corpus, saved, straight, size, pairs)

@@ -283,6 +283,10 @@ LATENT = replace(BASE, mixers=(LatentAttentionConfig(4, 8, 8, 4, 8),), num_heads
             {"context_parallel": 4, "seq_len": 90},
             "context_parallel 4 does not divide data.seq_len 90; set context_parallel to 2",
         ),
+        (  # 3 would divide the row, and not the heads
+            {"context_parallel": 6, "seq_len": 57},
+            "context_parallel 6 does not divide data.seq_len 57; set context_parallel to 1",
+        ),
         (
             {"decoder": LATENT, "context_parallel": 2},
             "context_parallel is 2, and LatentAttentionConfig does not know how ranks could share its heads",

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from genesis.model.decoder import DecoderConfig
 from genesis.strategies import Sharded
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
@@ -52,9 +53,10 @@ def train(
     *further: pl.Callback,
     optimizer: str = "adamw",
     dropout: float = 0.0,
+    decoder: DecoderConfig = DECODER,
 ) -> dict[str, Any]:
     """Trains to `max_steps`, from the newest checkpoint in `directory` if there is one."""
-    module = GenesisModule(replace(DECODER, dropout=dropout), algorithm_of(optimizer, lr=3e-3))
+    module = GenesisModule(replace(decoder, dropout=dropout), algorithm_of(optimizer, lr=3e-3))
     data = CorpusDataModule(str(corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
     checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=HALF, mode="sync")
     verification = CheckpointVerification()

@@ -4,7 +4,7 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.feed_forward import Dense, DenseConfig
 from genesis.model.initial import fill_normal
 from genesis.model.loss import IGNORE_INDEX, token_losses
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
+from genesis.model.part import Statistics
 from genesis.model.shares import share_matrices
 from genesis.objectives import CrossEntropy
 from genesis.objectives.run_options import RunOptions, check_tensor_share
@@ -38,6 +40,7 @@ from genesis.strategies.layout import ParallelLayout
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.tensor_parallel import MatrixCutter, RowShare
 from genesis.train.module import GenesisModule
+from genesis.train.training_log import WindowFigures
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
@@ -163,6 +166,50 @@ def test_every_gradient_is_that_of_one_process(wanted: dict[str, Found], world_s
             if worst > (1e-5 if CASES[name][0].linear_attention else 2e-6):
                 wrong.append(f"{name}: {where} is off by {worst:.1e}")
     assert not wrong
+
+
+@dataclass(frozen=True)
+class MeasuredConfig(DenseConfig):
+    def build(self, dim: int, layer: int) -> Dense:
+        return Measured(dim, self.ffn_dim)
+
+
+class Measured(Dense):
+    """A part that is cut, and measures its hidden units: each rank has some of them, for the tokens of whole rows."""
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Statistics | None]:
+        hidden = torch.nn.functional.silu(self.gate(x)) * self.up(x)
+        if counted is None:
+            return self.down(hidden), None
+        of_tokens = hidden.float().square().sum(-1) * counted
+        positive = ((hidden > 0).sum(-1) * counted).sum()
+        return self.down(hidden), Statistics({"positive_units": positive}, 0.1 * of_tokens.sum())
+
+
+MEASURED: Case = (replace(DENSE, ffn_dim=None, feed_forward=MeasuredConfig(48)), None, {})
+
+
+def measure(tensor_ranks: int) -> tuple[Found, dict[str, float]]:
+    """Returns the first gradients, and what the parts have counted in the first window."""
+    windows: list[dict[str, float]] = []
+
+    def keep(names: list[str], sums: list[float], **others: Any) -> WindowFigures:
+        windows.append({name: value for name, value in zip(names, sums, strict=True) if "positive_units" in name})
+        return build(names, sums, **others)
+
+    build = WindowFigures.of
+    with mock.patch.object(WindowFigures, "of", keep):
+        found = first_gradients(MEASURED, tensor_ranks)
+    return found, windows[0]
+
+
+@pytest.mark.slow
+def test_a_part_that_is_cut_has_the_statistics_and_the_loss_of_one_process() -> None:
+    ((expected, counts),) = run_ranks(measure, 1, 1)
+    assert len(counts) == DENSE.num_layers
+    for found, own in run_ranks(measure, 2, 2):
+        assert find_worst(found, expected)[0] <= 2e-6
+        assert own == counts
 
 
 HYBRID: Case = (DENSE, None, {"shard": "hybrid", "ranks_per_shard_group": 2})
@@ -373,6 +420,23 @@ def test_what_ranks_cannot_share_is_refused_with_the_nearest_number_that_works(
 ) -> None:
     with pytest.raises(UserError, match=f"^tensor_parallel is {ranks}, and .*{message}"):
         check_tensor_share(run, ranks, 24)
+
+
+@pytest.mark.parametrize(
+    ("num_available", "context_ranks", "remedy"),
+    [
+        (24, 1, "set it to 4"),
+        (24, 2, "set it to 2"),  # which then share the four heads
+        (2, 1, "set it to 2"),  # a pipeline, or replicas, have the other ranks
+        (24, 3, "set it to 1, and context_parallel 3 to 1"),
+    ],
+)
+def test_the_nearest_number_leaves_the_other_axes_what_they_have(
+    num_available: int, context_ranks: int, remedy: str
+) -> None:
+    run = RunOptions(DENSE, CrossEntropy)
+    with pytest.raises(UserError, match=rf"so many ranks cannot share num_heads 4: {remedy}$"):
+        check_tensor_share(run, 8, num_available, context_ranks)
 
 
 def test_rows_that_ranks_cannot_share_are_refused_where_they_are_cut() -> None:

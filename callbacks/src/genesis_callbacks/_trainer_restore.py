@@ -38,6 +38,7 @@ from .checkpoint.collect import (
     prepare_optimizer,
 )
 from .checkpoint.device import apply_rng_state, read_rng_state
+from .checkpoint.device_proof import THREADS_KEY
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.ranks import Ranks
@@ -192,7 +193,13 @@ class Restore:
                 allow_changed=allow_changed,
             )
             check_drift(self.manifest, differences, policy)
-            warned = [difference.text for difference in differences if difference.verdict == "warned"]
+            # Another number of ranks adds in another order in any case.
+            has_same_ranks = self.manifest.world_size == self._ranks.world_size
+            warned = [
+                difference.text
+                for difference in differences
+                if difference.verdict == "warned" and (has_same_ranks or difference.key != THREADS_KEY)
+            ]
             return warned, [difference.text for difference in differences if difference.verdict == "allowed"]
 
         warned, allowed = self._ranks.attempt_and_gather(
@@ -201,7 +208,7 @@ class Restore:
         self._changed = (*allowed, *warned)
         if warned:
             rank_zero_warn(
-                f"{self.path.name} was saved with other packages, or on a device with other proofs, so that this "
+                f"{self.path.name} was saved with other packages, threads or proofs of the device, so that this "
                 f"run may not continue bit for bit: {'; '.join(warned)}",
                 category=DriftWarning,
             )

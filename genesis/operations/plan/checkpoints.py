@@ -36,7 +36,7 @@ def count_checkpoints(model: Model, workload: Workload, saves: SaveOptions, num_
         weights += size
         if not parameter.is_trained:  # such as the bias that balances experts
             continue
-        states += workload.optimizer.count_moments(parameter.group) * size
+        states += sum(parameter.list_moment_bytes(workload.optimizer))
     checkpoint = weights + (states if saves.has_optimizer else 0)
     num_kept = _count_kept(saves, num_steps)
     disk = None if num_kept is None else num_kept * checkpoint + base

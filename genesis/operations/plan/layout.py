@@ -11,7 +11,13 @@ from genesis.model.expert_share import check_expert_share
 from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
-from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
+from genesis.objectives.run_options import (
+    RunOptions,
+    check_context_share,
+    check_optimizer_offload,
+    check_pipeline,
+    check_tensor_share,
+)
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
@@ -135,6 +141,7 @@ class Workload:
         teacher_bytes: Bytes of an element of its weights.
         teacher_top_k: Ids whose probabilities are kept for each token.
         num_answer_rows: Answers that a rank writes at the same time.
+        scores_without_adapters: Whether each micro-batch also has a forward without adapters, for a reference.
         max_grad_norm: Whether gradients are clipped does not change memory: they are scaled in place.
     """
 
@@ -154,6 +161,7 @@ class Workload:
     teacher_bytes: int = FLOAT32_BYTES
     teacher_top_k: int = 64
     num_answer_rows: int = 0
+    scores_without_adapters: bool = False
 
     @property
     def rows_per_sequence(self) -> int:
@@ -198,9 +206,12 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         whole_matrices=whole,
         seq_len=workload.seq_len,
         has_nf4=workload.base.is_nf4,
+        row_block=workload.optimizer.row_block,
     )
+    check_optimizer_offload(run, layout.optimizer_offload)
     if layout.tensor_parallel > 1:
-        check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
+        num_free = layout.ranks_per_shard_group // layout.context_parallel
+        check_tensor_share(run, layout.tensor_parallel, num_free, layout.context_parallel)
     if layout.context_parallel > 1:
         check_context_share(run, layout.context_parallel, layout.tensor_parallel)
     if layout.pipeline_parallel > 1:

@@ -174,6 +174,7 @@ def read_recipe(
         teacher_bytes=teacher_bytes,
         teacher_top_k=64 if running is None else running.top_k,
         num_answer_rows=num_rows,
+        scores_without_adapters=adapter is not None and objective.scores_without_adapters(options),
     )
     if seq_len > decoder.max_seq_len:
         raise UserError(

@@ -103,16 +103,22 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         link = find_link("experts", layout, bandwidths)
         exposed += _time_rows(workload, layout, tokens, passes) / link.bytes_per_second
     axes = time_axes(workload, layout, bandwidths, compute, passes)
+    if workload.scores_without_adapters:
+        # A pipeline runs these forwards one micro-batch after the other: a rank waits for the layers of the others.
+        scoring = tokens * count_flops_per_token(workload.decoder, workload.seq_len) / 3.0 / rate.flops_per_second
+        axes = replace(axes, bubble=axes.bubble + (layout.pipeline_parallel - 1) * scoring)
+        compute += scoring
     exposed += axes.total
     offload = 0.0
     if layout.cpu_offload:
         trained = timeline.on_host.weights
-        elements = trained / FLOAT32_BYTES
+        elements = trained // FLOAT32_BYTES
         copies = 2 * num_micro_batches * (trained + timeline.on_host.frozen) / bandwidths.to_device.bytes_per_second
         copies += trained / bandwidths.to_host.bytes_per_second
         # The gradient is read; the weight and its moments are read and written.
-        of_update = FLOAT32_BYTES * (3 + 2 * len(workload.optimizer.parts[0].moments))
-        offload = max(0.0, copies - compute) + elements * of_update / _HOST_BYTES_PER_SECOND
+        of_moments = sum(workload.optimizer.parts[0].list_moment_bytes((elements,), FLOAT32_BYTES))
+        of_update = 3 * FLOAT32_BYTES * elements + 2 * of_moments
+        offload = max(0.0, copies - compute) + of_update / _HOST_BYTES_PER_SECOND
     offload += _time_states(timeline.state.moved, workload, bandwidths)
     seconds = compute + exposed + offload
     return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds, axes)

@@ -17,6 +17,7 @@ from genesis.model.part import ParameterGroup
 from genesis.model.shares import share_matrices
 from genesis.operations.plan.layout import FLOAT32_BYTES, Layout, Workload, parameter_bytes
 from genesis.operations.plan.stand_ins import EvenMatrices, EvenRows
+from genesis.optim.algorithm import Algorithm
 from genesis.optim.offload import choose
 
 
@@ -72,6 +73,17 @@ class Parameter:
         if num_shards == 1 or not shape:
             return math.prod(shape)
         return -(-shape[0] // num_shards) * math.prod(shape[1:])
+
+    def list_moment_bytes(self, optimizer: Algorithm, layout: Layout | None = None) -> list[int]:
+        """Returns the bytes of each moment: of the first rank, or of the whole parameter without a layout."""
+        shape = self.shape
+        if layout is not None and shape:
+            num_cut, dim = self.cut or (1, 0)
+            width = shape[-1] // num_cut if dim == len(shape) - 1 else shape[-1]
+            shape = (
+                (-(-self.local_elements(layout) // width), width) if len(shape) > 1 else (self.local_elements(layout),)
+            )
+        return optimizer.of(self.group).list_moment_bytes(shape, self.element_bytes)
 
     def num_shards(self, layout: Layout) -> int:
         """Returns the ranks whose shards are gathered together."""
@@ -213,17 +225,16 @@ def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layou
     if not layout.optimizer_offload or layout.strategy == "zero1":
         return 0
     sizes = [
-        workload.optimizer.count_moments(one.group) * _round(one.local_elements(layout) * one.element_bytes, rounded_to)
-        for one in trained
+        sum(_round(size, rounded_to) for size in one.list_moment_bytes(workload.optimizer, layout)) for one in trained
     ]
     return sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))
 
 
 def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
     def states(parameter: Parameter) -> int:
-        moment = _round(parameter.local_elements(layout) * parameter.element_bytes, rounded_to)
-        algorithm = workload.optimizer.of(parameter.group)
-        return len(algorithm.moments) * moment + algorithm.counts_steps * _round(FLOAT32_BYTES, rounded_to)
+        moments = sum(_round(size, rounded_to) for size in parameter.list_moment_bytes(workload.optimizer, layout))
+        counts_steps = workload.optimizer.of(parameter.group).counts_steps
+        return moments + counts_steps * _round(FLOAT32_BYTES, rounded_to)
 
     if layout.strategy != "zero1":
         return sum(map(states, trained))

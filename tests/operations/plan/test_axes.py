@@ -12,6 +12,7 @@ from genesis.base.errors import UserError
 from genesis.cli.plan import main
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.objectives.find import find_objective
 from genesis.objectives.preference import DPO
 from genesis.operations.plan.axes import is_in_node, list_places, time_axes
 from genesis.operations.plan.bandwidths import Bandwidth, Bandwidths
@@ -19,7 +20,7 @@ from genesis.operations.plan.bill import GATHERED, RECEIVED
 from genesis.operations.plan.choose import Recommendation, recommend
 from genesis.operations.plan.layout import Layout, Workload
 from genesis.operations.plan.remedies import Budget
-from genesis.operations.plan.speed import Rate, time_step
+from genesis.operations.plan.speed import Rate, flops_per_token, time_step
 from genesis.operations.plan.state import build_model
 from genesis.operations.plan.timeline import play_step
 
@@ -189,6 +190,35 @@ def test_ranks_that_read_the_same_data_share_its_products() -> None:
     alone = time_step(work, Layout("full", 2, 2), RATE, SERVERS)
     staged = time_step(work, Layout("full", 4, 2, pipeline_parallel=2), RATE, SERVERS)
     assert staged.compute_seconds == pytest.approx(alone.compute_seconds / 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_forwards_without_adapters_wait_for_every_stage_of_a_pipeline(stages: int) -> None:
+    work = workload(SMALL, adapter=AdapterConfig(rank=4), objective=DPO, global_batch_size=16)
+    layout = Layout("full", 4, 4 // stages, pipeline_parallel=stages)
+    without, times = (
+        time_step(replace(work, scores_without_adapters=scores), layout, RATE, SERVERS) for scores in (False, True)
+    )
+    of_rank = work.tokens_per_step / 4 * flops_per_token(replace(work, adapter=None)) / 3 / RATE.flops_per_second
+    assert times.compute_seconds - without.compute_seconds == pytest.approx(of_rank)
+    assert times.axes.bubble - without.axes.bubble == pytest.approx((stages - 1) * of_rank)
+    assert times.seconds - without.seconds == pytest.approx(stages * of_rank)
+
+
+@pytest.mark.parametrize(
+    ("objective", "scores"),
+    [
+        ({"class_path": "genesis.objectives.DPO"}, True),
+        ({"class_path": "genesis.objectives.DPO", "init_args": {"reference": "runs/base"}}, False),
+        ({"class_path": "genesis.objectives.GSPO", "init_args": {"kl": 0.1}}, True),
+        ({"class_path": "genesis.objectives.GSPO", "init_args": {"kl": 0.0}}, False),
+    ],
+)
+def test_an_objective_knows_from_a_recipe_whether_it_scores_without_adapters(
+    objective: dict[str, Any], scores: bool
+) -> None:
+    found = find_objective(objective)
+    assert found.scores_without_adapters(objective.get("init_args", {})) is scores
 
 
 @pytest.mark.parametrize(

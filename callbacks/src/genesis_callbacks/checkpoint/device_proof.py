@@ -1,4 +1,4 @@
-"""A proof at the start of a fit that the accelerator does what saves need: under two seconds, and nothing on the CPU.
+"""A proof at the start of a fit that the accelerator does what saves need: under two seconds, and on the CPU no proof.
 
 The engine proves two things: digests on the device equal those on the CPU, for every dtype, and a copy through pinned
 memory returns the same bytes. An application adds its own proofs (`DeviceProof`). A proof that fails is named in a
@@ -18,6 +18,7 @@ from .device import DevicePath, PinError, build_stream, is_host, name_device, re
 from .digest import DigestScratch, digest_chunk
 from .stage import SharedBuffer, place_shards
 
+THREADS_KEY = "device.threads"
 _DTYPE_NAMES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
@@ -56,7 +57,7 @@ class DeviceReport:
     """The results of the proofs on a device.
 
     Attributes:
-        environment: Entries for the manifest; empty on the CPU.
+        environment: Entries for the manifest; on the CPU only the number of threads, which decides how it adds.
         failures: One line for the user for each proof that failed.
         path: The path that saves take on the device.
         wrong: Names of the operations with other results than on the CPU. The other failures are of operations that the
@@ -72,7 +73,7 @@ class DeviceReport:
 def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> DeviceReport:
     """Returns the results of the engine's own proofs and of `others` on `device`. No communication."""
     if is_host(device):
-        return DeviceReport()
+        return DeviceReport({THREADS_KEY: str(torch.get_num_threads())})
     proofs = (
         DeviceProof("digests", "device", "host", _prove_digests),
         DeviceProof("copies", "pinned", "pageable", _prove_copies),
