@@ -8,11 +8,11 @@ process starts fast.
 
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,14 +129,14 @@ def compile_grammar(text: str, tokenizer: Tokenizer, vocab_size: int, stop_ids: 
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
-    tokens = _build_tokens(library, tokenizer, vocab_size, frozenset(stop_ids))
+    tokens = _build_tokens(library, cast("Hashable", tokenizer), vocab_size, frozenset(stop_ids))
     grammar = TokenGrammar(library.LLMatcher(tokens, text, log_level=0, limits=limits), vocab_size)
     grammar.copy().mask()  # a grammar that no text follows is refused now
     return grammar
 
 
 @lru_cache(maxsize=4)
-def _build_tokens(library: Any, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> Any:
+def _build_tokens(library: Any, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> Any:
     """Returns the library's form of a vocabulary, which takes a tenth of a second."""
     spellings = [
         _CONTROL_MARK + piece.encode() if tokenizer.is_control(token) else tokenizer.decode_bytes([token])

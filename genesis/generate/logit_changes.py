@@ -25,9 +25,7 @@ class LogitChanges:
         device: The device of the logits.
     """
 
-    def __init__(
-        self, options: SamplingOptions, prompt: Sequence[int], vocab_size: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, options: SamplingOptions, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self._options = options
         self._counts = torch.zeros(vocab_size, device=device)
         has_token = torch.zeros(vocab_size, dtype=torch.bool)

@@ -103,7 +103,7 @@ class ChatForm:
     def whole(self, part: Part, echo: str) -> dict[str, Any]:
         """Returns the message."""
         found, finish_reason = self._read(part)
-        message = {"role": "assistant", "content": found.content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.calls:
             message |= {"content": found.content or None, "tool_calls": found.calls}
         return self._describe(part._replace(finish_reason=finish_reason), "message", message)

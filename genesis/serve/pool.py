@@ -38,7 +38,7 @@ class Limits:
     max_models: int = 2
     max_request_seconds: float = 600.0
     max_write_seconds: float = 30.0
-    prefix_bytes: int = 2**29
+    prefix_bytes: int = 500_000_000
 
     def __post_init__(self) -> None:
         for name, least in (("max_concurrent", 1), ("max_queue", 0), ("max_models", 1), ("prefix_bytes", 0)):

@@ -94,6 +94,7 @@ class ToolReader:
     def __init__(self, form: ToolForm, tools: Tools) -> None:
         self._form, self._tools = form, tools
         self._held = ""
+        self._space = ""  # before the call that has begun; text if it is no call
         self._opening: str | None = None  # of the call that has begun
         self._num_searched = 0
         self._has_content = False
@@ -114,10 +115,10 @@ class ToolReader:
             found = parse_calls(body, self._form, self._tools)
             if found is None:
                 closing = self._form.end if self._form.end and self._is_closed else ""
-                content += self._opening + body + (closing or "")
+                content += self._space + self._opening + body + (closing or "")
             else:
                 calls += [self._describe(call) for call in found]
-            self._opening = None
+            self._opening, self._space = None, ""
         self._has_content = self._has_content or bool(content)
         return ToolText(content, calls)
 
@@ -134,7 +135,9 @@ class ToolReader:
         if place >= 0:
             self._opening, self._num_searched = form.begin, 0
             self._held = held[place + len(form.begin) :]
-            return held[:place].rstrip()
+            shown = held[:place].rstrip()
+            self._space = held[len(shown) : place]
+            return shown
         shown = len(held) if is_last else len(held) - count_held(held, [form.begin])
         if not is_last:
             shown = len(held[:shown].rstrip())
