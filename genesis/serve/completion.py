@@ -119,7 +119,9 @@ class Completion:
             if opening is not None:
                 yield _event({**self._head, **usage, "choices": [opening]})
         async for part in self._parts():
-            yield _event({**self._head, **usage, "choices": [self._form.piece(part)]})
+            piece = self._form.piece(part)
+            if piece is not None:
+                yield _event({**self._head, **usage, "choices": [piece]})
         if self._asked.has_usage:
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield _END

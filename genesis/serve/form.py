@@ -30,8 +30,8 @@ class Form(Protocol):
     def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
         """Returns the choice in a stream's first event, before any text; None if there is no such event."""
 
-    def piece(self, part: Part) -> dict[str, Any]:
-        """Returns the choice in an event of a stream."""
+    def piece(self, part: Part) -> dict[str, Any] | None:
+        """Returns the choice in an event of a stream; None if there is nothing to send yet."""
 
     def whole(self, part: Part, echo: str) -> dict[str, Any]:
         """Returns the choice in a response that is not a stream."""
@@ -92,12 +92,14 @@ class ChatForm:
         """Returns the role, without text."""
         return self._describe(Part(choice, Shown("", []), None), "delta", {"role": "assistant", "content": ""})
 
-    def piece(self, part: Part) -> dict[str, Any]:
+    def piece(self, part: Part) -> dict[str, Any] | None:
         """Returns the new text, and the calls that it completes, each of them whole."""
         found, finish_reason = self._read(part)
         first = self._readers[part.choice].num_calls - len(found.calls) if found.calls else 0
         calls = [{"index": index, **call} for index, call in enumerate(found.calls, start=first)]
         delta = {**({"content": found.content} if found.content else {}), **({"tool_calls": calls} if calls else {})}
+        if not delta and finish_reason is None and self._num_top_logprobs is None:
+            return None
         return self._describe(part._replace(finish_reason=finish_reason), "delta", delta)
 
     def whole(self, part: Part, echo: str) -> dict[str, Any]:
