@@ -104,7 +104,9 @@ class TokenGrammar:
     def _check(self) -> None:
         problem = self._matcher.get_error()
         if problem:
-            line = _PLACE.sub("", problem.split("\n")[0]).removeprefix("failed to compile JSON schema: ")
+            lines = problem.split("\n")
+            named = (line for line in lines if line.startswith("error: "))  # under the expression that it is about
+            line = _PLACE.sub("", next(named, lines[0])).removeprefix("failed to compile JSON schema: ")
             line = "no text follows it" if line.startswith("NoExtension") else line[:_MAX_PROBLEM_CHARS]
             raise UserError(f"cannot be followed: {line}; change or simplify it")
 

@@ -283,7 +283,7 @@ def _read_tool_choice(
 
 
 def _read_grammar(fields: Fields) -> tuple[str | None, str | None]:
-    """Returns the field that says what the text must follow, and the grammar; None without one."""
+    """Returns the grammar that the text must follow, after the field that it comes from; None without one."""
     found = [("response_format", _read_response_format(fields)), ("structured_outputs", _read_structure(fields))]
     given = [(name, grammar) for name, grammar in found if grammar is not None]
     if len(given) > 1:

@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
 
 class ToolText(NamedTuple):
-    """What can be sent of an answer: its text outside of calls, and the calls, in the form of OpenAI's API."""
+    """The part of an answer that can be sent: its text outside of calls, and the calls, in the form of OpenAI's API."""
 
     content: str
     calls: list[dict[str, Any]]
