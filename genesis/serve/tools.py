@@ -135,9 +135,9 @@ class ToolReader:
         if place >= 0:
             self._opening, self._num_searched = form.begin, 0
             self._held = held[place + len(form.begin) :]
-            shown = held[:place].rstrip()
-            self._space = held[len(shown) : place]
-            return shown
+            before = held[:place].rstrip()
+            self._space = held[len(before) : place]
+            return before
         shown = len(held) if is_last else len(held) - count_held(held, [form.begin])
         if not is_last:
             shown = len(held[:shown].rstrip())
