@@ -1,9 +1,11 @@
 """`genesis generate`."""
 
+import json
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from genesis.base.arguments import Parser, read_text
 from genesis.base.errors import UserError
@@ -11,6 +13,7 @@ from genesis.cli.chat import run_chat
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.surroundings import own_output
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
+from genesis.generate.grammar import compile_grammar, write_schema
 from genesis.generate.ids import build_writer, parse_ids, write_ids
 from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sampling_options import SamplingOptions
@@ -70,7 +73,15 @@ def main(argv: list[str]) -> int:
     arguments = _build_parser().parse_args(argv)
     options = GenerateOptions(
         max_new_tokens=arguments.max_new_tokens,
-        sampling=SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p),
+        sampling=SamplingOptions(
+            arguments.temperature,
+            arguments.top_k,
+            arguments.top_p,
+            arguments.min_p,
+            arguments.presence_penalty,
+            arguments.frequency_penalty,
+            arguments.repetition_penalty,
+        ),
         seed=arguments.seed,
         has_cache=not arguments.no_cache,
     )
@@ -81,10 +92,18 @@ def main(argv: list[str]) -> int:
         raise UserError("--system and --chat_template belong to a chat: add --chat")
     if arguments.chat and arguments.prompt_ids:
         raise UserError("--chat takes text: give --prompt instead of --prompt_ids")
+    schema = None if arguments.json_schema is None else _read_schema(arguments.json_schema)
     loaded = load_decoder(
         arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype, chat_template=arguments.chat_template
     )
     stop_ids = frozenset(read_token(text, loaded) for text in arguments.eos_id or ()) or loaded.stop_ids
+    if schema is not None:
+        vocab_size = loaded.decoder.config.vocab_size
+        try:
+            grammar = compile_grammar("start: " + write_schema(schema), loaded.text_tokenizer, vocab_size, stop_ids)
+        except UserError as error:
+            raise UserError(f"--json_schema {arguments.json_schema} {error}") from None
+        options = replace(options, grammar=grammar)
     if arguments.chat:
         return run_chat(arguments, loaded, options, stop_ids)
     prompts, shown = _read_prompts(arguments, loaded)
@@ -108,6 +127,21 @@ def read_token(text: str, loaded: Loaded) -> int:
     if len(ids) != 1:
         raise UserError(f"--eos_id is {text!r}: give an id below {vocab_size}, or the spelling of one token")
     return ids[0]
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    """Returns a JSON schema in a file.
+
+    Raises:
+        UserError: The file cannot be read, or is no JSON object.
+    """
+    try:
+        schema = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read --json_schema {path}: {error}; give a file with a JSON schema") from None
+    if not isinstance(schema, dict):
+        raise UserError(f"--json_schema {path} is no JSON object; give a file with a JSON schema")
+    return schema
 
 
 def _read_prompts(arguments: Namespace, loaded: Loaded) -> tuple[list[tuple[int, ...]], list[str]]:
@@ -159,6 +193,16 @@ def _build_parser() -> Parser:
     add("--temperature", type=float, default=1.0, help="divisor of the logits; 0 selects the most likely token")
     add("--top_k", type=int, help="sample only from the k most likely tokens")
     add("--top_p", type=float, default=1.0, help="sample only from the most likely tokens that reach this probability")
+    add("--min_p", type=float, default=0.0, help="sample only tokens with this share of the largest probability")
+    add("--presence_penalty", type=float, default=0.0, help="what the logit of a token loses if the new text has it")
+    add("--frequency_penalty", type=float, default=0.0, help="what it loses each time that the new text has the token")
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="divisor of the logit of a token that the prompt or the new text has",
+    )
+    add("--json_schema", type=Path, help="file of a JSON schema that each text follows; needs the extra `grammar`")
     add("--seed", type=int, default=0, help="sampling seed; a seed and prompt give the same text in any batch")
     add("--no_cache", action="store_true", help="recompute the whole text for each token, without a cache")
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")

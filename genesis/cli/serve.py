@@ -1,5 +1,6 @@
 """`genesis serve`."""
 
+import math
 import os
 import signal
 from dataclasses import replace
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
         max_models=_count_models(arguments.max_models, len(adapters)),
         max_request_seconds=arguments.max_request_seconds,
         max_write_seconds=arguments.max_write_seconds,
+        prefix_bytes=_read_prefix_bytes(arguments.prefix_cache_gb),
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model, adapters)
@@ -103,6 +105,12 @@ def _read_adapters(values: list[str]) -> dict[str, Path]:
             raise UserError(f"--adapter has the name {name!r} twice: give another one")
         adapters[name] = Path(path)
     return adapters
+
+
+def _read_prefix_bytes(gigabytes: float) -> int:
+    if not 0.0 <= gigabytes < math.inf:
+        raise UserError(f"--prefix_cache_gb is {gigabytes}: give gigabytes, or 0 to compute all prompts")
+    return int(gigabytes * 1e9)
 
 
 def _count_models(given: int | None, num_adapters: int) -> int:
@@ -184,6 +192,13 @@ def _build_parser() -> Parser:
         type=int,
         help=f"models in memory at once, each with its own cache; default {limits.max_models}, or the base and "
         "all its adapters",
+    )
+    add(
+        "--prefix_cache_gb",
+        type=float,
+        default=limits.prefix_bytes / 1e9,
+        help="memory of each model for computed beginnings of prompts, which prompts with the same beginning use; "
+        f"default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
     )
     add("--max_request_seconds", type=float, default=limits.max_request_seconds, help="time limit of a request")
     add(

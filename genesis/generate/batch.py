@@ -12,14 +12,18 @@ B  texts of a forward     V  vocabulary
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from genesis.base.device import send
 from genesis.base.errors import UserError, numbered
+from genesis.generate.logit_changes import LogitChanges
+from genesis.generate.prefix_store import BLOCK_TOKENS, PrefixStore, name_blocks
 from genesis.generate.sample import RowSampler
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
@@ -28,6 +32,24 @@ from genesis.model.language_model import project
 DEFAULT_NEW_TOKENS = 256
 _NO_TOKEN = -1
 """Stands in for a token that could not be sampled."""
+
+
+class Grammar(Protocol):
+    """What a text must follow, and how far it has come."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Returns for each token of the vocabulary whether it may come next.
+
+        Raises:
+            UserError: The grammar takes too much work.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Adds the next token, and returns whether the text is complete: nothing may follow.
+
+        Raises:
+            UserError: The grammar takes too much work.
+        """
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,8 @@ class Request:
         sampling: Which tokens may be sampled.
         seed: Seed of the random generator of this text.
         num_top_logprobs: Number of most likely tokens whose log-probabilities come with each new token.
+        grammar: What the text must follow, at the beginning of this text; None for any text.
+        scope: Only requests of the same scope use each other's beginnings of prompts.
     """
 
     prompt: Sequence[int]
@@ -47,13 +71,16 @@ class Request:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     seed: int = 0
     num_top_logprobs: int = 0
+    grammar: Grammar | None = None
+    scope: str = ""
 
 
 class NewToken(NamedTuple):
     """One new token.
 
     `log_prob` and `top_logprobs` (most likely first) are natural logarithms of the model's own distribution, before
-    temperature, top-k and top-p. If the model's logits are not finite, the text ends and `log_prob` is NaN.
+    grammar, bias, penalties, temperature, min-p, top-k and top-p. If the model's logits are not finite, the text ends
+    and `log_prob` is NaN.
     """
 
     request: int
@@ -62,6 +89,12 @@ class NewToken(NamedTuple):
     log_prob: float
     top_logprobs: tuple[tuple[int, float], ...]
     is_last: bool
+    is_complete: bool = False
+    """Whether the text ends here because its grammar has no more to come."""
+    num_stored: int = 0
+    """With the first token of a text, the number of the prompt's tokens that were not computed again."""
+    failure: UserError | None = None
+    """Why the text cannot go on; then there is no token."""
 
 
 @dataclass
@@ -72,6 +105,11 @@ class _Row:
     end: int
     """Number of tokens at which the text has to end."""
     generator: torch.Generator
+    changes: LogitChanges | None
+    num_read: int
+    """The number of tokens that stay in the row's cache when the rest of the prompt is read."""
+    num_stored: int = 0
+    failure: UserError | None = None
 
     def draw_uniform(self) -> float:
         """Returns the next random number of the text's own generator; greedy texts use no random numbers."""
@@ -96,6 +134,8 @@ class Batch:
         read_tokens: Number of tokens of prompts that a forward reads, with padding; a longer prompt is read by itself.
             None to read all new prompts together.
         head: The head that computes logits, as `Decoder.forward` takes it.
+        has_blocks: Whether whole blocks of a prompt are read one by one, as `PrefixStore` needs it.
+        store: The blocks that were computed before; None to compute all.
     """
 
     def __init__(
@@ -109,9 +149,12 @@ class Batch:
         prefix: Sequence[int] = (),
         read_tokens: int | None = None,
         head: Callable[[Tensor, Tensor], Tensor] = project,
+        has_blocks: bool = False,
+        store: PrefixStore | None = None,
     ) -> None:
         assert not decoder.training, "dropout would be part of the text"
-        assert has_cache or not prefix, "without a cache every text is computed whole"
+        assert has_cache or not (prefix or has_blocks), "without a cache every text is computed whole"
+        assert has_blocks or store is None, "only blocks are stored"
         self._decoder, self._num_rows, self._stop_ids = decoder, num_rows, frozenset(stop_ids)
         self._num_slots = decoder.config.max_seq_len if num_slots is None else num_slots
         weight = decoder.output_weight
@@ -123,6 +166,7 @@ class Batch:
         self._newcomers: list[_Row] = []
         self._num_added = 0
         self._prefix, self._read_tokens, self._head = list(prefix), read_tokens, head
+        self._has_blocks, self._store = has_blocks, store
         if prefix:
             self._read_prefix()
 
@@ -143,7 +187,10 @@ class Batch:
         (budget,) = plan_budgets([len(request.prompt)], request.max_new_tokens, self._num_slots)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         end = len(request.prompt) + budget
-        row = _Row(self._num_added, request, prompt, end, generator)
+        changes = None
+        if request.sampling.changes_logits:
+            changes = LogitChanges(request.sampling, prompt, self._decoder.config.vocab_size, self._device)
+        row = _Row(self._num_added, request, prompt, end, generator, changes, num_read=start)
         self._num_added += 1
         self._newcomers.append(row)
         return row.handle
@@ -168,8 +215,10 @@ class Batch:
         if self._newcomers:
             self._rows += self._newcomers
             self._newcomers, self._sampler = [], None
-            for start, stop in self._plan_reads(num_old):
-                logits.append(self._read(start, [row.text for row in self._rows[start:stop]]))
+            if self._has_blocks:
+                for index in range(num_old, len(self._rows)):
+                    self._read_blocks(index)
+            logits += [self._read(start, stop) for start, stop in self._plan_reads(num_old)]
         if not logits:
             return []
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -196,7 +245,7 @@ class Batch:
     def _continue(self) -> Float[Tensor, "B V"]:
         """Returns the logits after the last token of the running texts."""
         if self._cache is None:
-            return self._read(0, [row.text for row in self._rows])
+            return self._read(0, len(self._rows))
         cache = self._cache.view(0, len(self._rows))
         logits: Tensor = self._decoder(self._last_tokens[: len(self._rows)].unsqueeze(1), cache=cache, head=self._head)
         cache.advance(1)
@@ -212,20 +261,45 @@ class Batch:
         first.advance(len(self._prefix))
         self._cache.share()
 
+    @torch.no_grad()
+    def _read_blocks(self, index: int) -> None:
+        """Reads the whole blocks of a new row's prompt, or takes them from the store."""
+        assert self._cache is not None
+        row, cache = self._rows[index], self._cache.view(index, index + 1)
+        names = name_blocks(row.text, row.request.scope)
+        stored = [] if self._store is None else self._store.find(names)
+        nothing = send(torch.empty(0, dtype=torch.int64), self._device)
+        for number, name in enumerate(names):
+            start, stop = number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS
+            if number < len(stored):
+                cache.put_slots(start, stop, stored[number])
+            else:
+                block = send(torch.tensor([row.text[start:stop]]), self._device)
+                self._decoder(block, cache=cache, logits_to_keep=nothing)
+                if self._store is not None:
+                    self._store.add(name, cache.copy_slots(start, stop))
+            cache.advance(BLOCK_TOKENS)
+        row.num_read, row.num_stored = len(names) * BLOCK_TOKENS, len(stored) * BLOCK_TOKENS
+
     def _plan_reads(self, first: int) -> Iterator[tuple[int, int]]:
-        """Yields the beginning and the end of each group of rows, from `first` on, whose texts one forward reads."""
+        """Yields the beginning and the end of each group of rows, from `first` on, whose texts one forward reads.
+
+        All rows of a group begin at the same place: padding behind a longer one would need slots that it does not have.
+        """
         start, longest = first, 0
         for index in range(first, len(self._rows)):
-            longest = max(longest, len(self._rows[index].text) - len(self._prefix))
+            row = self._rows[index]
+            length = len(row.text) - row.num_read
+            longest = max(longest, length)
             is_full = self._read_tokens is not None and (index + 1 - start) * longest > self._read_tokens
-            if is_full and index > start:
+            if index > start and (is_full or row.num_read != self._rows[start].num_read):
                 yield start, index
-                start, longest = index, len(self._rows[index].text) - len(self._prefix)
+                start, longest = index, length
         yield start, len(self._rows)
 
-    def _read(self, start: int, texts: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
-        """Returns the logits after the last token of whole texts, which are in the rows from `start` on."""
-        texts = [text[len(self._prefix) :] for text in texts]
+    def _read(self, start: int, stop: int) -> Float[Tensor, "B V"]:
+        """Returns the logits after the last token of whole texts, which are in the rows from `start` to `stop`."""
+        texts = [row.text[row.num_read :] for row in self._rows[start:stop]]
         lengths = torch.tensor([len(text) for text in texts])
         input_ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.int64)  # padding is never attended
         for line, text in zip(input_ids, texts, strict=True):
@@ -251,21 +325,51 @@ class Batch:
             drawn = [row.draw_uniform() for row in self._rows]
             uniforms = send(torch.tensor(drawn, dtype=torch.float64), self._device)
         logits = logits.float()
-        tokens = self._sampler.draw(logits, uniforms)
+        tokens = self._sampler.draw(self._change(logits), uniforms)
+        for index, row in enumerate(self._rows):
+            if row.changes is not None:
+                row.changes.add(tokens[index : index + 1])
         self._last_tokens[: len(tokens)] = tokens
         num_top = min(max(row.request.num_top_logprobs for row in self._rows), logits.shape[1])
         figures = _gather_figures(logits, tokens, num_top).cpu().tolist()  # the step's only wait for the device
         return [self._describe(row, *of_row) for row, of_row in zip(self._rows, figures, strict=True)]
 
+    def _change(self, logits: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """Returns the logits that tokens are sampled from, by each text's penalties, bias and grammar."""
+        rows = [(index, row) for index, row in enumerate(self._rows) if row.changes or row.request.grammar]
+        logits = logits.clone() if rows else logits
+        for index, row in rows:
+            if row.changes is not None:
+                logits[index] = row.changes.apply(logits[index])
+            if row.request.grammar is not None:
+                try:
+                    mask = row.request.grammar.mask()
+                except UserError as error:  # of this text alone
+                    row.failure = error
+                else:
+                    logits[index].masked_fill_(send(torch.from_numpy(~mask), self._device), -math.inf)
+        return logits
+
     def _describe(self, row: _Row, token: float, log_prob: float, *top: float) -> NewToken:
+        is_complete = False
+        if row.failure is None and row.request.grammar is not None and not math.isnan(log_prob):
+            try:
+                is_complete = row.request.grammar.accept(int(token))
+            except UserError as error:
+                row.failure = error
+        if row.failure is not None:
+            return NewToken(row.handle, _NO_TOKEN, log_prob, (), is_last=True, failure=row.failure)
         if math.isnan(log_prob):  # no token can be sampled; the other texts continue
             return NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True)
         row.text.append(int(token))
         ids, values = top[: len(top) // 2], top[len(top) // 2 :]
         asked = slice(row.request.num_top_logprobs)
         top_logprobs = tuple(zip(map(int, ids[asked]), values[asked], strict=True))
-        is_last = int(token) in self._stop_ids or len(row.text) == row.end
-        return NewToken(row.handle, int(token), log_prob, top_logprobs, is_last)
+        is_last = is_complete or int(token) in self._stop_ids or len(row.text) == row.end
+        num_stored, row.num_stored = row.num_stored, 0
+        return NewToken(
+            row.handle, int(token), log_prob, top_logprobs, is_last, is_complete=is_complete, num_stored=num_stored
+        )
 
 
 def _gather_figures(
@@ -289,8 +393,10 @@ def check_is_number(token: NewToken) -> None:
     """Checks that a token could be sampled.
 
     Raises:
-        UserError: The model's logits were not finite.
+        UserError: The model's logits were not finite, or the grammar takes too much work.
     """
+    if token.failure is not None:
+        raise token.failure
     if math.isnan(token.log_prob):
         raise UserError("the model's logits are not numbers: its weights have diverged; use an earlier checkpoint")
 

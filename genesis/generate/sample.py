@@ -7,6 +7,7 @@ equal weights are sorted.
 B  rows of a batch     V  vocabulary
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class _Draws:
     last_rank: Int64[Tensor, "n 1"] | None
     """The largest number of tokens that top-k keeps; None if neither top-k nor top-p is used."""
     top_p: Float64[Tensor, "n 1"]
+    least_weight: Int64[Tensor, "n 1"] | None
+    """The smallest weight that min-p keeps; None if no row uses min-p."""
 
 
 class RowSampler:
@@ -56,7 +59,25 @@ class RowSampler:
         for is_ranked in (False, True):
             rows = [index for index, of_row in enumerate(options) if _needs_draw(of_row, is_ranked=is_ranked)]
             if rows:
-                self._draws.append(_build_draws(rows, options, vocab_size, device))
+                self._draws.append(self._build_draws(rows, options, vocab_size, device))
+
+    def _build_draws(
+        self, rows: Sequence[int], options: Sequence[SamplingOptions], vocab_size: int, device: torch.device
+    ) -> _Draws:
+        chosen = [options[row] for row in rows]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return send(torch.tensor(values, dtype=dtype).unsqueeze(1), device)
+
+        last_ranks = [min(one.top_k or vocab_size, vocab_size) - 1 for one in chosen]
+        least_weights = [math.ceil(one.min_p * 2**self._weight_bits) for one in chosen]
+        return _Draws(
+            rows=None if len(rows) == len(options) else send(torch.tensor(rows), device),
+            temperature=column([max(one.temperature, _LEAST_TEMPERATURE) for one in chosen], torch.float32),
+            last_rank=column(last_ranks, torch.int64) if chosen[0].is_ranked else None,
+            top_p=column([one.top_p for one in chosen], torch.float64),
+            least_weight=column(least_weights, torch.int64) if any(least_weights) else None,
+        )
 
     @property
     def needs_uniforms(self) -> bool:
@@ -89,21 +110,31 @@ class RowSampler:
         inputs = [logits, uniforms, draws.temperature]
         if draws.last_rank is not None:
             inputs += [draws.top_p, draws.last_rank]
+        if draws.least_weight is not None:
+            inputs.append(draws.least_weight)
         if logits.device.type != "cpu":
             return draw(*inputs).squeeze(1)
         num_rows = max(1, _CPU_LOGITS // logits.shape[1])
         parts = zip(*(torch.split(part, num_rows) for part in inputs), strict=True)
         return torch.cat([draw(*of_part) for of_part in parts]).squeeze(1)
 
-    def _draw_from_all(self, logits: Tensor, uniforms: Tensor, temperature: Tensor) -> Int64[Tensor, "n 1"]:
-        sums = self._weigh(logits, temperature).cumsum(dim=1)
+    def _draw_from_all(
+        self, logits: Tensor, uniforms: Tensor, temperature: Tensor, least_weight: Tensor | None = None
+    ) -> Int64[Tensor, "n 1"]:
+        sums = self._weigh(logits, temperature, least_weight).cumsum(dim=1)
         return _find(sums, uniforms, sums[:, -1:]).clamp_(max=logits.shape[1] - 1)
 
     def _draw_by_rank(
-        self, logits: Tensor, uniforms: Tensor, temperature: Tensor, top_p: Tensor, last_rank: Tensor
+        self,
+        logits: Tensor,
+        uniforms: Tensor,
+        temperature: Tensor,
+        top_p: Tensor,
+        last_rank: Tensor,
+        least_weight: Tensor | None = None,
     ) -> Int64[Tensor, "n 1"]:
         last = logits.shape[1] - 1
-        ranked = self._rank(self._weigh(logits, temperature))
+        ranked = self._rank(self._weigh(logits, temperature, least_weight))
         sums = ((1 << self._weight_bits) - (ranked >> self._index_bits)).cumsum(dim=1)
         total = sums.gather(1, last_rank)
         limit = torch.where(top_p < 1.0, (top_p * total.double()).ceil().to(torch.int64), total)
@@ -111,11 +142,15 @@ class RowSampler:
         rank = _find(sums, uniforms, sums.gather(1, last_rank)).clamp_(max=last)
         return ranked.gather(1, rank) & ((1 << self._index_bits) - 1)
 
-    def _weigh(self, logits: Float[Tensor, "n V"], temperature: Float[Tensor, "n 1"]) -> Int64[Tensor, "n V"]:
+    def _weigh(
+        self, logits: Float[Tensor, "n V"], temperature: Float[Tensor, "n 1"], least: Int64[Tensor, "n 1"] | None
+    ) -> Int64[Tensor, "n V"]:
         """Returns each token's probability as a whole number; 0 for tokens that are never sampled, and for NaN."""
         # The largest logit becomes 0, so that a tiny temperature makes no infinity of it.
         scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
-        return scaled.exp_().nan_to_num_(0.0).mul_(2.0**self._weight_bits).to(torch.int64)
+        weights = scaled.exp_().nan_to_num_(0.0).mul_(2.0**self._weight_bits).to(torch.int64)
+        # The most likely token has the largest weight there is, so that min-p is a bound that no sum enters.
+        return weights if least is None else weights.mul_(weights >= least)
 
     def _rank(self, weights: Int64[Tensor, "n V"]) -> Int64[Tensor, "n V"]:
         """Returns sort keys, most likely first: the largest weight minus the token's, with the id in the lowest bits.
@@ -132,23 +167,6 @@ class RowSampler:
 
 def _needs_draw(options: SamplingOptions, *, is_ranked: bool) -> bool:
     return not options.is_greedy and options.is_ranked == is_ranked
-
-
-def _build_draws(
-    rows: Sequence[int], options: Sequence[SamplingOptions], vocab_size: int, device: torch.device
-) -> _Draws:
-    chosen = [options[row] for row in rows]
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return send(torch.tensor(values, dtype=dtype).unsqueeze(1), device)
-
-    last_ranks = [min(one.top_k or vocab_size, vocab_size) - 1 for one in chosen]
-    return _Draws(
-        rows=None if len(rows) == len(options) else send(torch.tensor(rows), device),
-        temperature=column([max(one.temperature, _LEAST_TEMPERATURE) for one in chosen], torch.float32),
-        last_rank=column(last_ranks, torch.int64) if chosen[0].is_ranked else None,
-        top_p=column([one.top_p for one in chosen], torch.float64),
-    )
 
 
 def _find(

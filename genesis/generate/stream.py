@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request, check_is_number, plan_budgets
+from genesis.generate.grammar import TokenGrammar
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
 
@@ -21,6 +22,7 @@ class GenerateOptions:
         sampling: Which tokens may be sampled.
         seed: The seed of sampling. A prompt's text depends on the seed and the prompt, not on the other prompts; a
             repeated prompt gets a different text.
+        grammar: What each text must follow, at its beginning; None for any text.
         has_cache: Whether to keep keys and values; otherwise every new token computes the whole text again.
     """
 
@@ -28,6 +30,7 @@ class GenerateOptions:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     seed: int = 0
     has_cache: bool = True
+    grammar: TokenGrammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -59,10 +62,13 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     budgets = plan_budgets(lengths, options.max_new_tokens, decoder.config.max_seq_len)
     num_slots = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    batch = Batch(decoder, len(prompts), stop_ids, num_slots=num_slots, has_cache=options.has_cache)
+    batch = Batch(
+        decoder, len(prompts), stop_ids, num_slots=num_slots, has_cache=options.has_cache, has_blocks=options.has_cache
+    )
     seeds = plan_seeds(prompts, options.seed)
     for prompt, budget, seed in zip(prompts, budgets, seeds, strict=True):
-        batch.add(Request(prompt, budget, options.sampling, seed))
+        grammar = None if options.grammar is None else options.grammar.copy()
+        batch.add(Request(prompt, budget, options.sampling, seed, grammar=grammar))
     return _stream(batch)
 
 

@@ -172,6 +172,20 @@ class KVCache:
         cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
         return cache
 
+    def copy_slots(self, start: int, stop: int) -> list[Tensor]:
+        """Returns a copy of what the first sequence has for the tokens from `start` to `stop`, where it ends.
+
+        That is the slots of these tokens, and each state whole.
+        """
+        return [
+            (stack.data[:, 0] if stack.kind.is_state else stack.data[:, 0, start:stop]).clone() for stack in self.stacks
+        ]
+
+    def put_slots(self, start: int, stop: int, copies: Sequence[Tensor]) -> None:
+        """Gives the first sequence what `copy_slots` returned of a sequence with the same tokens up to `stop`."""
+        for stack, copied in zip(self.stacks, copies, strict=True):
+            (stack.data[:, 0] if stack.kind.is_state else stack.data[:, 0, start:stop]).copy_(copied)
+
     def share(self) -> None:
         """Copies the tokens of the first sequence to all others; from now on every new sequence starts after them."""
         assert not self.has_states, "a state cannot go back to where a sequence starts"

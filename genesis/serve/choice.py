@@ -2,16 +2,17 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from genesis.generate.batch import NewToken
 from genesis.generate.ids import IdWriter, build_writer
 from genesis.generate.prompt_scores import ScoredToken
+from genesis.serve.held import count_held
 from genesis.tokenizer.tokenizer import Tokenizer, find_control
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ShownToken(NamedTuple):
@@ -60,6 +61,7 @@ class Choice:
         stop: Texts that end the generation; the output stops before them.
         offset: Number of characters before this text.
         stop_ids: The tokens that end the model's texts.
+        spelled: Control symbols that are part of the text, by their ids.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Choice:
         offset: int = 0,
         *,
         stop_ids: Set[int] = frozenset(),
+        spelled: Mapping[int, str] | None = None,
     ) -> None:
+        self._spelled = spelled or {}
         self._tokenizer, self._stop, self._stop_ids = tokenizer, stop, stop_ids
         controls = [] if tokenizer is None else [find_control(tokenizer, text) for text in stop]
         self._controls = [control for control in controls if control is not None]
@@ -94,7 +98,7 @@ class Choice:
         has_stopped = token.is_last and token.id in self._stop_ids
         # A token that ends the text is no part of it, even if its tokenizer takes it for text.
         if not has_stopped and (self._tokenizer is None or token.id < self._tokenizer.vocab_size):
-            self._text += self._decoder.feed(token.id)
+            self._text += self._spelled.get(token.id) or self._decoder.feed(token.id)
         if token.is_last:
             self._text += self._decoder.flush()
         self._held.append(_Held(token, start, self._begin + len(self._text)))
@@ -103,9 +107,9 @@ class Choice:
             self.finish_reason = "stop"
             return self._end_at(self._begin + min(cuts))
         if token.is_last:
-            self.finish_reason = "stop" if has_stopped else "length"
+            self.finish_reason = "stop" if has_stopped or token.is_complete else "length"
             return self._end_at(self._begin + len(self._text))
-        return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))
+        return self._release(self._begin + len(self._text) - count_held(self._text, self._stop))
 
     def _release(self, end: int) -> Shown:
         """Returns the tokens whose whole text lies before `end`, and removes them from those held back."""
@@ -172,15 +176,3 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
         with suppress(UnicodeDecodeError):  # a piece may hold only part of a character
             return content.decode()
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-
-def _num_held(text: str, stop: Sequence[str]) -> int:
-    """Returns the number of characters at the end of `text` that may be the beginning of a stop text.
-
-    >>> _num_held("one tw", ["two", "w"])
-    2
-    """
-    longest = min(len(text), max(map(len, stop), default=1) - 1)
-    return next(
-        (length for length in range(longest, 0, -1) if any(other.startswith(text[-length:]) for other in stop)), 0
-    )

@@ -11,12 +11,14 @@ from typing import Any, Self
 
 from genesis.base.errors import UserError
 from genesis.generate.batch import NewToken, Request
+from genesis.generate.grammar import TokenGrammar
 from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt
 from genesis.serve.errors import ApiError
 from genesis.serve.form import ChatForm, Form, Part, TextForm
 from genesis.serve.prompt import EncodedPrompt, Facts
 from genesis.serve.request import CompletionRequest
+from genesis.serve.tools import ToolReader, find_form, find_symbols
 from genesis.serve.worker import PromptScores, Result, Ticket, Worker
 
 _END = b"data: [DONE]\n\n"
@@ -32,6 +34,8 @@ class Completion:
         facts: The facts about the model.
         prompts: The request's prompts.
         client: The client's name in the line of turns.
+        grammar: What each text must follow, at its beginning; None for any text.
+        scope: Requests of another scope do not use the same computed beginnings of prompts.
     """
 
     def __init__(
@@ -42,11 +46,18 @@ class Completion:
         facts: Facts,
         prompts: Sequence[EncodedPrompt],
         client: str,
+        grammar: TokenGrammar | None = None,
+        scope: str = "",
     ) -> None:
         self._asked, self._worker, self._prompts, self._client = asked, worker, prompts, client
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
         repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
-        self._choices = [Choice(facts.tokenizer, asked.stop, len(text), stop_ids=facts.stop_ids) for text in repeated]
+        form = find_form(facts.chat_template)
+        spelled = find_symbols(form, facts.tokenizer) if asked.tools else {}
+        self._choices = [
+            Choice(facts.tokenizer, asked.stop, len(text), stop_ids=facts.stop_ids, spelled=spelled)
+            for text in repeated
+        ]
         # The worker returns a prompt with log-probabilities as the first part of the text.
         self._num_prompt_logprobs = asked.num_top_logprobs if asked.has_echo else None
         self._echoes = [""] * len(texts) if self._num_prompt_logprobs is not None else repeated
@@ -59,11 +70,13 @@ class Completion:
                 sampling=asked.sampling,
                 seed=derive_seed(seed, prompt.ids, index % asked.num_choices),
                 num_top_logprobs=asked.num_top_logprobs or 0,
+                grammar=None if grammar is None else grammar.copy(),
+                scope=scope,
             )
             for index, prompt in enumerate(texts)
         ]
         self._form: Form = (
-            ChatForm(asked.num_top_logprobs)
+            ChatForm(asked.num_top_logprobs, [ToolReader(form, asked.tools) for _ in texts] if asked.tools else ())
             if asked.is_chat
             else TextForm(has_log_probs=asked.num_top_logprobs is not None)
         )
@@ -73,6 +86,7 @@ class Completion:
             "created": int(time.time()),
             "model": model,
         }
+        self._num_stored = 0
         self._tickets: list[Ticket] = []
         # Bounded by the request's number of tokens, even if a slow client leaves all of its tokens here.
         self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
@@ -105,7 +119,9 @@ class Completion:
             if opening is not None:
                 yield _event({**self._head, **usage, "choices": [opening]})
         async for part in self._parts():
-            yield _event({**self._head, **usage, "choices": [self._form.piece(part)]})
+            piece = self._form.piece(part)
+            if piece is not None:
+                yield _event({**self._head, **usage, "choices": [piece]})
         if self._asked.has_usage:
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield _END
@@ -143,15 +159,22 @@ class Completion:
 
     def _feed(self, index: int, token: NewToken) -> Part:
         choice = self._choices[index]
+        if choice.num_tokens == 0 and index % self._asked.num_choices == 0:  # usage counts each prompt once
+            self._num_stored += token.num_stored
         shown = choice.feed(token)
         if choice.finish_reason is not None and not token.is_last:
             self._worker.cancel(self._tickets[index])
         return Part(index, shown, choice.finish_reason)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(prompt.ids) for prompt in self._prompts)
         num_new = sum(choice.num_tokens for choice in self._choices)
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": self._num_stored},
+        }
 
 
 def error_event(error: ApiError) -> bytes:

@@ -115,14 +115,15 @@ class Fields:
             refuse(name, f"is {show(value)}: it must be an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        """Returns a number from `low` to `high`."""
+    def number(self, name: str, low: float, high: float, default: float, of: str | None = None) -> float:
+        """Returns a number from `low` to `high`; `of` is the field that this one belongs to."""
         value = self.value(name)
         if value is None:
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(_to_float(value)) or not low <= value <= high:
-            refuse(name, f"is {show(value)}: it must be a number from {low:g} to {high:g}")
+            problem = f"is {show(value)}" if of is None else f"has {show(value)} for {show(name)}"
+            refuse(of or name, f"{problem}: it must be a number from {low:g} to {high:g}")
         return float(value)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from genesis.serve.choice import FinishReason, Shown, ShownToken
+from genesis.serve.tools import ToolReader, ToolText
 
 _BYTE = re.compile(r"bytes:\\x([0-9a-f]{2})")
 """The name of a token that is one byte of a character, as `token_name` writes it."""
@@ -29,8 +30,8 @@ class Form(Protocol):
     def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
         """Returns the choice in a stream's first event, before any text; None if there is no such event."""
 
-    def piece(self, part: Part) -> dict[str, Any]:
-        """Returns the choice in an event of a stream."""
+    def piece(self, part: Part) -> dict[str, Any] | None:
+        """Returns the choice in an event of a stream; None if there is nothing to send yet."""
 
     def whole(self, part: Part, echo: str) -> dict[str, Any]:
         """Returns the choice in a response that is not a stream."""
@@ -71,16 +72,17 @@ class TextForm:
 
 
 class ChatForm:
-    """`/v1/chat/completions`: text of the assistant, which contains tool calls as the model wrote them.
+    """`/v1/chat/completions`: text of the assistant, and its calls of tools.
 
     Args:
         num_top_logprobs: How many alternatives each token comes with; None for tokens without log-probabilities.
+        readers: What finds the calls in each text; none if the request has no tools.
     """
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, num_top_logprobs: int | None) -> None:
-        self._num_top_logprobs = num_top_logprobs
+    def __init__(self, num_top_logprobs: int | None, readers: Sequence[ToolReader] = ()) -> None:
+        self._num_top_logprobs, self._readers = num_top_logprobs, readers
 
     def kind(self, *, is_stream: bool) -> str:
         """Returns another value for the events of a stream."""
@@ -90,13 +92,32 @@ class ChatForm:
         """Returns the role, without text."""
         return self._describe(Part(choice, Shown("", []), None), "delta", {"role": "assistant", "content": ""})
 
-    def piece(self, part: Part) -> dict[str, Any]:
-        """Returns the new text."""
-        return self._describe(part, "delta", {"content": part.shown.text} if part.shown.text else {})
+    def piece(self, part: Part) -> dict[str, Any] | None:
+        """Returns the new text, and the calls that it completes, each of them whole."""
+        found, finish_reason = self._read(part)
+        first = self._readers[part.choice].num_calls - len(found.calls) if found.calls else 0
+        calls = [{"index": index, **call} for index, call in enumerate(found.calls, start=first)]
+        delta = {**({"content": found.content} if found.content else {}), **({"tool_calls": calls} if calls else {})}
+        if not delta and finish_reason is None and self._num_top_logprobs is None:
+            return None
+        return self._describe(part._replace(finish_reason=finish_reason), "delta", delta)
 
     def whole(self, part: Part, echo: str) -> dict[str, Any]:
         """Returns the message."""
-        return self._describe(part, "message", {"role": "assistant", "content": part.shown.text, "refusal": None})
+        found, finish_reason = self._read(part)
+        message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
+        if found.calls:
+            message |= {"content": found.content or None, "tool_calls": found.calls}
+        return self._describe(part._replace(finish_reason=finish_reason), "message", message)
+
+    def _read(self, part: Part) -> tuple[ToolText, FinishReason | None]:
+        """Returns the text outside of calls, the calls that end in it, and why the answer has ended."""
+        if not self._readers:
+            return ToolText(part.shown.text, []), part.finish_reason
+        reader = self._readers[part.choice]
+        found = reader.feed(part.shown.text, is_last=part.finish_reason is not None)
+        has_called = part.finish_reason == "stop" and reader.num_calls > 0
+        return found, "tool_calls" if has_called else part.finish_reason
 
     def _describe(self, part: Part, key: Literal["delta", "message"], content: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -27,6 +27,7 @@ class Limits:
         max_models: Models in memory.
         max_request_seconds: Time from a request's arrival to its last token.
         max_write_seconds: Time that the server waits for a client that does not read.
+        prefix_bytes: Bytes of computed beginnings of prompts that each model keeps; 0 to compute all prompts.
 
     Raises:
         UserError: A limit is too small.
@@ -37,9 +38,10 @@ class Limits:
     max_models: int = 2
     max_request_seconds: float = 600.0
     max_write_seconds: float = 30.0
+    prefix_bytes: int = 500_000_000
 
     def __post_init__(self) -> None:
-        for name, least in (("max_concurrent", 1), ("max_queue", 0), ("max_models", 1)):
+        for name, least in (("max_concurrent", 1), ("max_queue", 0), ("max_models", 1), ("prefix_bytes", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least {least}")
         for name in ("max_request_seconds", "max_write_seconds"):
@@ -184,7 +186,8 @@ class ModelPool:
         if key not in self._seats:
             if len(self._seats) >= self._limits.max_models:
                 before = self._remove(next(other for other, seat in self._seats.items() if not seat.num_leases))
-            worker = Worker(lambda: self._load(entry), self._limits.max_concurrent, before)
+            limits = self._limits
+            worker = Worker(lambda: self._load(entry), limits.max_concurrent, limits.prefix_bytes, before)
             self._seats[key] = _Seat(entry, worker)
         self._seats.move_to_end(key)
         self._seats[key].num_leases += 1

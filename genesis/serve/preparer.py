@@ -18,11 +18,13 @@ from typing import Final, NamedTuple
 
 from genesis.base.errors import RunEndedError, UserError
 from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
+from genesis.generate.grammar import MAX_GRAMMAR_CHARS, TokenGrammar, compile_grammar
 from genesis.serve.connections import MAX_CONNECTIONS
 from genesis.serve.errors import ApiError, busy, stopping
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
+from genesis.serve.tools import find_form, write_choice
 from genesis.serve.turns import Turns
 from genesis.tokenizer.open import build_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -39,6 +41,9 @@ _SMALL_SECONDS: Final = 1.0
 _JOB_SECONDS: Final = 20.0
 """The same for a large one, and for opening a tokenizer; a request of any size waits no longer for its process."""
 _MEMORY_BYTES: Final = 2**32
+_GRAMMAR_SECONDS: Final = 1.0
+"""Processor time to compile a grammar, which takes some milliseconds."""
+_GRAMMAR_BYTES: Final = 2**29
 _IDLE_SECONDS: Final = 30.0
 """After which a process of large requests ends: it keeps the memory of its largest one."""
 _NICENESS: Final = 5
@@ -51,7 +56,8 @@ _log = logging.getLogger(__name__)
 class Job(NamedTuple):
     """A request that a process reads, if it is still a body, and encodes, if there are facts.
 
-    `facts` has no tokenizer, but the hash of one, whose files the process has got.
+    `facts` has no tokenizer, but the hash of one, whose files the process has got. With a `grammar`, the process only
+    tries to compile it.
     """
 
     asked: bytes | CompletionRequest
@@ -59,6 +65,7 @@ class Job(NamedTuple):
     max_texts: int
     facts: Facts | None = None
     tokenizer_hash: str | None = None
+    grammar: str | None = None
 
 
 class Preparer:
@@ -75,6 +82,7 @@ class Preparer:
             _Lane(2**18, _JOB_SECONDS, _MAX_WAITING, _IDLE_SECONDS),
             _Lane(MAX_BODY_BYTES, _JOB_SECONDS, _MAX_WAITING, _IDLE_SECONDS),
         ]
+        self._grammar_lane = _Lane(0, _GRAMMAR_SECONDS, _MAX_WAITING, _IDLE_SECONDS, _GRAMMAR_BYTES)
         self._num_held_bytes = 0
 
     @contextmanager
@@ -139,9 +147,42 @@ class Preparer:
         assert isinstance(found, list)
         return found
 
+    async def compile(self, asked: CompletionRequest, facts: Facts, *, client: str) -> TokenGrammar | None:
+        """Returns what the texts of a request must follow; None for any text.
+
+        A process tries the grammar first: what takes too much there is refused.
+
+        Args:
+            asked: The request.
+            facts: The facts about the model.
+            client: The client's name in the line of turns.
+
+        Raises:
+            ApiError: The grammar is invalid or takes too much work, or too many wait.
+        """
+        grammar = asked.grammar
+        if asked.must_call:
+            grammar = write_choice(find_form(facts.chat_template), asked.tools, facts.tokenizer)
+        if grammar is None:
+            return None
+        if facts.tokenizer is None:
+            raise ApiError(
+                f"{asked.grammar_field} is not supported by this model, which has no tokenizer: remove it",
+                param=asked.grammar_field,
+            )
+        if len(grammar) > MAX_GRAMMAR_CHARS:  # that of many tools
+            raise ApiError(
+                f"tool_choice asks for a grammar of {len(grammar):,} characters, {MAX_GRAMMAR_CHARS:,} are the most: "
+                'name one tool, or set it to "auto"',
+                param="tool_choice",
+            )
+        job = Job(asked, asked.is_chat, self._max_texts, facts._replace(tokenizer=None), grammar=grammar)
+        await self._grammar_lane.run(client, job._replace(asked=replace(asked, prompts=())), facts.tokenizer)
+        return await asyncio.to_thread(_compile, grammar, facts, asked.grammar_field)
+
     def close(self) -> None:
         """Ends the processes."""
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._grammar_lane):
             lane.close()
 
     def _find_lane(self, num_bytes: int) -> "_Lane":
@@ -151,8 +192,16 @@ class Preparer:
 class _Lane:
     """A process for requests up to a size, and those that wait for it."""
 
-    def __init__(self, max_bytes: int, seconds: float, max_waiting: int, idle_seconds: float | None) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        seconds: float,
+        max_waiting: int,
+        idle_seconds: float | None,
+        memory_bytes: int = _MEMORY_BYTES,
+    ) -> None:
         self.max_bytes, self._seconds, self._idle_seconds = max_bytes, seconds, idle_seconds
+        self._memory_bytes = memory_bytes
         self._line = TurnLine(max_waiting)
         # Of its own: a job that waited for a thread of the server would spend its time limit there.
         self._thread = ThreadPoolExecutor(1, f"genesis-serve-{max_bytes}")
@@ -192,15 +241,20 @@ class _Lane:
             found = self._ask(job, self._seconds)
             if found is None:  # the process has just started
                 self._ask((tokenizer.hash, tokenizer.files), _JOB_SECONDS)
+                if job.grammar is not None:  # the first one spells out the vocabulary
+                    self._ask(job._replace(grammar='start: "a"'), _JOB_SECONDS)
                 found = self._ask(job, self._seconds)
             return found
         except LimitReachedError as error:
+            if job.grammar is not None:
+                field = job.asked.grammar_field if isinstance(job.asked, CompletionRequest) else None
+                return ApiError(f"{field} {error} to compile: simplify it", param=field, code="request_too_costly")
             return ApiError(f"reading the request and its prompts {error}: shorten it", code="request_too_costly")
         except RunEndedError:
             return stopping()
 
     def _ask(self, message: object, seconds: float) -> object:
-        return pickle.loads(self.workers.ask(pickle.dumps(message), seconds, _MEMORY_BYTES, _JOB_SECONDS))
+        return pickle.loads(self.workers.ask(pickle.dumps(message), seconds, self._memory_bytes, _JOB_SECONDS))
 
 
 class TurnLine:
@@ -244,6 +298,14 @@ class TurnLine:
                 future.set_result(None)
                 return
         self.is_taken = False
+
+
+def _compile(grammar: str, facts: Facts, field: str | None) -> TokenGrammar:
+    assert facts.tokenizer is not None
+    try:
+        return compile_grammar(grammar, facts.tokenizer, facts.vocab_size, facts.stop_ids)
+    except UserError as error:
+        raise ApiError(f"{field} {error}", param=field) from None
 
 
 def _read(job: Job) -> CompletionRequest:
@@ -290,6 +352,12 @@ def _run(job: Job) -> object:
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
     if job.tokenizer_hash is not None and job.tokenizer_hash not in _tokenizers:
         return None
+    if job.grammar is not None:
+        assert job.facts is not None
+        assert job.tokenizer_hash is not None
+        assert isinstance(job.asked, CompletionRequest)
+        _compile(job.grammar, job.facts._replace(tokenizer=_tokenizers[job.tokenizer_hash]), job.asked.grammar_field)
+        return []
     asked = _read(job)
     if job.facts is None:
         return replace(asked, prompts=())  # they are long, and are encoded here

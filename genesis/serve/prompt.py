@@ -64,6 +64,11 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt
     """
     if facts.tokenizer is None and asked.stop:
         raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
+    wrong = next((token for token, _ in asked.sampling.logit_bias if token >= facts.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            f"logit_bias has the token {wrong}: token ids must be from 0 to {facts.vocab_size - 1}", param="logit_bias"
+        )
     return [_encode(prompt, asked, facts) for prompt in asked.prompts]
 
 

@@ -1,11 +1,13 @@
 """Parses the bodies of `POST /v1/completions` and `/v1/chat/completions` strictly."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from genesis.base.errors import numbered
+from genesis.generate.grammar import MAX_GRAMMAR_CHARS, write_pattern, write_schema, write_words
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 
@@ -13,6 +15,11 @@ DEFAULT_NEW_TOKENS = 16
 """The default of OpenAI's API."""
 MAX_TOP_LOGPROBS = 5
 _MAX_STOPS = 4
+_MAX_BIASES = 1024
+_MAX_BIAS = 100.0
+_TOKEN_ID = re.compile("[0-9]{1,9}")
+_MAX_PENALTY = 2.0
+_REPETITION_PENALTIES = (0.1, 10.0)
 _MAX_STOP_CHARS = 1000
 _LARGEST_COUNT = 2**31 - 1
 _SMALLEST_POSITIVE = 1e-6
@@ -23,34 +30,42 @@ _COMMON_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "response_format",
+    "structured_outputs",
     "n",
     "stop",
     "seed",
     "stream",
     "stream_options",
 )
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-}
 _COMPLETION = FieldTable(
     '{"model": ..., "prompt": ...}',
     (*_COMMON_FIELDS, "prompt", "best_of", "logprobs", "echo"),
     ignored=("user",),
-    not_supported={"suffix": (None, ""), **_NOT_SUPPORTED},
+    not_supported={"suffix": (None, "")},
 )
 _CHAT = FieldTable(
     '{"model": ..., "messages": [{"role": "user", "content": ...}]}',
-    (*_COMMON_FIELDS, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    (
+        *_COMMON_FIELDS,
+        "messages",
+        "tools",
+        "tool_choice",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "chat_template_kwargs",
+    ),
     ignored=("user", "metadata", "store", "parallel_tool_calls"),
     not_supported={
-        "tool_choice": (None, "auto"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "functions": (None, []),
         "function_call": (None, "none"),
-        **_NOT_SUPPORTED,
     },
 )
 
@@ -90,6 +105,10 @@ class CompletionRequest:
         has_echo: Whether the response repeats the prompt before the generated text.
         is_stream: Whether tokens are sent as they are generated.
         has_usage: Whether a stream ends with the token counts.
+        grammar: What the text must follow; None for any text.
+        grammar_field: The field that the grammar comes from.
+        tools: The schema of each tool's arguments by its name; none if the model may call none.
+        must_call: Whether the answer must be a call of one of the tools.
     """
 
     model: str
@@ -105,6 +124,10 @@ class CompletionRequest:
     has_echo: bool
     is_stream: bool
     has_usage: bool
+    grammar: str | None = None
+    grammar_field: str | None = None
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    must_call: bool = False
 
     @property
     def num_texts(self) -> int:
@@ -125,6 +148,7 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     fields = parse_object(body, _COMPLETION)
     is_stream = fields.flag("stream")
     prompts = _read_prompts(fields)
+    grammar_field, grammar = _read_grammar(fields)
     request = CompletionRequest(
         model=fields.required_text("model"),
         is_chat=False,
@@ -139,6 +163,8 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
         has_echo=fields.flag("echo"),
         is_stream=is_stream,
         has_usage=_read_has_usage(fields, is_stream=is_stream),
+        grammar=grammar,
+        grammar_field=grammar_field,
     )
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
@@ -173,11 +199,16 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
     num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if num_top is not None and not has_log_probs:
         refuse("top_logprobs", "requires logprobs: set logprobs to true, or remove top_logprobs")
+    grammar_field, grammar = _read_grammar(fields)
+    tools, named = _read_tools(fields)
+    choice, callable_tools = _read_tool_choice(fields, named)
+    if grammar is not None and callable_tools:
+        refuse(f"{grammar_field}", 'lets the model call no tool: set tool_choice to "none", or remove one of both')
     return CompletionRequest(
         model=fields.required_text("model"),
         is_chat=True,
         num_prompts=1,
-        prompts=(ChatPrompt(_read_messages(fields), _read_tools(fields), _read_variables(fields)),),
+        prompts=(ChatPrompt(_read_messages(fields), None if choice == "none" else tools, _read_variables(fields)),),
         max_new_tokens=limits[0] or limits[1],
         sampling=_read_sampling(fields),
         num_choices=fields.integer("n", 1, max_texts) or 1,
@@ -187,6 +218,10 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
         has_echo=False,
         is_stream=is_stream,
         has_usage=_read_has_usage(fields, is_stream=is_stream),
+        grammar=grammar,
+        grammar_field="tool_choice" if choice == "required" else grammar_field,
+        tools=callable_tools,
+        must_call=choice == "required",
     )
 
 
@@ -201,13 +236,106 @@ def _read_messages(fields: Fields) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _read_tools(fields: Fields) -> tuple[Mapping[str, Any], ...] | None:
+def _read_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...] | None, dict[str, Mapping[str, Any]]]:
+    """Returns the definitions of tools for the template, and the schema of each tool's arguments by its name."""
     value = fields.value("tools")
     if value is None:
-        return None
+        return None, {}
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         refuse("tools", f"is {show(value)}: it must be a list of definitions of functions")
-    return tuple(value)
+    named: dict[str, Mapping[str, Any]] = {}
+    for tool in value:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name or not _is_unicode(name):
+            refuse("tools", f'contains {show(tool)}: each must be {{"type": "function", "function": {{"name": ...}}}}')
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, dict):
+            refuse("tools", f"has the parameters {show(schema)} for {show(name)}: they must be a JSON schema")
+        if name in named:
+            refuse("tools", f"has the name {show(name)} twice: give each tool a name of its own")
+        named[name] = {"type": "object", **schema}
+    return tuple(value), named
+
+
+def _read_tool_choice(
+    fields: Fields, named: Mapping[str, Mapping[str, Any]]
+) -> tuple[Literal["auto", "none", "required"], Mapping[str, Mapping[str, Any]]]:
+    """Returns whether the model may or must call a tool, and which of them it may call."""
+    value = fields.value("tool_choice")
+    if value == "none":
+        return "none", {}
+    if value in (None, "auto"):
+        return "auto", named
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if value != "required" and not isinstance(name, str):
+        refuse(
+            "tool_choice",
+            f'is {show(value)}: it must be "auto", "none", "required", or '
+            '{"type": "function", "function": {"name": ...}}',
+        )
+    if value == "required" and not named:
+        refuse("tool_choice", 'is "required", but there is no tool: add tools, or remove tool_choice')
+    if value != "required" and name not in named:
+        refuse("tool_choice", f"is the tool {show(name)}, which is not in tools: name one of these")
+    return "required", named if value == "required" else {str(name): named[str(name)]}
+
+
+def _read_grammar(fields: Fields) -> tuple[str | None, str | None]:
+    """Returns the grammar that the text must follow, after the field that it comes from; None without one."""
+    found = [("response_format", _read_response_format(fields)), ("structured_outputs", _read_structure(fields))]
+    given = [(name, grammar) for name, grammar in found if grammar is not None]
+    if len(given) > 1:
+        refuse("structured_outputs", "is given with response_format: remove one of both")
+    for name, grammar in given:
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            refuse(name, f"has {len(grammar):,} characters, {MAX_GRAMMAR_CHARS:,} are the most: make it smaller")
+        if not _is_unicode(grammar):
+            refuse(name, "contains a lone surrogate, which is not a character")
+    return given[0] if given else (None, None)
+
+
+def _read_response_format(fields: Fields) -> str | None:
+    value = fields.value("response_format")
+    if value is None or value == {"type": "text"}:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object" and len(value) == 1:
+        return "start: " + write_schema({"type": "object"})
+    described = value.get("json_schema") if kind == "json_schema" and value.keys() <= {"type", "json_schema"} else None
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        refuse(
+            "response_format",
+            f'is {show(value)}: it must be {{"type": "text"}}, {{"type": "json_object"}}, or '
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+        )
+    return "start: " + write_schema(schema)
+
+
+def _read_structure(fields: Fields) -> str | None:
+    """Returns the grammar of vLLM's field `structured_outputs`."""
+    value = fields.value("structured_outputs")
+    if value is None:
+        return None
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, content),) = value.items()
+        if kind == "json" and isinstance(content, dict):
+            return "start: " + write_schema(content)
+        if kind == "regex" and isinstance(content, str) and content:
+            return "start: " + write_pattern(content)
+        if kind == "grammar" and isinstance(content, str) and content:
+            return content
+        if kind == "choice" and isinstance(content, list) and content:
+            words = [word for word in content if isinstance(word, str) and word]
+            if len(words) == len(content):
+                return "start: " + write_words(words)
+    refuse(
+        "structured_outputs",
+        f'is {show(value)}: it must have one of "json" (a schema), "regex", "choice" (a list of texts) and "grammar" '
+        "(in Lark's form)",
+    )
 
 
 def _read_variables(fields: Fields) -> Mapping[str, Any]:
@@ -224,6 +352,27 @@ def _read_sampling(fields: Fields) -> SamplingOptions:
         temperature=_read_temperature(fields),
         top_k=fields.integer("top_k", 1, _LARGEST_COUNT),
         top_p=fields.number("top_p", _SMALLEST_POSITIVE, 1.0, default=1.0),
+        min_p=fields.number("min_p", 0.0, 1.0, default=0.0),
+        presence_penalty=fields.number("presence_penalty", -_MAX_PENALTY, _MAX_PENALTY, default=0.0),
+        frequency_penalty=fields.number("frequency_penalty", -_MAX_PENALTY, _MAX_PENALTY, default=0.0),
+        repetition_penalty=fields.number("repetition_penalty", *_REPETITION_PENALTIES, default=1.0),
+        logit_bias=_read_logit_bias(fields),
+    )
+
+
+def _read_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """Returns the biases by token; the vocabulary is not known yet."""
+    value = fields.value("logit_bias")
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > _MAX_BIASES:
+        refuse("logit_bias", f"is {show(value)}: it must be an object of at most {_MAX_BIASES} token ids and numbers")
+    biases = Fields(value)
+    for token in value:
+        if not _TOKEN_ID.fullmatch(token):
+            refuse("logit_bias", f"has the key {show(token)}: each key must be a token id, in digits")
+    return tuple(
+        (int(token), biases.number(token, -_MAX_BIAS, _MAX_BIAS, default=0.0, of="logit_bias")) for token in value
     )
 
 

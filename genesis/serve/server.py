@@ -177,7 +177,12 @@ class Server:
                     facts = worker.loaded.result()
                     prompts = await self.preparer.encode(asked, body, facts, client=connection.client)
                 del body
-            completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts, connection.client))
+                grammar = await self.preparer.compile(asked, facts, client=connection.client)
+            # On a public server nobody learns by the time of an answer what others have asked.
+            scope = connection.client if self._guard.is_public else ""
+            completion = stack.enter_context(
+                Completion(asked, entry.id, worker, facts, prompts, connection.client, grammar, scope)
+            )
             if asked.is_stream:
                 return await self._stream(request, completion, deadline)
             async with asyncio.timeout_at(deadline):

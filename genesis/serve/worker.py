@@ -18,6 +18,7 @@ import torch
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded
+from genesis.generate.prefix_store import PrefixStore
 from genesis.generate.prompt_scores import ScoredToken, score_prompt
 from genesis.model.decoder import Decoder
 from genesis.serve.errors import ApiError, stopping
@@ -59,11 +60,15 @@ class Worker:
         load: Loads the model; called in the worker's thread.
         num_rows: Maximum number of texts in the batch. Of those that wait, the next one is that of the client with the
             fewest rows.
+        prefix_bytes: Bytes of computed beginnings of prompts that are kept; 0 to keep none.
         before: A stopped worker whose memory must be freed before this worker loads its model.
     """
 
-    def __init__(self, load: Callable[[], Loaded], num_rows: int, before: "Worker | None" = None) -> None:
+    def __init__(
+        self, load: Callable[[], Loaded], num_rows: int, prefix_bytes: int = 0, before: "Worker | None" = None
+    ) -> None:
         self._load, self._num_rows, self._before = load, num_rows, before
+        self._store = PrefixStore(prefix_bytes) if prefix_bytes else None
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._waiting: Turns[Ticket] = Turns()
@@ -148,7 +153,7 @@ class Worker:
             loaded = self._load()
             _check_is_finite(loaded)
             chat_template, stop_ids = loaded.chat_template, loaded.stop_ids
-            batch = Batch(loaded.decoder, self._num_rows, stop_ids)
+            batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_blocks=True, store=self._store)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True
@@ -269,6 +274,8 @@ def _check_is_finite(loaded: Loaded) -> None:
 
 
 def _check(result: Result) -> Result:
+    if isinstance(result, NewToken) and result.failure is not None:
+        return ApiError(f"the grammar of the request {result.failure}", code="grammar_failed")
     log_probs: list[float | None] = []
     if isinstance(result, NewToken):
         log_probs = [result.log_prob]

@@ -23,6 +23,8 @@ VARIED = [
     SamplingOptions(2.0, 300, 0.95),
     SamplingOptions(1.0, 1),
     SamplingOptions(1.0, None, 1e-6),
+    SamplingOptions(0.8, min_p=0.3),
+    SamplingOptions(1.2, 3, 0.9, min_p=0.2),
 ]
 
 
@@ -44,6 +46,7 @@ def spread(number: int) -> list[float]:
 def slow_probabilities(logits: Tensor, options: SamplingOptions) -> Tensor:
     """Walks down the tokens from the most likely."""
     weights = [torch.exp((logit.double() - logits.max().double()) / options.temperature).item() for logit in logits]
+    weights = [weight if weight >= options.min_p else 0.0 for weight in weights]
     ranked = sorted(range(len(weights)), key=lambda token: -weights[token])[: options.top_k]
     kept_total = sum(weights[token] for token in ranked)
     probs, reached = [0.0] * len(weights), 0.0

@@ -168,7 +168,7 @@ def test_a_stop_text_ends_the_text_at_once_and_is_not_shown(client):
         ("prompt", [5, 700], "token 700: token ids must be from 0 to 699"),
         ("prompt", [-1], "token -1"),
         ("max_tokens", 300, "set max_tokens to at most 25"),
-        ("logit_bias", {"5": 3}, "not supported"),
+        ("logit_bias", {"700": 3}, "token 700: token ids must be from 0 to 699"),
         ("best_of", 5, "best_of is 5"),
         ("suffix", "end", "not supported"),
     ],

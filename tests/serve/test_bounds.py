@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from genesis.generate.load import load_decoder
-from genesis.serve.pool import Limits
+from genesis.serve.catalogue import Catalogue
+from genesis.serve.pool import Limits, ModelPool
 from tests.serve.support import (
     DEADLINE_SECONDS,
     ENDLESS_CONTEXT,
@@ -274,6 +275,36 @@ def test_one_model_at_a_time_gives_way_to_the_next_and_every_request_its_own_ans
         return [(answer[1]["model"], answer[1]["choices"][0]["text"]) for answer in answers]
 
     assert run_with([run], scenario, max_models=1, max_concurrent=2, max_queue=20) == list(wanted.items()) * 4
+
+
+def test_requests_for_other_models_are_served_in_the_order_of_their_arrival(run):
+    entries = Catalogue([run]).entries()
+
+    async def scenario() -> str:
+        pool = ModelPool(lambda entry: load_decoder(entry.path), Limits(max_models=1, max_queue=20))
+        served, first_may_go = "", asyncio.Event()
+
+        async def ask(name: str, client: str) -> None:
+            nonlocal served
+            async with pool.lend(entries["abc".index(name)], 1, client):
+                served += name
+                if served == "a":
+                    await first_may_go.wait()
+
+        tasks = []
+        for name, client in zip("abacbca", "1112122", strict=True):
+            tasks.append(asyncio.create_task(ask(name, client)))
+            await asyncio.sleep(0)
+            while not served:
+                await asyncio.sleep(0.01)
+        tasks.pop(3).cancel()  # a client that goes leaves no gap
+        first_may_go.set()
+        await asyncio.gather(*tasks)
+        pool.close()
+        await asyncio.to_thread(pool.join)
+        return served
+
+    assert asyncio.run(scenario()) == "ababca"
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_tools_and_variables_reach_the_template(chat_run: Path, loaded: Loaded) 
         ({"messages": [{"role": "wizard", "content": "a"}]}, "turn 1 has the unknown role 'wizard'"),
         ({"messages": [{"role": "user", "content": 5}]}, "content of turn 1 is int"),
         ({"chat_template_kwargs": {"messages": 1}}, "'messages', which a template's variable cannot be called"),
-        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"tool_choice": "required"}, 'tool_choice is "required", but there is no tool'),
         ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
         ({"max_completion_tokens": 3}, "max_tokens is 9 but max_completion_tokens is 3"),
         ({"prompt": "a"}, 'unknown field "prompt"'),

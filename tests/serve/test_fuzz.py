@@ -69,7 +69,7 @@ LIKELY_CHAT = {
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["indent", "last", "messages", "self", "raise_exception"]) | st.text(max_size=5), VALUES
     ),
-    "tool_choice": st.just("auto"),
+    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
     "metadata": VALUES,
 }
 CHATS = st.fixed_dictionaries(

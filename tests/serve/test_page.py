@@ -327,3 +327,24 @@ def test_a_model_without_a_chat_template_offers_no_chat(served_run, page):
         expect(page.get_by_label("Prompt")).to_be_visible()
         expect(page.get_by_label("Chat", exact=True)).to_be_disabled()
         expect(page.get_by_title("This model has no chat template")).to_be_visible()
+
+
+def test_a_schema_and_penalties_reach_the_model_and_text_that_is_no_json_is_an_error(page, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    schema = '{"enum": ["yes", "no"]}'
+    with start(directory) as running:
+        page.goto(f"{running.url}#temperature=0&max_tokens=30&schema={schema}&presence_penalty=1.5")
+        page.get_by_text("More options").click()
+        expect(page.get_by_label("Presence penalty")).to_have_value("1.5")
+        generate(page)
+        assert generated(page, "a").strip() in ('"yes"', '"no"')
+        expect(panel(page, "a").locator(".foot")).to_have_text(re.compile("end of text"))
+        page.get_by_label("JSON schema").fill("{")
+        page.get_by_role("button", name="Generate").click()
+        expect(panel(page, "a").locator(".error")).to_have_text(re.compile("JSON schema is not JSON"))
+        page.get_by_label("JSON schema").fill('{"type": "wizard"}')
+        generate(page)
+        expect(panel(page, "a").locator(".error")).to_have_text(re.compile("Invalid type: wizard"))

@@ -9,7 +9,9 @@ import { hideTip, showTip } from "./tip.js";
 const POLL_MS = 2000;
 const ADDRESS_MS = 250;  // browsers limit the rate of address changes
 const NUM_MOST_LIKELY = 5;
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const PENALTIES = ["min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", ...PENALTIES, "seed"];
+const TEXTS = ["system", "schema", "tools"];
 const SWITCHES = ["compare", "chat", "shade"];
 const $ = (id) => document.getElementById(id);
 
@@ -32,7 +34,7 @@ for (const name of ["a", "b"]) {
 
 function readAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
-  for (const id of [...NUMBERS, "prompt", "system"]) if (kept.has(id)) $(id).value = kept.get(id);
+  for (const id of [...NUMBERS, "prompt", ...TEXTS]) if (kept.has(id)) $(id).value = kept.get(id);
   for (const id of SWITCHES) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
   picked.a = kept.get("a") ?? picked.a;
   picked.b = kept.get("b") ?? picked.b;
@@ -46,8 +48,8 @@ function writeAddressSoon() {
 function writeAddress() {
   const kept = new URLSearchParams();
   for (const name of names()) kept.set(name, picked[name]);
-  for (const id of [...NUMBERS, "prompt"]) kept.set(id, $(id).value);
-  if ($("system").value) kept.set("system", $("system").value);
+  for (const id of ["temperature", "top_p", "top_k", "max_tokens", "seed", "prompt"]) kept.set(id, $(id).value);
+  for (const id of [...PENALTIES, ...TEXTS]) if ($(id).value) kept.set(id, $(id).value);
   for (const id of SWITCHES) kept.set(id, $(id).checked ? "1" : "0");
   history.replaceState(null, "", `#${kept}`);
 }
@@ -135,7 +137,7 @@ function show() {
   if (!hasChat) $("chat").checked = false;
   const isChat = $("chat").checked;
   document.body.classList.toggle("is-chat", isChat);
-  $("clear").hidden = $("system-line").hidden = !isChat;
+  $("clear").hidden = $("system-line").hidden = $("tools-line").hidden = !isChat;
   $("prompt-label").textContent = isChat ? "Message" : "Prompt";
   $("prompt").placeholder = isChat ? "Your message" : "Text to continue";
   $("go").textContent = isChat ? "Send" : "Generate";
@@ -180,10 +182,24 @@ function body(seed) {
   const asked = isChat
     ? { seed, logprobs: true, top_logprobs: NUM_MOST_LIKELY }
     : { prompt: $("prompt").value, seed, logprobs: NUM_MOST_LIKELY };
-  for (const id of ["temperature", "top_p", "top_k", "max_tokens"]) {
-    if ($(id).value !== "") asked[id] = Number($(id).value);
+  for (const id of NUMBERS) {
+    if (id !== "seed" && $(id).value !== "") asked[id] = Number($(id).value);
   }
+  const schema = readJson("schema", "JSON schema");
+  if (schema !== undefined) asked.response_format = { type: "json_schema", json_schema: { name: "page", schema } };
+  const tools = isChat ? readJson("tools", "Tools") : undefined;
+  if (tools !== undefined) asked.tools = tools;
   return asked;
+}
+
+function readJson(id, label) {
+  const text = $(id).value.trim();
+  if (text === "") return undefined;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${label} is not JSON: ${error.message}`);
+  }
 }
 
 // Requests run one after the other: texts that are still running are stopped first.
@@ -201,7 +217,15 @@ async function write(signal) {
   $("stop").hidden = false;
   isAtEnd = true;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
-  const asked = body(seed);
+  let asked;
+  try {
+    asked = body(seed);
+  } catch (error) {
+    for (const name of names()) panels[name].error.textContent = error.message;
+    $("go").hidden = false;
+    $("stop").hidden = true;
+    return;
+  }
   const message = $("prompt").value;
   const isChat = $("chat").checked;
   const system = $("system").value.trim();

@@ -4,6 +4,13 @@ import { complete, TokenRequired } from "./api.js";
 
 // Tokens of this surprise or more get the darkest shade.
 const DARKEST_NATS = 7;
+const ENDINGS = { length: "reached max tokens", tool_calls: "calls a tool" };
+
+// A call of a tool is shown as name(arguments).
+function textOf(delta) {
+  const calls = (delta.tool_calls ?? []).map((call) => `${call.function.name}(${call.function.arguments})`);
+  return [delta.content ?? "", ...calls].filter(Boolean).join("\n");
+}
 
 export class Panel {
   // `hooks` has pick(id): the user selected a checkpoint; point(element, token): the pointer is on a token, or null.
@@ -50,7 +57,7 @@ export class Panel {
     let answer = "";
     const head = system === "" ? [] : [{ role: "system", content: system }];
     const isWhole = await this.#follow({ ...body, messages: [...head, ...this.messages, asked] }, signal, (choice) => {
-      answer += choice.delta.content ?? "";
+      answer += textOf(choice.delta);
       this.#appendTurn(choice);
     });
     // A turn that failed is not part of the conversation; one that the user stopped is.
@@ -92,7 +99,7 @@ export class Panel {
         reason = event.choices[0].finish_reason ?? reason;
         this.#showProgress(begun, "");
       }
-      this.#showProgress(begun, reason === "length" ? "reached max tokens" : "end of text");
+      this.#showProgress(begun, ENDINGS[reason] ?? "end of text");
     } catch (error) {
       this.#showProgress(begun, "stopped");
       if (error instanceof TokenRequired) throw error;
@@ -149,7 +156,7 @@ export class Panel {
       this.sumLogProb += token.logprob;
       this.waiting.push({ name: token.token, logProb: token.logprob, topLogprobs });
     }
-    const text = choice.delta.content ?? "";
+    const text = textOf(choice.delta);
     if (this.waiting.length > 0 && (text !== "" || choice.finish_reason)) this.#show(text);
   }
 

@@ -1,0 +1,109 @@
+"""Beginnings of prompts that are computed once: the same bits as without, in memory that has a limit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from genesis.generate import batch, prefix_store
+from genesis.generate.batch import Batch, NewToken, Request
+from genesis.generate.prefix_store import PrefixStore, name_blocks
+from genesis.generate.sampling_options import SamplingOptions
+from genesis.model.decoder import Decoder
+from tests.generate.slow import NO_STOP, slow_greedy
+from tests.mixtures import build_sharp, mix
+
+BLOCK = 8
+GREEDY = SamplingOptions(temperature=0.0)
+SHARED = list(range(3, 3 + 2 * BLOCK))
+PROMPTS = [[*SHARED, 40, 41], [*SHARED, 50], SHARED, [*SHARED[:BLOCK], 60, 61], [1, 2], [*SHARED, *range(30, 50)]]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(batch, "BLOCK_TOKENS", BLOCK)
+
+
+def run(
+    decoder: Decoder, store: PrefixStore | None, *, num_rows: int, scopes: tuple[str, ...] = ()
+) -> list[list[NewToken]]:
+    """Returns the tokens of each prompt, of which so many run at a time."""
+    running = Batch(decoder, num_rows, NO_STOP, has_blocks=True, store=store)
+    texts: list[list[NewToken]] = [[] for _ in PROMPTS]
+    waiting = list(enumerate(PROMPTS))
+    handles: dict[int, int] = {}
+    while waiting or handles:
+        while waiting and running.num_free:
+            index, prompt = waiting.pop(0)
+            scope = scopes[index] if scopes else ""
+            handles[running.add(Request(prompt, 6, GREEDY, num_top_logprobs=3, scope=scope))] = index
+        for token in running.step():
+            texts[handles[token.request]].append(token)
+            if token.is_last:
+                del handles[token.request]
+    return texts
+
+
+def bits(texts: list[list[NewToken]]) -> list[list[object]]:
+    return [[(token.id, token.log_prob.hex(), token.top_logprobs) for token in text] for text in texts]
+
+
+def num_stored(texts: list[list[NewToken]]) -> list[int]:
+    assert not any(token.num_stored for text in texts for token in text[1:])
+    return [text[0].num_stored for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+@torch.no_grad()
+def test_a_stored_beginning_gives_the_bits_of_a_computed_one(decoder: Decoder, kind: str) -> None:
+    if kind == "linear":
+        config = replace(decoder.config, num_layers=2, has_tied_embeddings=False)
+        decoder = build_sharp(mix(config, "linear"))
+    without = run(decoder, None, num_rows=1)
+    assert [[token.id for token in text] for text in without] == [slow_greedy(decoder, prompt, 6) for prompt in PROMPTS]
+    store = PrefixStore(10**9)
+    first, again = run(decoder, store, num_rows=1), run(decoder, store, num_rows=1)
+    assert bits(without) == bits(first) == bits(again)
+    assert num_stored(without) == [0] * len(PROMPTS)
+    assert num_stored(first) == [0, 2 * BLOCK, BLOCK, BLOCK, 0, 2 * BLOCK]
+    assert num_stored(again) == [2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK, 0, 4 * BLOCK]
+    together = run(decoder, store, num_rows=4)
+    assert bits(together) == bits(run(decoder, None, num_rows=4))
+    assert num_stored(together) == num_stored(again)
+
+
+@torch.no_grad()
+def test_a_wrong_block_would_be_seen(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PrefixStore(10**9)
+    without = run(decoder, store, num_rows=1)
+    for block in store._blocks.values():
+        block[0][:] = 0.0
+    assert bits(run(decoder, store, num_rows=1)) != bits(without)
+
+
+def test_other_scopes_share_nothing(decoder: Decoder) -> None:
+    texts = run(decoder, PrefixStore(10**9), num_rows=1, scopes=tuple("abacab"))
+    assert num_stored(texts) == [0, 0, BLOCK, 0, 0, 2 * BLOCK]
+
+
+def test_the_blocks_that_were_not_used_for_the_longest_time_give_way() -> None:
+    block = [torch.zeros(25)]
+    store = PrefixStore(300)
+    a, b = name_blocks(list(range(2 * BLOCK + 1))), name_blocks(list(range(50, 50 + 2 * BLOCK + 1)))
+    for name in a:
+        store.add(name, block)
+    store.add(b[0], block)
+    assert len(store.find(a)) == 2
+    store.add(b[1], block)
+    assert (len(store.find(a)), len(store.find(b)), store.num_bytes) == (2, 0, 300)
+    store.add(b"large", [torch.zeros(100)])
+    assert (len(store.find(a)), store.num_bytes) == (2, 300)
+
+
+def test_a_name_says_what_is_in_a_block_and_before_it() -> None:
+    text = list(range(3 * BLOCK))
+    assert len(name_blocks(text)) == 2, "the last token must be read, for its logits"
+    assert name_blocks([*text, 9])[:2] == name_blocks(text)
+    assert not set(name_blocks([9, *text[1:]])) & set(name_blocks(text))
+    assert not set(name_blocks(text, "other")) & set(name_blocks(text))

@@ -1,0 +1,208 @@
+"""Answers by a schema, calls of tools, and beginnings that are computed once, from a server by OpenAI's client."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from genesis.generate.load import load_decoder
+from genesis.serve import tools
+from genesis.serve.catalogue import Catalogue
+from genesis.serve.guard import Guard
+from genesis.serve.pool import Limits
+from genesis.serve.server import Server, answering, bind
+from tests.serve.support import Running, elsewhere
+from tests.tiny_runs import build_decoder, save
+from tests.tokenizer.test_huggingface import qwen
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("weather", "hotel")]
+MESSAGES = [{"role": "user", "content": "All human beings?"}]
+ASKED: dict[str, Any] = {"model": "latest", "messages": MESSAGES, "max_tokens": 200, "seed": 5}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+LONG = "All human beings are born free. " * 60
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("structure") / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5, max_seq_len=2048), {}, max_seq_len=2048)
+    return directory
+
+
+def talk(
+    run: Path, call: Callable[[openai.OpenAI, Running], Any], limits: Limits | None = None, *, is_public: bool = False
+) -> Any:
+    """Returns what `call` returns beside a server in this process."""
+
+    async def serve() -> Any:
+        guard = Guard(is_public=is_public)
+        server = Server(Catalogue([run]), lambda entry: load_decoder(entry.path), guard, limits or Limits())
+        with bind("127.0.0.1", 0) as sock:
+            async with answering(server, sock):
+                running = Running(sock.getsockname()[1])
+
+                def ask() -> Any:
+                    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+                        return call(client, running)
+
+                return await elsewhere(ask)
+
+    return asyncio.run(serve())
+
+
+def check_trip(text: str) -> None:
+    found = json.loads(text)
+    assert found.keys() == {"city", "days"}
+    assert found["city"] in ("Paris", "Rome")
+    assert 1 <= found["days"] <= 9
+
+
+@pytest.mark.slow
+def test_answers_follow_what_the_request_asks_for(run: Path) -> None:
+    def ask(client: openai.OpenAI, running: Running) -> None:
+        whole = client.chat.completions.create(**ASKED, n=3, temperature=1.5, response_format=BY_SCHEMA)
+        for choice in whole.choices:
+            check_trip(choice.message.content)
+            assert choice.finish_reason == "stop"
+        stream = client.chat.completions.create(**ASKED, temperature=1.5, response_format=BY_SCHEMA, stream=True)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert streamed == whole.choices[0].message.content, "a seed gives other text alone than beside others"
+        anything = {**ASKED, "response_format": {"type": "json_object"}, "max_tokens": 9}
+        assert client.chat.completions.create(**anything).choices[0].message.content.lstrip()[:1] == "{"
+        for structure, expression in (
+            ({"regex": "[a-c]{3}/[0-9]"}, "[a-c]{3}/[0-9]"),
+            ({"choice": ["yes", 'no "never"']}, 'yes|no "never"'),
+            ({"grammar": 'start: "x" y+\ny: "b" | "cc"'}, "x(b|cc)+"),
+            ({"json": {"const": 5}}, r"\s*5"),
+        ):
+            for route in (client.completions, client.chat.completions):
+                prompt = {"prompt": "a"} if route is client.completions else {"messages": MESSAGES}
+                asked = {"model": "latest", "max_tokens": 30, **prompt}
+                (choice,) = route.create(**asked, extra_body={"structured_outputs": structure}).choices
+                text = choice.text if route is client.completions else choice.message.content
+                assert re.fullmatch(expression, text) or choice.finish_reason == "length", text
+
+    talk(run, ask)
+
+
+@pytest.mark.slow
+def test_calls_of_tools_come_whole_and_in_a_stream(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The symbol that this tokenizer has stands for those of Mistral.
+    form = tools.ToolForm("<|im_start|>", None)
+    monkeypatch.setattr(tools, "_FORMS", (form,))
+
+    def ask(client: openai.OpenAI, running: Running) -> None:
+        named = {"type": "function", "function": {"name": "hotel"}}
+        for choice, names in (("required", {"weather", "hotel"}), (named, {"hotel"})):
+            asked = {**ASKED, "tools": TOOLS, "tool_choice": choice}
+            (answer,) = client.chat.completions.create(**asked).choices
+            (call,) = answer.message.tool_calls
+            assert (answer.finish_reason, answer.message.content, call.type) == ("tool_calls", None, "function")
+            assert call.function.name in names
+            check_trip(call.function.arguments)
+            chunks = list(client.chat.completions.create(**asked, stream=True))
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].delta.tool_calls]
+            assert [(one.index, one.function) for delta in deltas for one in delta.tool_calls] == [
+                (0, openai.types.chat.chat_completion_chunk.ChoiceDeltaToolCallFunction(**call.function.model_dump()))
+            ]
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+            turns = [*MESSAGES, answer.message.model_dump(exclude_none=True) | {"content": ""}]
+            turns.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+            assert client.chat.completions.create(**{**ASKED, "messages": turns, "max_tokens": 2}).choices
+        plain = client.chat.completions.create(**ASKED).choices[0].message
+        for choice in ("auto", "none"):
+            free = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=choice).choices[0].message
+            assert (free.content or "").strip() == plain.content.strip(), "a text that is no call was changed"
+            assert not free.tool_calls
+
+    talk(run, ask)
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"items": DEEP}
+TWO_EACH = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {"type": "string"}}
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown type": ({"type": "wizard"}, "response_format cannot be followed: Invalid type: wizard; change"),
+    "unknown word": ({"not": {}}, 'Unimplemented keys: \\["not"\\]'),
+    "missing": ({"$ref": "#/$defs/x"}, "does not exist"),
+    "from the network": ({"$ref": "http://localhost/x"}, "cannot be followed"),
+    "itself": ({"$ref": "#"}, "no text follows it"),
+    "deep": (DEEP, "cannot be followed"),
+    "large factor": ({"type": "integer", "multipleOf": 10**9 + 7}, "fuel exhausted"),
+    "gigabytes": (
+        {
+            "allOf": [
+                {"properties": {f"a{j}": {"type": "string", "pattern": f"x{i}"} for j in range(28)}} for i in range(45)
+            ]
+        },
+        "response_format (needs|takes|crashes|cannot)",
+    ),
+    "look-ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-ahead"),
+    "options of the library": ({"x-guidance": {"lenient": True}, "not": {}}, "Unimplemented"),
+}
+
+
+@pytest.mark.slow
+def test_a_schema_that_cannot_be_followed_is_refused_and_others_are_answered(run: Path) -> None:
+    def ask(client: openai.OpenAI, running: Running) -> None:
+        for schema, message in HOSTILE.values():
+            body = {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+            status, answer, _ = running.ask("/v1/chat/completions", body)
+            assert (status, answer["error"]["param"]) == (400, "response_format"), answer
+            assert re.search(message, answer["error"]["message"]), answer
+            assert "\n" not in answer["error"]["message"]
+            assert len(answer["error"]["message"]) < 400
+        for schema in (
+            {"$defs": TWO_EACH, "$ref": "#/$defs/d0"},
+            {"type": "string", "pattern": "(a|aa)+(a{1,999}){1,999}"},
+        ):
+            body = {**ASKED, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+            assert running.ask("/v1/chat/completions", {**body, "max_tokens": 5})[0] in (200, 400)
+        (choice,) = client.chat.completions.create(**ASKED, response_format=BY_SCHEMA).choices
+        check_trip(choice.message.content)
+        assert running.num_busy() == 0
+
+    talk(run, ask)
+
+
+def test_a_beginning_is_computed_once_and_changes_no_answer(run: Path) -> None:
+    turns = [
+        [{"role": "system", "content": LONG}, {"role": "user", "content": text}] for text in ("All?", "And?", "All?")
+    ]
+
+    def ask(client: openai.OpenAI, running: Running) -> tuple[list[Any], list[int]]:
+        asked = {"model": "latest", "max_tokens": 12, "seed": 2, "logprobs": True, "top_logprobs": 3}
+        answers = [client.chat.completions.create(**asked, messages=messages) for messages in turns]
+        counts = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+        status, other, _ = running.ask(
+            "/v1/chat/completions", {**asked, "messages": turns[0], "max_tokens": 1}, client="127.0.0.2"
+        )
+        assert status == 200
+        counts.append(other["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert answers[0].usage.prompt_tokens > 512
+        return [answer.choices[0].model_dump() for answer in answers], counts
+
+    kept, counts = talk(run, ask)
+    computed, without = talk(run, ask, Limits(prefix_bytes=0))
+    assert kept == computed, "answers of other bits"
+    assert kept[0] == kept[2] != kept[1]
+    assert without == [0] * 4
+    most = counts[2]
+    assert counts == [0, most, most, most]
+    assert most >= 512
+    _, counts = talk(run, ask, is_public=True)
+    assert counts == [0, most, most, 0], "a client of a public server learns what another one has asked"
