@@ -134,10 +134,15 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     content = write_shape(family, config)
     content["head_dim"] = attention_of(config).head_width(config.dim)
     content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
-    for key, values in found.only.items():
+    content["rope_type"] = content["rope_parameters"]["rope_type"]
+    # llama.cpp has factors of single wavelengths for this model alone.
+    scalings = ("default", "llama3") if found.arch == MODEL_ARCH.LLAMA else ("default",)
+    for key, values in {"rope_type": scalings, **found.only}.items():
         if content[key] not in values:
             wanted = " or ".join(map(repr, values))
-            raise UserError(f"llama.cpp computes {key} as {wanted}, and the model has {content[key]!r}: {instead}")
+            raise UserError(
+                f"llama.cpp has models with {key} {wanted} only, and this one has {content[key]!r}: {instead}"
+            )
     for key, other in found.equal:
         if content.get(key) != content.get(other):
             raise UserError(

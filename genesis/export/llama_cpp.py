@@ -91,10 +91,9 @@ class LlamaCpp:
         return found["logprob"], {one["id"]: one["logprob"] for one in found["top_logprobs"]}
 
     def generate(self, prompt: Sequence[int], num_new: int) -> list[int]:
-        """Returns the likeliest next tokens behind a prompt, beyond the end of the text."""
-        greedy = {"temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True, "return_tokens": True}
-        asked = {"prompt": list(prompt), "n_predict": num_new, **greedy}
-        ids: list[int] = self._ask("completion", asked)["tokens"]
+        """Returns the likeliest next tokens behind a prompt, up to one that ends a text."""
+        greedy = {"temperature": 0.0, "samplers": ["temperature"], "return_tokens": True}
+        ids: list[int] = self._ask("completion", {"prompt": list(prompt), "n_predict": num_new, **greedy})["tokens"]
         return ids
 
     def _ask(self, path: str, content: Mapping[str, Any]) -> Any:

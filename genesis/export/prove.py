@@ -436,7 +436,7 @@ def count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: li
             logits = decoder(torch.tensor([[*prompt, *ours[:place]]]))[0, -1]
         if abs(float(logits[ours[place]] - logits[theirs[place]])) <= 2 * tolerance:
             return place
-    raise UserError(f"greedy text differs from transformers' at new token {place + 1}")
+    raise UserError(f"greedy text differs at new token {place + 1}, and not because two are equally likely")
 
 
 if __name__ == "__main__":

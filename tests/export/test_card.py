@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard
 
 from genesis.evaluate.results import Measure, Result, write_result

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,22 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, TokenType, dequantize
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from genesis.base.errors import UserError
-from genesis.cli.main import main
 from genesis.export.export import ExportOptions
 from genesis.export.gguf import export_gguf
-from genesis.export.gguf_layout import ARCHITECTURES
-from genesis.export.gguf_tokenizer import PRE_TOKENIZERS, describe_tokenizer
+from genesis.export.gguf_layout import ARCHITECTURES, find_architecture
+from genesis.export.gguf_tokenizer import PRE_TOKENIZERS
 from genesis.export.importing import import_directory
 from genesis.export.texts import SCRIPTS
-from genesis.huggingface.shape import FAMILIES
-from genesis.tokenizer.open import build_tokenizer, open_tokenizer
+from genesis.huggingface.shape import FAMILIES, find_family
+from genesis.model.attention import AttentionConfig, RopeScaling
+from genesis.model.decoder import DecoderConfig
 from tests.export.test_families import LLAMA3, SHAPE
 
-QWEN2 = next(expressions[0] for (expressions, _), name in PRE_TOKENIZERS.items() if name == "qwen2")
+EXPRESSIONS = {name: expressions[0] for (expressions, _), name in PRE_TOKENIZERS.items()}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -76,10 +77,11 @@ def build_model(model_type: str, changes: Mapping[str, Any]) -> Any:
     return model
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Writes a tokenizer over bytes, with Qwen's expression, a text token, a control token and a chat template."""
+def write_tokenizer(directory: Path, expression: str) -> None:
+    """Writes a tokenizer over bytes as Qwen's, with a token that is text and with a chat template."""
     built = Tokenizer(models.BPE())
-    pre = [pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    built.normalizer = normalizers.NFC()
+    pre = [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     built.pre_tokenizer = pre_tokenizers.Sequence(pre)
     built.decoder = decoders.ByteLevel()
     ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -97,7 +99,8 @@ def write_tokenizer(directory: Path) -> None:
 def import_model(directory: Path, model_type: str, changes: Mapping[str, Any]) -> tuple[Any, Path]:
     model = build_model(model_type, changes)
     model.save_pretrained(directory / "theirs")
-    write_tokenizer(directory / "theirs")
+    # transformers opens the tokenizer of some families as one of its own, which splits in this way.
+    write_tokenizer(directory / "theirs", EXPRESSIONS["qwen35" if model_type.startswith("qwen3_5") else "qwen2"])
     import_directory(directory / "theirs", directory / "run", has_tokenizer=True, compares_models=False)
     return model, directory / "run/checkpoints/step-00000000"
 
@@ -126,11 +129,18 @@ def turn(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_every_tensor_and_key_of_the_file_is_the_models(llama: tuple[Any, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def whole_file(llama: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "tiny"
+    write(llama[1], out, "f32")
+    return out
+
+
+def test_every_tensor_and_key_of_the_file_is_the_models(llama: tuple[Any, Path], whole_file: Path) -> None:
     model, checkpoint = llama
-    proof = write(checkpoint, tmp_path / "tiny", "f32")
-    held = read(tmp_path / "tiny")
-    assert [path.name for path in sorted((tmp_path / "tiny").iterdir())] == ["README.md", "proof.json", "tiny-F32.gguf"]
+    proof = json.loads((whole_file / "proof.json").read_bytes())
+    held = read(whole_file)
+    assert [path.name for path in sorted(whole_file.iterdir())] == ["README.md", "proof.json", "tiny-F32.gguf"]
     state = model.state_dict()
     wanted = {
         "token_embd.weight": state["model.embed_tokens.weight"],
@@ -168,10 +178,9 @@ def test_every_tensor_and_key_of_the_file_is_the_models(llama: tuple[Any, Path],
 
 
 def test_the_tokenizer_of_the_file_has_every_token_merge_and_the_template(
-    llama: tuple[Any, Path], tmp_path: Path
+    llama: tuple[Any, Path], whole_file: Path
 ) -> None:
-    write(llama[1], tmp_path / "tiny", "f16")
-    keys = {key: field.contents() for key, field in read(tmp_path / "tiny").fields.items()}
+    keys = {key: field.contents() for key, field in read(whole_file).fields.items()}
     content = json.loads((llama[1].parents[1] / "tokenizer.json").read_bytes())
     pieces, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
     assert {piece: token for token, piece in enumerate(pieces[:VOCAB_SIZE])} == {
@@ -193,14 +202,20 @@ def test_the_tokenizer_of_the_file_has_every_token_merge_and_the_template(
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("f16", 1e-3), ("bf16", 4e-3), ("q8_0", 0.01), ("q5_1", 0.04), ("q5_0", 0.06), ("q4_1", 0.08), ("q4_0", 0.11)]
+    ("kind", "most"),
+    [
+        *(("q8_0", 0.01), ("q4_0", 0.12)),
+        *(
+            pytest.param(kind, most, marks=pytest.mark.slow)
+            for kind, most in {"f16": 1e-3, "bf16": 4e-3, "q5_1": 0.04, "q5_0": 0.06, "q4_1": 0.09}.items()
+        ),
+    ],
 )
 def test_matrices_have_the_type_that_is_asked_for_and_vectors_do_not(
-    kind: str, most: float, llama: tuple[Any, Path], tmp_path: Path
+    kind: str, most: float, llama: tuple[Any, Path], whole_file: Path, tmp_path: Path
 ) -> None:
-    write(llama[1], tmp_path / "whole", "f32")
     write(llama[1], tmp_path / "tiny", kind)
-    whole = {tensor.name: tensor for tensor in read(tmp_path / "whole").tensors}
+    whole = {tensor.name: tensor for tensor in read(whole_file).tensors}
     wanted = GGMLQuantizationType[kind.upper()]
     of_output = GGMLQuantizationType.Q8_0 if kind[:2] in ("q4", "q5") else wanted
     for tensor in read(tmp_path / "tiny").tensors:
@@ -211,6 +226,53 @@ def test_matrices_have_the_type_that_is_asked_for_and_vectors_do_not(
         error = np.linalg.norm(values - exact) / np.linalg.norm(exact)
         assert error < (most if is_matrix else 1e-12)
         assert error > 0 or not is_matrix
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    proof = write(checkpoint, tmp_path / "tiny", "f32", asks_llama_cpp=find_spec("xllamacpp") is not None)
+    keys = {key: field.contents() for key, field in read(tmp_path / "tiny").fields.items()}
+    kinds = keys["tokenizer.ggml.token_type"]
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.add_bos_token"]
+    assert not keys["tokenizer.ggml.add_space_prefix"]
+    assert kinds[:4] == [TokenType.CONTROL, TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    assert kinds.count(TokenType.BYTE) == 256
+    assert len({score for score, kind in zip(keys["tokenizer.ggml.scores"], kinds, strict=True)}) > 100
+    assert "tokenizer" not in proof or proof["tokenizer"]["num_different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"attention": AttentionConfig(4, 2, sliding_window=8)},
+            "has models with sliding_window None only, and this one has 8",
+        ),
+        ({"attention": AttentionConfig(4, 2, no_rope_every=3)}, "no_rope_layer_interval 4 only, and this one has 3"),
+        (
+            {
+                "attention": AttentionConfig(
+                    4, 2, qk_norm="head", head_dim=16, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
+                )
+            },
+            "rope_type 'default' only, and this one has 'llama3'",
+        ),
+        (
+            {"attention": AttentionConfig(4, 2, has_qkv_bias=True, head_dim=32)},
+            "has attention_width and hidden_size of one size, and the model 128 and 64",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused_with_the_way_that_works(
+    changes: dict[str, Any], words: str
+) -> None:
+    shape: dict[str, Any] = {"vocab_size": 90, "dim": 64, "num_layers": 4, "ffn_dim": 96, "max_seq_len": 128}
+    config = DecoderConfig(**shape, norm_eps=1e-6, **changes)
+    with pytest.raises(UserError, match=words) as error:
+        find_architecture(find_family(config), config)
+    assert "leave out --gguf" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -226,8 +288,7 @@ def test_llama_cpp_computes_a_family_as_we_do(name: str, tmp_path: Path) -> None
     assert scored["loss"] == pytest.approx(scored["loss_of_the_checkpoint"], abs=1e-3)
     assert proof["tokenizer"]["num_different"] == 0
     assert proof["chat"]["is_equal"]
-    if "q" not in name:
-        assert proof["generation"]["num_equal"] == proof["generation"]["num_tokens"]
+    assert proof["generation"]["num_equal"] == proof["generation"]["num_tokens"] > 0
 
 
 def test_every_family_has_an_architecture_or_is_known_to_have_none() -> None:
