@@ -112,10 +112,12 @@ def _compare_scores(
         for (number, end), logits in shown.each(zip(places, ours, strict=True)):
             sequence = sequences[number]
             loss, likely = theirs.score(sequence[:end], sequence[end], min(_NUM_LIKELY, len(logits)))
-            known = logits.log_softmax(-1)[torch.tensor(list(likely))]
-            gaps = known - torch.tensor(list(likely.values()))
-            largest, difference = max(largest, float(logits.abs().max())), max(difference, float(gaps.abs().max()))
-            divergence += float((known.exp() * gaps).sum()) / len(places)
+            known, found = logits.log_softmax(-1)[torch.tensor(list(likely))], torch.tensor(list(likely.values()))
+            gap = float((known - found).abs().max())
+            largest, difference = max(largest, float(logits.abs().max())), max(difference, gap)
+            # Among the listed ones: llama.cpp adds up the others in another order.
+            known, found = known.log_softmax(-1), found.log_softmax(-1)
+            divergence += float((known.exp() * (known - found)).sum()) / len(places)
             num_same_choice += int(logits.argmax()) == max(likely, key=likely.__getitem__)
             losses.append(-loss)
     allowed, tolerance = DIVERGENCES.get(kind, _QUANTISED_DIVERGENCE), TOLERANCE * max(1.0, largest)
