@@ -1,6 +1,8 @@
 """`genesis export`."""
 
 from argparse import Namespace
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,13 @@ from genesis.base.arguments import Parser, read_size
 from genesis.base.errors import UserError, numbered
 from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
-from genesis.export.proof import UNPROVED_TOKENIZER
+from genesis.export.proof import UNPROVED_TOKENIZER, Layout
 from genesis.export.proof_size import WHOLE_LONG_TOKENS
-from genesis.export.tensors import DTYPES
+from genesis.export.tensors import DTYPES, GGUF_KINDS
 from genesis.generate.checkpoint_reference import BEST, read_reference
 from genesis_callbacks.checkpoint import list_committed
 
+_LAYOUT: Layout = "huggingface"
 PROOFS = ("sampled", "full", "weights")
 """How much is compared, of an import, too."""
 
@@ -23,6 +26,7 @@ tokenizer with identical ids, a model card from the manifest. The checkpoint is 
 At the end a separate process loads the directory with transformers, compares weights, tokens, logits and greedy text,
 and writes proof.json. Several checkpoints, or --average N, export the mean of their weights.
 A checkpoint with adapters is exported with --adapter, in PEFT's format, or with --merge, as a whole model.
+With --gguf, one file for llama.cpp is written instead, and llama.cpp proves it if xllamacpp is installed.
 Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
 
 
@@ -30,13 +34,26 @@ def main(argv: list[str]) -> int:
     """Runs `genesis export` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     check_can_prove("export")
-    if arguments.adapter:
+    if arguments.adapter and arguments.gguf is None:
         return _export_adapter(arguments)
+    if arguments.gguf is not None:
+        return _export_gguf(arguments)
     if arguments.base_name is not None:
         raise UserError("--base_name is written into adapters in PEFT's format: give --adapter, too, or leave it out")
-    options = ExportOptions(
-        layout=arguments.format,
-        dtype=arguments.dtype,
+    options = _read_options(arguments, arguments.format, arguments.dtype)
+    checkpoints = _find_all(arguments)
+    proof = export_checkpoints(checkpoints, arguments.out, options)
+    print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {arguments.dtype}")
+    print_proof(proof)
+    if arguments.proof == "weights":
+        print("logits and greedy text: not compared")
+    return 0
+
+
+def _read_options(arguments: Namespace, layout: Layout, dtype: str) -> ExportOptions:
+    return ExportOptions(
+        layout=layout,
+        dtype=dtype,
         max_file_bytes=arguments.max_file_bytes,
         tokenizer=arguments.tokenizer,
         may_be_unproved=arguments.allow_unproved_tokenizer,
@@ -44,19 +61,65 @@ def main(argv: list[str]) -> int:
         compares_models=arguments.proof != "weights",
         is_whole=arguments.proof == "full",
     )
+
+
+def _find_all(arguments: Namespace) -> list[Path]:
+    """Returns the checkpoints whose mean is exported, oldest first."""
     if arguments.average < 1:
         raise UserError(f"--average is {arguments.average}: it must be at least 1")
     if len(arguments.checkpoint) > 1 and (arguments.average > 1 or arguments.best):
         raise UserError("--average and --best take the checkpoints of one run: give one run, or name each checkpoint")
     checkpoints = [_find(path, is_best=arguments.best) for path in arguments.checkpoint]
-    if arguments.average > 1:
-        checkpoints = _newest(checkpoints[0], arguments.average)
-    proof = export_checkpoints(checkpoints, arguments.out, options)
-    print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {arguments.dtype}")
+    return _newest(checkpoints[0], arguments.average) if arguments.average > 1 else checkpoints
+
+
+def _export_gguf(arguments: Namespace) -> int:
+    """Exports a GGUF file and returns the exit status."""
+    kind = arguments.gguf.lower()
+    if kind not in GGUF_KINDS:
+        name, file = arguments.gguf.upper(), f"{arguments.out}/{arguments.out.name}-F16.gguf"
+        raise UserError(
+            f"--gguf is {arguments.gguf}: it must be one of {', '.join(GGUF_KINDS)}; llama.cpp makes all other types: "
+            f"give --gguf f16, then `llama-quantize {file} {arguments.out.name}-{name}.gguf {name}`"
+        )
+    refused = {
+        "--format": arguments.format != _LAYOUT,
+        "--dtype": arguments.dtype != ExportOptions.dtype,
+        "--max_file_bytes": arguments.max_file_bytes != ExportOptions.max_file_bytes,
+        "--adapter": arguments.adapter,
+        "--base_name": arguments.base_name is not None,
+    }
+    if given := [name for name, is_given in refused.items() if is_given]:
+        raise UserError(f"{', '.join(given)}: --gguf writes one file in the type that it names; leave out one of both")
+    if find_spec("gguf") is None:
+        raise UserError("`genesis export --gguf` needs gguf; pip install 'genesis-lm[gguf]'")
+    export_gguf: Callable[..., dict[str, Any]] = import_module("genesis.export.gguf").export_gguf
+    checkpoints = _find_all(arguments)
+    proof = export_gguf(checkpoints, arguments.out, _read_options(arguments, "gguf", kind))
+    print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {kind}")
     print_proof(proof)
-    if arguments.proof == "weights":
-        print("logits and greedy text: not compared")
+    _print_llama_cpp(proof, is_asked=arguments.proof != "weights")
     return 0
+
+
+def _print_llama_cpp(proof: dict[str, Any], *, is_asked: bool) -> None:
+    """Prints the comparisons with llama.cpp, one line each."""
+    scored, chat = proof.get("llama_cpp"), proof.get("chat")
+    if scored is None:
+        why = "xllamacpp is not installed: pip install 'genesis-lm[gguf]'" if is_asked else "--proof weights"
+        print(f"llama.cpp: has not loaded the file, and nothing but the weights was compared ({why})")
+        return
+    print(
+        f"llama.cpp: the next token's probabilities differ by {scored['divergence']:.2g} nats "
+        f"(allowed {scored['allowed_divergence']:.2g})"
+    )
+    print(
+        f"loss of a text: {scored['loss']:.4f} in llama.cpp, {scored['loss_of_the_checkpoint']:.4f} of the checkpoint"
+    )
+    if chat is not None and chat["is_equal"]:
+        print("chat: a conversation has the same ids in llama.cpp")
+    elif chat is not None:
+        print(f"chat: a conversation has other ids in llama.cpp ({chat.get('problem', 'proof.json has both')})")
 
 
 def _export_adapter(arguments: Namespace) -> int:
@@ -165,11 +228,16 @@ def _build_parser() -> Parser:
     add("--base_name", metavar="NAME", help="with --adapter: the name or path by which PEFT finds the base model")
     add("--merge", action="store_true", help="merge the adapters of the checkpoint into the weights of their base")
     add("--average", type=int, default=1, metavar="N", help="export the mean of the last N checkpoints up to this one")
+    add(
+        "--gguf",
+        metavar="TYPE",
+        help=f"write one file for llama.cpp, with its matrices in TYPE: {', '.join(GGUF_KINDS)}",
+    )
     add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the exported weights; default float32")
     add(
         "--format",
-        choices=("huggingface", "safetensors"),
-        default="huggingface",
+        choices=(_LAYOUT, "safetensors"),
+        default=_LAYOUT,
         help="layout; safetensors writes only the tensors, under genesis' own names",
     )
     add(

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-import torch
 import yaml
 
 from genesis.base.errors import UserError, numbered
@@ -23,7 +22,7 @@ from genesis.model.describe import describe
 from genesis.recipe.yaml import dump_yaml
 from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.base.manifest import dtype_name, read_committed_hash
+from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from genesis_callbacks.checkpoint.state import read_state
 
@@ -45,6 +44,12 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
 
 `proof.json` lists the comparisons with the checkpoint.""",
     "safetensors": "The tensors have genesis' own names; `decoder.json` contains the model's shape.",
+    "gguf": """```text
+llama-cli -m THIS_DIRECTORY/FILE.gguf
+llama-server -m THIS_DIRECTORY/FILE.gguf
+```
+
+`proof.json` lists the comparisons with the checkpoint, and says whether llama.cpp itself has loaded the file.""",
 }
 
 _USE_OF_IDS: Final = """```python
@@ -66,7 +71,7 @@ def write_card(
     name: str,
     sources: Sequence[Source],
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: str,
     layout: Layout,
     tokenizer: TokenizerOrigin = "run",
     form: TokenizerForm = "huggingface",
@@ -78,7 +83,7 @@ def write_card(
         name: The model's name.
         sources: The checkpoints; several were averaged.
         config: The model's shape.
-        dtype: The type of the exported weights.
+        dtype: The name of the type of the exported weights.
         layout: The layout of the directory.
         tokenizer: Whether the exported tokenizer is the run's, or there is none.
         form: Which of the tokenizer's files are in the directory.
@@ -91,7 +96,7 @@ def write_card(
         f"# {name}",
         f"A {'Llama-style language model' if config.body is None else 'language model of transformers'} of "
         f"{numbered(describe(config).num_parameters, 'parameters')} with a context of "
-        f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype_name(dtype)}.",
+        f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
         *([reading] if reading else []),
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
@@ -166,6 +171,8 @@ def _write_head(layout: Layout, name: str, findings: Sequence[Finding]) -> str:
     head: dict[str, Any] = {"tags": ["genesis"]}
     if layout == "huggingface":
         head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if layout == "gguf":
+        head |= {"library_name": "gguf", "pipeline_tag": "text-generation"}
     if index := build_model_index(name, findings):
         head["model-index"] = index
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"

@@ -20,7 +20,7 @@ from genesis.export.proof import (
 )
 from genesis.export.reading import check_choice, find_reading, write_generation_config, write_tokenizer
 from genesis.export.staging import check_is_new, staged
-from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
+from genesis.export.tensors import DTYPES, GGUF_KINDS, Source, count_bytes, plan_files, write_weights
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder
 from genesis.huggingface.directory import (
@@ -36,7 +36,7 @@ from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config, read_adapter_config
 
-_OTHER_BYTES = 64 << 20
+OTHER_BYTES = 64 << 20
 """Upper bound for the size of all files other than weights."""
 
 
@@ -45,8 +45,8 @@ class ExportOptions:
     """Options of an export.
 
     Args:
-        layout: `huggingface` for transformers, `safetensors` for our own names.
-        dtype: The type of the weights in the files: a name in `DTYPES`.
+        layout: `huggingface` for transformers, `safetensors` for our own names, `gguf` for llama.cpp.
+        dtype: The type of the weights in the files: a name in `DTYPES`, or in `GGUF_KINDS` for a GGUF file.
         max_file_bytes: Size limit of a weights file; a single larger tensor gets a file of its own.
         tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
         may_be_unproved: Whether to accept a `tokenizer` whose hash differs from the run's; proof and card report this.
@@ -65,8 +65,9 @@ class ExportOptions:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+        known = GGUF_KINDS if self.layout == "gguf" else DTYPES
+        if self.dtype not in known:
+            raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(known)}")
         if self.max_file_bytes < 1:
             raise UserError(f"max_file_bytes is {self.max_file_bytes}: it must be at least 1")
         check_choice(self.tokenizer, may_be_unproved=self.may_be_unproved)
@@ -88,15 +89,15 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
-    sources = [_open(path, is_merged=options.is_merged, is_alone=len(checkpoints) == 1) for path in checkpoints]
-    config = _read_config(sources)
+    sources = [open_source(path, is_merged=options.is_merged, is_alone=len(checkpoints) == 1) for path in checkpoints]
+    config = read_config(sources)
     is_foreign = config.body is not None
     if is_foreign and options.layout != "huggingface":
         raise UserError("the model is of transformers, which alone reads and writes it: leave out --format safetensors")
     if is_foreign and (options.is_whole or not options.compares_models):
         raise UserError("--proof is of models of the decoder of Genesis: leave it out, all tensors are compared")
     family = find_family(config) if options.layout == "huggingface" and not is_foreign else None
-    names = _name_tensors(sources, family)
+    names = name_tensors(sources, family)
     dtype = DTYPES[options.dtype]
     manifest = sources[-1].manifest
     path, given = sources[-1].path, options.tokenizer
@@ -104,7 +105,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     if options.compares_models and family is not None:
         # Of a merged model, the proof also holds the base beside its adapters.
         check_proof_memory(count_bytes(names, manifest, torch.float32) * (2 if options.is_merged else 1))
-    with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
+    with staged(out, count_bytes(names, manifest, dtype) + OTHER_BYTES) as staging:
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, options.layout, staging)
         if is_foreign:
             proof: dict[str, Any] = import_module("genesis.export.foreign").write_foreign(
@@ -119,7 +120,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         if not is_foreign:
             write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
-        card = write_card(out.name, sources, config, dtype, options.layout, reading.origin, form, described)
+        card = write_card(out.name, sources, config, options.dtype, options.layout, reading.origin, form, described)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
@@ -137,7 +138,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     return proof
 
 
-def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
+def open_source(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
     """Returns a verified checkpoint. It has adapters exactly if the options merge them.
 
     Raises:
@@ -156,7 +157,12 @@ def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
     return Source(checkpoint, manifest, read_adapter(manifest, checkpoint).scaling)
 
 
-def _read_config(sources: Sequence[Source]) -> DecoderConfig:
+def read_config(sources: Sequence[Source]) -> DecoderConfig:
+    """Returns the shape that all checkpoints have.
+
+    Raises:
+        UserError: They have different shapes or tokenizers.
+    """
     configs = []
     for source in sources:
         model = source.manifest.recipe.get("model")
@@ -174,7 +180,7 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
     return configs[-1]
 
 
-def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, str]:
+def name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, str]:
     """Returns canonical name to name in the files, in the checkpoint's order of names."""
     held = [sorted(name for name in list_weights(source.manifest) if not is_adapter_tensor(name)) for source in sources]
     if not held[0] or any(names != held[0] for names in held):

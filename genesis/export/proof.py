@@ -16,13 +16,15 @@ from genesis.base.processes import start_program
 from genesis.base.progress import SentStages, stage
 from genesis.huggingface.directory import PROOF_NAME
 
-Layout = Literal["huggingface", "safetensors"]
+Layout = Literal["huggingface", "safetensors", "gguf"]
 TokenizerOrigin = Literal["run", "unproved", "none"]
 """Whether the tokenizer's hash equals the manifest's, cannot be confirmed, or there is no tokenizer."""
 TokenizerForm = Literal["huggingface", "own", "none"]
 """The tokenizer's files in an export: its own and those for transformers, only its own, or none."""
 PROVE_MODULE = "genesis.export.prove"
 PROVE_ADAPTER_MODULE = "genesis.export.prove_adapter"
+PROVE_GGUF_MODULE = "genesis.export.prove_gguf"
+PROVE_LLAMA_CPP_MODULE = "genesis.export.prove_llama_cpp"
 _REMEDY: Final = "leave the logits out of the proof by --proof weights, or correct the directory's files"
 UNPROVED_TOKENIZER: Final = "no hash confirms that the model was trained with this tokenizer"
 

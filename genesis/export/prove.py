@@ -71,7 +71,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     family = read_shape(directory)[0] if layout == "huggingface" else None
     manifest = read_manifest(checkpoints[0])
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=str(checkpoints[0]))
-    size = plan_proof(count_parameters(manifest), _find_long_length(config), is_whole=request["is_whole"])
+    size = plan_proof(count_parameters(manifest), find_long_length(config), is_whole=request["is_whole"])
     result: dict[str, Any] = {
         "weights": _compare_weights(
             *(directory, names, checkpoints, family, config),
@@ -245,7 +245,7 @@ def _compare_models(
     tokenizer: Tokenizer | None,
     size: ProofSize,
 ) -> dict[str, Any]:
-    sequences = _build_sequences(config, tokenizer, size)
+    sequences = build_sequences(config, tokenizer, size)
     prompt = sequences[0][:_PROMPT_TOKENS]
     num_new = min(size.num_new_tokens, config.max_seq_len - len(prompt))
     kept = [min(len(sequence), size.sequence_tokens) for sequence in sequences]
@@ -268,15 +268,15 @@ def _compare_models(
     options = GenerateOptions(num_new, SamplingOptions(temperature=0.0))
     with stage("greedy text of genesis", num_new, "tokens") as shown:
         our_text = [token.id for token in shown.each(generate(decoder, [prompt], options, frozenset()))]
-    num_equal = _count_equal(decoder, prompt, our_text, their_text, tolerance)
+    num_equal = count_equal(decoder, prompt, our_text, their_text, tolerance)
     return {
         "logits": {
             "compared": "transformers and genesis in float32, from the weights in this directory",
             "num_sequences": len(sequences),
             "num_tokens": num_tokens,
             "longest_context": max(map(len, sequences)),
-            "has_long_sequence": size.has_long_sequence or not _find_long_length(config),
-            "left_out_tokens": 0 if size.has_long_sequence else _find_long_length(config),
+            "has_long_sequence": size.has_long_sequence or not find_long_length(config),
+            "left_out_tokens": 0 if size.has_long_sequence else find_long_length(config),
             "num_same_choice": num_same_choice,
             "largest_logit": largest,
             "largest_difference": difference,
@@ -303,7 +303,7 @@ def _compare_nf4(
     quantised = load_decoder(checkpoint, dtype=torch.float32).decoder
     config = quantised.config
     decoder = _build_decoder(directory, names, config, family)
-    sequences = _build_sequences(config, tokenizer, size)
+    sequences = build_sequences(config, tokenizer, size)
     largest = difference = 0.0
     num_same_choice = num_tokens = 0
     with torch.no_grad(), stage("logits of the quantised weights", len(sequences), "sequences") as shown:
@@ -346,7 +346,7 @@ def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: Proof
             state[name] = merge_rows({"weight": weight, **whole}, adapter_config.scaling).float()
     merged.load_state_dict(state, assign=True)
     largest = difference = 0.0
-    sequences = _build_sequences(adapted.config, tokenizer, size)
+    sequences = build_sequences(adapted.config, tokenizer, size)
     with torch.no_grad(), stage("logits of the adapters", len(sequences), "sequences") as shown:
         for sequence in shown.each(sequences):
             ours, theirs = adapted(torch.tensor([sequence])), merged(torch.tensor([sequence]))
@@ -363,9 +363,10 @@ def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: Proof
     }
 
 
-def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: ProofSize) -> list[list[int]]:
+def build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: ProofSize) -> list[list[int]]:
+    """Returns the sequences of ids whose logits are compared: real text, or random ids without a tokenizer."""
     length = min(size.sequence_tokens, config.max_seq_len - 1)
-    long_length = _find_long_length(config) if size.has_long_sequence else 0
+    long_length = find_long_length(config) if size.has_long_sequence else 0
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         stream = torch.randint(
@@ -379,7 +380,7 @@ def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: P
     return short if long_length <= length else [*short, repeated[:long_length]]
 
 
-def _find_long_length(config: DecoderConfig) -> int:
+def find_long_length(config: DecoderConfig) -> int:
     """Returns the length of a sequence that exceeds the window and the unscaled context by as many tokens again."""
     attention = attention_of(config)
     bounds = [0 if attention.sliding_window is None else attention.sliding_window]
@@ -424,7 +425,7 @@ def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig
     return decoder.eval()
 
 
-def _count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: list[int], tolerance: float) -> int:
+def count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: list[int], tolerance: float) -> int:
     """Returns the number of equal new tokens, after checking that the first different tokens are equally likely."""
     if ours == theirs:
         return len(ours)
@@ -435,7 +436,7 @@ def _count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: l
             logits = decoder(torch.tensor([[*prompt, *ours[:place]]]))[0, -1]
         if abs(float(logits[ours[place]] - logits[theirs[place]])) <= 2 * tolerance:
             return place
-    raise UserError(f"greedy text differs from transformers' at new token {place + 1}")
+    raise UserError(f"greedy text differs at new token {place + 1}, and not because two are equally likely")
 
 
 if __name__ == "__main__":

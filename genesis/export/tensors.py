@@ -27,6 +27,8 @@ from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS, digest_chunk
 from genesis_callbacks.checkpoint.restore import restore_shards
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GGUF_KINDS: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Types of the matrices of a GGUF file that the package `gguf` computes."""
 _CODES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _BLOCK_BYTES = 32 << 20
 

@@ -162,8 +162,8 @@ class HuggingFaceTokenizer:
         return self._is_partial[token]
 
     def huggingface_files(self, max_seq_len: int) -> Mapping[str, bytes]:
-        """Returns the tokenizer's own files, because transformers opens them unchanged."""
-        return self.files
+        """Returns the tokenizer's own files, with what transformers 5 spells otherwise as version 4 reads it, too."""
+        return {**self.files, **_spell_for_version_4(self.files)}
 
     def describe(self) -> str:
         """Returns the content of `tokenizer.json` with the added tokens of all files, as the library writes it."""
@@ -259,6 +259,22 @@ class HuggingFaceTokenizer:
         for text in (*(self.pieces[token] for token in sorted(self._controls)), *unknown):
             if self._controls.intersection(self.encode(text)):
                 raise UserError(f"the text {text[:40]!r} is encoded to a special token; {_REMEDY}")
+
+
+def _spell_for_version_4(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns `tokenizer_config.json` without the class and the list that transformers 4 does not know, if it has them.
+
+    Other programs still read by that version; version 5 reads both spellings.
+    """
+    config = read_json(files, CONFIG_NAME)
+    changed = dict(config)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        changed["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+    return (
+        {} if changed == config else {CONFIG_NAME: json.dumps(changed, indent=2, ensure_ascii=False).encode() + b"\n"}
+    )
 
 
 def _spell_bytes(piece: str) -> bytes:

@@ -177,6 +177,19 @@ def test_bad_input_of_import_is_one_line(genesis: Genesis, llama: Path, imported
     assert not Path(out).exists()
 
 
+def test_what_no_gguf_is_written_of_is_one_line(genesis: Genesis, imported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused = [
+        (("--gguf", "Q4_K_M"), ("Q4_K_M", "--gguf f16", f"llama-quantize {out}/out-F16.gguf out-Q4_K_M.gguf Q4_K_M")),
+        (("--gguf", "q8_0", "--dtype", "bfloat16"), ("--dtype", "leave out one of both")),
+        (("--gguf", "q8_0", "--adapter"), ("--adapter", "leave out one of both")),
+        (("--gguf", "q8_0", "--format", "safetensors"), ("--format", "leave out one of both")),
+    ]
+    for options, words in refused:
+        check_is_one_line(genesis("export", str(imported), str(out), *options), *words)
+    assert not out.exists()
+
+
 def test_without_the_extra_the_command_names_it(
     genesis: Genesis, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard
 
 from genesis.evaluate.results import Measure, Result, write_result
@@ -71,7 +70,7 @@ def save(
 
 def write(*checkpoints: Path) -> str:
     sources = [Source(path, read_manifest(path)) for path in checkpoints]
-    return write_card("tiny", sources, DecoderConfig(**SHAPE), torch.float32, "huggingface")
+    return write_card("tiny", sources, DecoderConfig(**SHAPE), "float32", "huggingface")
 
 
 def test_the_card_has_what_the_corpus_holds_beside_what_was_consumed_of_it(tiny_corpus: Path, tmp_path: Path) -> None:

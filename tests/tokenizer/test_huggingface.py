@@ -241,6 +241,20 @@ def test_tokens_that_only_the_configuration_names_are_added_as_transformers_does
     assert [ours.is_control(token) for token in (602, 603, 604)] == [False, True, True]
 
 
+def test_files_for_transformers_have_the_spellings_that_its_version_4_knows(tmp_path: Path) -> None:
+    save(tmp_path, train(), CONFIG | {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["[X]"]})
+    ours = open_tokenizer(tmp_path)
+    files = dict(ours.huggingface_files(256) or {})
+    written = json.loads(files["tokenizer_config.json"])
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["additional_special_tokens"] == ["[X]"]
+    assert "extra_special_tokens" not in written
+    again = build_tokenizer(files)
+    assert again.hash == ours.hash
+    assert again.pieces == ours.pieces
+    assert again.huggingface_files(256) == files
+
+
 def test_special_tokens_of_the_older_file_count_where_transformers_reads_it(tmp_path: Path) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     save(tmp_path, train(), config, special_tokens_map={"eos_token": "<|endoftext|>", "pad_token": "<|im_start|>"})

@@ -1,0 +1,346 @@
+"""What llama.cpp has of each family: the keys and the tensors of a GGUF file, from the family's names in transformers.
+
+The package `gguf` knows the file's name of a tensor by the name that the family has in transformers, and the keys
+follow from `config.json`. What is left for the tables here is how llama.cpp differs: the order of rows that it rotates,
+and the options that it does not compute, which it would ignore without a word.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFValueType,
+    Keys,
+    TensorNameMap,
+    get_tensor_name_map,
+)
+from torch import Tensor
+
+from genesis.base.errors import UserError
+from genesis.huggingface.family import Family, attention_of
+from genesis.huggingface.shape import write_shape
+from genesis.model.decoder import DecoderConfig
+from genesis.model.recipe import DECODER_PREFIX
+
+_UINT, _FLOAT, _BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
+KEYS: Final[Mapping[str, tuple[str, GGUFValueType]]] = {
+    "num_hidden_layers": (Keys.LLM.BLOCK_COUNT, _UINT),
+    "max_position_embeddings": (Keys.LLM.CONTEXT_LENGTH, _UINT),
+    "hidden_size": (Keys.LLM.EMBEDDING_LENGTH, _UINT),
+    "intermediate_size": (Keys.LLM.FEED_FORWARD_LENGTH, _UINT),
+    "vocab_size": (Keys.LLM.VOCAB_SIZE, _UINT),
+    "num_attention_heads": (Keys.Attention.HEAD_COUNT, _UINT),
+    "num_key_value_heads": (Keys.Attention.HEAD_COUNT_KV, _UINT),
+    "rms_norm_eps": (Keys.Attention.LAYERNORM_RMS_EPS, _FLOAT),
+    "rope_theta": (Keys.Rope.FREQ_BASE, _FLOAT),
+    "num_local_experts": (Keys.LLM.EXPERT_COUNT, _UINT),
+    "num_experts": (Keys.LLM.EXPERT_COUNT, _UINT),
+    "n_routed_experts": (Keys.LLM.EXPERT_COUNT, _UINT),
+    "num_experts_per_tok": (Keys.LLM.EXPERT_USED_COUNT, _UINT),
+    "moe_intermediate_size": (Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, _UINT),
+    "shared_expert_intermediate_size": (Keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, _UINT),
+    "n_shared_experts": (Keys.LLM.EXPERT_SHARED_COUNT, _UINT),
+    "first_k_dense_replace": (Keys.LLM.LEADING_DENSE_BLOCK_COUNT, _UINT),
+    "routed_scaling_factor": (Keys.LLM.EXPERT_WEIGHTS_SCALE, _FLOAT),
+    "norm_topk_prob": (Keys.LLM.EXPERT_WEIGHTS_NORM, _BOOL),
+    "full_attention_interval": (Keys.LLM.FULL_ATTENTION_INTERVAL, _UINT),
+    "linear_conv_kernel_dim": (Keys.SSM.CONV_KERNEL, _UINT),
+    "linear_key_head_dim": (Keys.SSM.STATE_SIZE, _UINT),
+    "linear_num_key_heads": (Keys.SSM.GROUP_COUNT, _UINT),
+    "linear_num_value_heads": (Keys.SSM.TIME_STEP_RANK, _UINT),
+}
+"""Key of `config.json`, to the key of the file and the type of its value."""
+_TURNED: Final = (".self_attn.q_proj.", ".self_attn.k_proj.")
+"""Tensors whose rows are rotated by positions."""
+_RENAMED: Final = {"e_score_correction_bias": "e_score_correction.bias", ".dt_bias": ".dt_proj.bias"}
+"""Ends of names in transformers that the package knows with another end."""
+_WHOLE: Final = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight")
+"""Ends of the names of tensors that llama.cpp has in float32 in every file."""
+_IMAGE_AXES: Final = [11, 11, 10, 0]
+"""How Qwen3.5 divides positions among an image's axes, which are equal for text; llama.cpp asks for it."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family in llama.cpp.
+
+    Args:
+        arch: llama.cpp's number of its model.
+        turns_neighbours: Whether it rotates neighbouring rows of a head together, and not those of the two halves.
+        only: Key of `config.json` to the values that it computes.
+        equal: Pairs of keys whose values must be equal.
+        has_output: Whether it asks for an output matrix also where this is the embedding.
+    """
+
+    arch: MODEL_ARCH
+    turns_neighbours: bool = False
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    equal: Sequence[tuple[str, str]] = ()
+    has_output: bool = False
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the model in a file."""
+        return MODEL_ARCH_NAMES[self.arch]
+
+
+_NO_WINDOW: Final = {"sliding_window": (None,)}
+_NO_WINDOWS: Final = {"use_sliding_window": (False,)}
+_AS_WIDE: Final = ("attention_width", "hidden_size")
+_ALL_HEADS: Final = ("num_key_value_heads", "num_attention_heads")
+_LINEAR: Final = {"equal": (("linear_key_head_dim", "linear_value_head_dim"),)}
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "llama": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True),
+    "mistral": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, only=_NO_WINDOW),
+    "mixtral": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, only=_NO_WINDOW),
+    "qwen2": Architecture(MODEL_ARCH.QWEN2, only=_NO_WINDOWS, equal=(_AS_WIDE,)),
+    "qwen3": Architecture(MODEL_ARCH.QWEN3, only=_NO_WINDOWS),
+    "qwen3_moe": Architecture(
+        MODEL_ARCH.QWEN3MOE, only={"norm_topk_prob": (True,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
+    ),
+    "olmo2": Architecture(MODEL_ARCH.OLMO2, equal=(_AS_WIDE,), has_output=True),
+    "olmoe": Architecture(
+        MODEL_ARCH.OLMOE, only={"norm_topk_prob": (False,)}, equal=(_AS_WIDE, _ALL_HEADS), has_output=True
+    ),
+    "smollm3": Architecture(
+        MODEL_ARCH.SMOLLM3, turns_neighbours=True, only={**_NO_WINDOWS, "no_rope_layer_interval": (4,)}
+    ),
+    "dots1": Architecture(MODEL_ARCH.DOTS1, only=_NO_WINDOWS, equal=(_ALL_HEADS,), has_output=True),
+    "glm4_moe": Architecture(MODEL_ARCH.GLM4_MOE),
+    "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, **_LINEAR),
+    "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, **_LINEAR),
+}
+"""By `model_type`: the families that llama.cpp has."""
+
+
+def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architecture, dict[str, Any]]:
+    """Returns llama.cpp's model of a decoder, and the content of the family's `config.json`.
+
+    Raises:
+        UserError: llama.cpp has no such family, or computes an option in another way.
+    """
+    instead = "leave out --gguf, which gives files for transformers"
+    found = ARCHITECTURES.get(family.model_type)
+    if found is None:
+        raise UserError(f"no GGUF can be written of {family.model_type}, only of {', '.join(ARCHITECTURES)}: {instead}")
+    content = write_shape(family, config)
+    content["head_dim"] = attention_of(config).head_width(config.dim)
+    content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
+    content["rope_type"] = content["rope_parameters"]["rope_type"]
+    # llama.cpp has factors of single wavelengths for this model alone.
+    scalings = ("default", "llama3") if found.arch == MODEL_ARCH.LLAMA else ("default",)
+    for key, values in {"rope_type": scalings, **found.only}.items():
+        if content[key] not in values:
+            wanted = " or ".join(map(repr, values))
+            raise UserError(
+                f"llama.cpp has models with {key} {wanted} only, and this one has {content[key]!r}: {instead}"
+            )
+    for key, other in found.equal:
+        if content.get(key) != content.get(other):
+            raise UserError(
+                f"llama.cpp's {found.name} has {key} and {other} of one size, and the model {content[key]} and "
+                f"{content[other]}: {instead}"
+            )
+    return found, content
+
+
+def describe_model(
+    architecture: Architecture, content: Mapping[str, Any], config: DecoderConfig
+) -> dict[str, tuple[Any, GGUFValueType]]:
+    """Returns the keys of a file about the model, each with the value and its type."""
+    keys = {key: (content[theirs], kind) for theirs, (key, kind) in KEYS.items() if theirs in content}
+    head_dim = content["head_dim"]
+    rotated = attention_of(config).rotary_dim or head_dim
+    keys |= {Keys.Attention.KEY_LENGTH: (head_dim, _UINT), Keys.Attention.VALUE_LENGTH: (head_dim, _UINT)}
+    keys[Keys.Rope.DIMENSION_COUNT] = (rotated, _UINT)
+    if "n_group" in content:
+        keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(ExpertGatingFuncType.SIGMOID), _UINT)
+        if (
+            content["topk_group"] < content["n_group"]
+        ):  # else all experts are free to choose, and llama.cpp asks for less
+            keys[Keys.LLM.EXPERT_GROUP_COUNT] = (content["n_group"], _UINT)
+            keys[Keys.LLM.EXPERT_GROUP_USED_COUNT] = (content["topk_group"], _UINT)
+    if "linear_value_head_dim" in content:
+        width = content["linear_value_head_dim"] * content["linear_num_value_heads"]
+        keys[Keys.SSM.INNER_SIZE] = (width, _UINT)
+    if architecture.arch in (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE):
+        keys[Keys.Rope.DIMENSION_SECTIONS] = (_IMAGE_AXES, GGUFValueType.ARRAY)
+    return {key.format(arch=architecture.name): value for key, value in keys.items()}
+
+
+# ---- tensors
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, and how it follows from one of the checkpoint.
+
+    Args:
+        ours: The checkpoint's name; None for the factors of rotary wavelengths, which follow from the shape.
+        name: The name in the file.
+        shape: The shape in the file, largest stride first.
+        kind: The type of its values.
+        rows: The row of ours that each row of the file is; None for the same.
+        columns: The same of columns.
+        change: How values differ: not at all, by 1, which llama.cpp adds to no weight of a norm, or by the exponential,
+            which it does not take of the rates of decay.
+    """
+
+    ours: str | None
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    change: str = "none"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file has the rows of the checkpoint in their order."""
+        return self.rows is None and self.columns is None and self.change == "none"
+
+    def to_file(self, tensor: Tensor) -> Tensor:
+        """Returns the checkpoint's whole tensor as the file has it, before it is quantised."""
+        if self.rows is not None:
+            tensor = tensor[self.rows]
+        if self.columns is not None:
+            tensor = tensor[:, self.columns]
+        if self.change != "none":
+            tensor = tensor.float() + 1.0 if self.change == "offset" else -tensor.float().exp()
+        return tensor.reshape(self.shape)
+
+    def to_ours(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns the file's tensor, in float32, as the decoder has it, of the given shape."""
+        if self.change != "none":
+            tensor = tensor - 1.0 if self.change == "offset" else (-tensor).log()
+        tensor = tensor.reshape(tuple(shape))
+        if self.columns is not None:
+            tensor = tensor[:, self.columns.argsort()]
+        return tensor if self.rows is None else tensor[self.rows.argsort()]
+
+
+def plan_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    family: Family,
+    config: DecoderConfig,
+    kind: GGMLQuantizationType,
+    kind_of_output: GGMLQuantizationType,
+) -> list[StoredTensor]:
+    """Returns the tensors of a file in their order.
+
+    Args:
+        shapes: The shape of each tensor of the checkpoint that is exported, by name.
+        family: The family.
+        config: The decoder's shape.
+        kind: The type of matrices.
+        kind_of_output: The type of the matrix that gives the logits.
+    """
+    architecture, content = find_architecture(family, config)
+    names = get_tensor_name_map(architecture.arch, config.num_layers)
+    output = _find_name(names, family.tensors["output.weight"])
+    found = []
+    for ours, shape in shapes.items():
+        theirs = family.their_pattern(ours.removeprefix(DECODER_PREFIX)).replace(".{}", "")
+        name = _find_name(names, theirs)
+        is_output = name == output or (config.has_tied_embeddings and ours.endswith("embedding.weight"))
+        placed = _place(ours, theirs, name, shape, architecture, content, family)
+        chosen = _choose_kind(placed.name, placed.shape, kind_of_output if is_output else kind)
+        found.append(replace(placed, kind=chosen))
+        if is_output and name != output and architecture.has_output:
+            found.append(StoredTensor(ours, output, shape, chosen))
+    scaling = attention_of(config).rope_scaling
+    if scaling is not None:
+        num_factors = (attention_of(config).rotary_dim or content["head_dim"]) // 2
+        found.append(StoredTensor(None, "rope_freqs.weight", (num_factors,), GGMLQuantizationType.F32))
+    return found
+
+
+def rotary_factors(config: DecoderConfig) -> Tensor:
+    """Returns by how much the wavelengths are scaled, each of them: llama.cpp divides the frequencies by it."""
+    attention = attention_of(config)
+    width = attention.rotary_dim or attention.head_width(config.dim)
+    frequencies = attention.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    assert attention.rope_scaling is not None, "the file has the factors only then"
+    return (frequencies / attention.rope_scaling.scale(frequencies)).float()
+
+
+def _find_name(names: TensorNameMap, theirs: str) -> str:
+    for end, known in _RENAMED.items():
+        if theirs.endswith(end):
+            theirs = theirs.removesuffix(end) + known
+    name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+    assert name is not None, f"the tables have a tensor that llama.cpp has not: {theirs}"
+    return name
+
+
+def _place(
+    ours: str,
+    theirs: str,
+    name: str,
+    shape: tuple[int, ...],
+    architecture: Architecture,
+    content: Mapping[str, Any],
+    family: Family,
+) -> StoredTensor:
+    """Returns how a tensor is arranged in the file."""
+    rows = columns = None
+    change = "none"
+    if architecture.turns_neighbours and any(part in theirs for part in _TURNED):
+        halves = torch.arange(shape[0]).view(-1, 2, content["head_dim"] // 2)
+        rows = halves.transpose(1, 2).reshape(-1)
+    if ".linear_attn." in theirs:
+        rows, columns = _arrange_linear(theirs.rpartition("linear_attn.")[2], shape, content)
+    elif family.has_norm_offset and name.endswith("norm.weight"):
+        change = "offset"
+    if theirs.endswith(".A_log"):
+        change = "decay"
+    squeezed = tuple(size for size in shape if size != 1) if theirs.endswith("conv1d.weight") else shape
+    return StoredTensor(ours, name, squeezed, GGMLQuantizationType.F32, rows=rows, columns=columns, change=change)
+
+
+def _arrange_linear(
+    part: str, shape: tuple[int, ...], content: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the rows and columns of a tensor of linear attention.
+
+    Heads of values stand by their head of keys in transformers: those of the first one, then those of the second.
+    llama.cpp has the first of each, then the second of each.
+    """
+    num_keys, num_values = content["linear_num_key_heads"], content["linear_num_value_heads"]
+    if num_keys == num_values or part == "norm.weight":
+        return None, None
+    width = content["linear_value_head_dim"]
+    width = {"in_proj_a.weight": 1, "in_proj_b.weight": 1, "A_log": 1, "dt_bias": 1}.get(part, width)
+    heads = torch.arange(num_values * width).view(num_keys, num_values // num_keys, width)
+    order = heads.transpose(0, 1).reshape(-1)
+    if part == "out_proj.weight":
+        return None, order
+    first = shape[0] - num_values * width  # queries and keys, in one tensor with the values
+    return torch.cat([torch.arange(first), first + order]), None
+
+
+def _choose_kind(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Returns the type of a tensor: float32 for vectors and the like, 16 bits where rows are no whole blocks."""
+    if len(shape) < 2 or name.endswith(_WHOLE) or not name.endswith(".weight"):
+        return GGMLQuantizationType.F32
+    return kind if shape[-1] % block_size(kind) == 0 else GGMLQuantizationType.F16
+
+
+def block_size(kind: GGMLQuantizationType) -> int:
+    """Returns how many values of a row are quantised together."""
+    size, _ = GGML_QUANT_SIZES[kind]
+    return size
+
+
+def count_stored_bytes(stored: StoredTensor) -> int:
+    """Returns the bytes of a tensor in the file."""
+    size, num_bytes = GGML_QUANT_SIZES[stored.kind]
+    return math.prod(stored.shape) // size * num_bytes

@@ -1,0 +1,295 @@
+"""A GGUF file has every tensor, key and token of the checkpoint, and llama.cpp computes with it what we compute."""
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, TokenType, dequantize
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from genesis.base.errors import UserError
+from genesis.export.export import ExportOptions
+from genesis.export.gguf import export_gguf
+from genesis.export.gguf_layout import ARCHITECTURES, find_architecture
+from genesis.export.gguf_tokenizer import PRE_TOKENIZERS
+from genesis.export.importing import import_directory
+from genesis.export.texts import SCRIPTS
+from genesis.huggingface.shape import FAMILIES, find_family
+from genesis.model.attention import AttentionConfig, RopeScaling
+from genesis.model.decoder import DecoderConfig
+from tests.export.test_families import LLAMA3, SHAPE
+
+EXPRESSIONS = {name: expressions[0] for (expressions, _), name in PRE_TOKENIZERS.items()}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB_SIZE = 320
+WIDE = SHAPE | {
+    **{"vocab_size": VOCAB_SIZE + 8, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"max_position_embeddings": 512, "tie_word_embeddings": False},
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SHARED_EXPERTS = {
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+}
+LINEAR = {
+    **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
+    **{"linear_value_head_dim": 32, "full_attention_interval": 2},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 32}),
+    "olmo2": ("olmo2", {"tie_word_embeddings": True}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "dots1": ("dots1", SHARED_EXPERTS | {"num_key_value_heads": 4, "sliding_window": None}),
+    "glm4_moe": ("glm4_moe", SHARED_EXPERTS | {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "qwen3_5_text": ("qwen3_5_text", LINEAR),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
+}
+
+
+def build_model(model_type: str, changes: Mapping[str, Any]) -> Any:
+    """Returns a random model with weights that decide: no zeros and no ones, which would hide a mistake."""
+    torch.manual_seed(0)
+    shape: Any = AutoConfig.for_model(model_type, **(WIDE | changes))
+    model = AutoModelForCausalLM.from_config(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    return model
+
+
+def write_tokenizer(directory: Path, expression: str) -> None:
+    """Writes a tokenizer over bytes as Qwen's, with a token that is text and with a chat template."""
+    built = Tokenizer(models.BPE())
+    built.normalizer = normalizers.NFC()
+    pre = [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    built.pre_tokenizer = pre_tokenizers.Sequence(pre)
+    built.decoder = decoders.ByteLevel()
+    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 1, special_tokens=ends, initial_alphabet=alphabet, show_progress=False
+    )
+    built.train_from_iterator(SCRIPTS.values(), trainer)
+    built.add_tokens(["<tool_call>"])
+    built.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[2], "pad_token": ends[0]}
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+
+
+def import_model(directory: Path, model_type: str, changes: Mapping[str, Any]) -> tuple[Any, Path]:
+    model = build_model(model_type, changes)
+    model.save_pretrained(directory / "theirs")
+    # transformers opens the tokenizer of some families as one of its own, which splits in this way.
+    write_tokenizer(directory / "theirs", EXPRESSIONS["qwen35" if model_type.startswith("qwen3_5") else "qwen2"])
+    import_directory(directory / "theirs", directory / "run", has_tokenizer=True, compares_models=False)
+    return model, directory / "run/checkpoints/step-00000000"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return import_model(tmp_path_factory.mktemp("llama"), *MODELS["llama 3.1"])
+
+
+def write(checkpoint: Path, out: Path, kind: str, *, asks_llama_cpp: bool = False, **options: Any) -> dict[str, Any]:
+    return export_gguf([checkpoint], out, ExportOptions("gguf", kind, compares_models=asks_llama_cpp, **options))
+
+
+def read(directory: Path) -> GGUFReader:
+    (file,) = directory.glob("*.gguf")
+    return GGUFReader(file)
+
+
+def turn(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Returns rows as llama.cpp rotates them: neighbours where transformers has the halves of a head."""
+    width = len(weight) // num_heads
+    rows = []
+    for head in range(num_heads):
+        for pair in range(width // 2):
+            rows += [weight[head * width + pair], weight[head * width + width // 2 + pair]]
+    return torch.stack(rows)
+
+
+@pytest.fixture(scope="session")
+def whole_file(llama: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "tiny"
+    write(llama[1], out, "f32")
+    return out
+
+
+def test_every_tensor_and_key_of_the_file_is_the_models(llama: tuple[Any, Path], whole_file: Path) -> None:
+    model, checkpoint = llama
+    proof = json.loads((whole_file / "proof.json").read_bytes())
+    held = read(whole_file)
+    assert [path.name for path in sorted(whole_file.iterdir())] == ["README.md", "proof.json", "tiny-F32.gguf"]
+    state = model.state_dict()
+    wanted = {
+        "token_embd.weight": state["model.embed_tokens.weight"],
+        "output_norm.weight": state["model.norm.weight"],
+    }
+    names = {
+        **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+        **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
+        **{"attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"},
+        "ffn_down": "mlp.down_proj",
+    }
+    for layer in range(2):
+        for ours, theirs in names.items():
+            weight = state[f"model.layers.{layer}.{theirs}.weight"]
+            num_heads = {"attn_q": 4, "attn_k": 2}.get(ours)
+            wanted[f"blk.{layer}.{ours}.weight"] = weight if num_heads is None else turn(weight, num_heads)
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in held.tensors}
+    frequencies = 1.0 / 500_000.0 ** (torch.arange(0, 16, 2) / 16)
+    factors = frequencies / model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(tensors.pop("rope_freqs.weight"), factors, rtol=1e-5, atol=0.0)
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], weight) for name, weight in wanted.items())
+    assert proof["weights"]["num_values"] == sum(weight.numel() for weight in wanted.values()) + 8
+    keys = {key: field.contents() for key, field in held.fields.items()}
+    for key, value in {
+        **{"general.architecture": "llama", "general.name": "tiny", "general.file_type": 0},
+        **{"llama.block_count": 2, "llama.context_length": 512, "llama.embedding_length": 64},
+        **{"llama.feed_forward_length": 96, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2},
+        **{"llama.attention.key_length": 16, "llama.rope.dimension_count": 16, "llama.rope.freq_base": 500_000.0},
+        **{"llama.vocab_size": VOCAB_SIZE + 8, "tokenizer.ggml.add_bos_token": False},
+    }.items():
+        assert keys[key] == value, key
+    assert keys["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    assert checkpoint.name in keys["general.version"]
+
+
+def test_the_tokenizer_of_the_file_has_every_token_merge_and_the_template(
+    llama: tuple[Any, Path], whole_file: Path
+) -> None:
+    keys = {key: field.contents() for key, field in read(whole_file).fields.items()}
+    content = json.loads((llama[1].parents[1] / "tokenizer.json").read_bytes())
+    pieces, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert {piece: token for token, piece in enumerate(pieces[:VOCAB_SIZE])} == {
+        **content["model"]["vocab"],
+        "<tool_call>": VOCAB_SIZE - 1,
+    }
+    assert [pieces[token] for token, kind in enumerate(kinds) if kind == TokenType.CONTROL] == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    assert [pieces[token] for token, kind in enumerate(kinds) if kind == TokenType.USER_DEFINED] == ["<tool_call>"]
+    assert [kind for kind in kinds if kind == TokenType.UNUSED] == [TokenType.UNUSED] * 8
+    assert len(set(pieces)) == len(pieces) == VOCAB_SIZE + 8
+    assert keys["tokenizer.ggml.merges"] == [" ".join(pair) for pair in content["model"]["merges"]]
+    named = ("model", "pre", "eos_token_id", "padding_token_id")
+    assert [keys[f"tokenizer.ggml.{name}"] for name in named] == ["gpt2", "qwen2", 2, 0]
+    assert keys["tokenizer.chat_template"] == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        *(("q8_0", 0.01), ("q4_0", 0.12)),
+        *(
+            pytest.param(kind, most, marks=pytest.mark.slow)
+            for kind, most in {"f16": 1e-3, "bf16": 4e-3, "q5_1": 0.04, "q5_0": 0.06, "q4_1": 0.09}.items()
+        ),
+    ],
+)
+def test_matrices_have_the_type_that_is_asked_for_and_vectors_do_not(
+    kind: str, most: float, llama: tuple[Any, Path], whole_file: Path, tmp_path: Path
+) -> None:
+    write(llama[1], tmp_path / "tiny", kind)
+    whole = {tensor.name: tensor for tensor in read(whole_file).tensors}
+    wanted = GGMLQuantizationType[kind.upper()]
+    of_output = GGMLQuantizationType.Q8_0 if kind[:2] in ("q4", "q5") else wanted
+    for tensor in read(tmp_path / "tiny").tensors:
+        is_matrix = len(tensor.shape) > 1
+        expected = of_output if tensor.name == "token_embd.weight" else wanted  # it is the output, too
+        assert tensor.tensor_type == (expected if is_matrix else GGMLQuantizationType.F32)
+        values, exact = dequantize(tensor.data, tensor.tensor_type), whole[tensor.name].data
+        error = np.linalg.norm(values - exact) / np.linalg.norm(exact)
+        assert error < (most if is_matrix else 1e-12)
+        assert error > 0 or not is_matrix
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    proof = write(checkpoint, tmp_path / "tiny", "f32", asks_llama_cpp=find_spec("xllamacpp") is not None)
+    keys = {key: field.contents() for key, field in read(tmp_path / "tiny").fields.items()}
+    kinds = keys["tokenizer.ggml.token_type"]
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.add_bos_token"]
+    assert not keys["tokenizer.ggml.add_space_prefix"]
+    assert kinds[:4] == [TokenType.CONTROL, TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    assert kinds.count(TokenType.BYTE) == 256
+    assert len({score for score, kind in zip(keys["tokenizer.ggml.scores"], kinds, strict=True)}) > 100
+    assert "tokenizer" not in proof or proof["tokenizer"]["num_different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"attention": AttentionConfig(4, 2, sliding_window=8)},
+            "has models with sliding_window None only, and this one has 8",
+        ),
+        ({"attention": AttentionConfig(4, 2, no_rope_every=3)}, "no_rope_layer_interval 4 only, and this one has 3"),
+        (
+            {
+                "attention": AttentionConfig(
+                    4, 2, qk_norm="head", head_dim=16, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
+                )
+            },
+            "rope_type 'default' only, and this one has 'llama3'",
+        ),
+        (
+            {"attention": AttentionConfig(4, 2, has_qkv_bias=True, head_dim=32)},
+            "has attention_width and hidden_size of one size, and the model 128 and 64",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused_with_the_way_that_works(
+    changes: dict[str, Any], words: str
+) -> None:
+    shape: dict[str, Any] = {"vocab_size": 90, "dim": 64, "num_layers": 4, "ffn_dim": 96, "max_seq_len": 128}
+    config = DecoderConfig(**shape, norm_eps=1e-6, **changes)
+    with pytest.raises(UserError, match=words) as error:
+        find_architecture(find_family(config), config)
+    assert "leave out --gguf" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.each
+@pytest.mark.process
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_a_family_as_we_do(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    _, checkpoint = import_model(tmp_path, *MODELS[name])
+    proof = write(checkpoint, tmp_path / "tiny", "f32", asks_llama_cpp=True)
+    scored = proof["llama_cpp"]
+    assert scored["num_same_choice"] >= scored["num_places"] - 1
+    assert scored["loss"] == pytest.approx(scored["loss_of_the_checkpoint"], abs=1e-3)
+    assert proof["tokenizer"]["num_different"] == 0
+    assert proof["chat"]["is_equal"]
+    assert proof["generation"]["num_equal"] == proof["generation"]["num_tokens"] > 0
+
+
+def test_every_family_has_an_architecture_or_is_known_to_have_none() -> None:
+    assert {family.model_type for family in FAMILIES if family.is_written} == ARCHITECTURES.keys()
