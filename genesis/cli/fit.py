@@ -7,6 +7,7 @@ run_dir      where checkpoints, metrics and configs of the run lie
 fork         of `fit`: a name; the run continues from --ckpt_path in a directory of that name beside run_dir
 """
 
+import json
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ from genesis.train.progress import GenesisProgressBar
 from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
+from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.run_directory import MANIFEST_NAME, read_run_dir
 from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.checkpoint.lineage import check_not_in_use
@@ -214,6 +216,9 @@ class GenesisCLI(LightningCLI):
             default=False,
             help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
         )
+        if self._command == "validate":
+            text = "also write the figures as JSON to this file"
+            parser.add_argument("--json", type=str | None, default=None, help=text)
         parser.add_class_arguments(TokenCounters, "counters", skip={"unit"}, sub_configs=True)
         parser.callback_keys.append("counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
@@ -483,5 +488,9 @@ def fit_main(argv: list[str]) -> int:
 def validate_main(argv: list[str]) -> int:
     """Validates. Returns 0."""
     with quiet_lightning():
-        GenesisCLI("validate", ["validate", *argv])
+        cli = GenesisCLI("validate", ["validate", *argv])
+    out = cli.config["validate"]["json"]
+    if out is not None and cli.trainer.is_global_zero:
+        figures = {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
+        replace_file(Path(out).resolve(), (json.dumps(figures, indent=1) + "\n").encode())
     return 0

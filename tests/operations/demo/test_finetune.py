@@ -12,8 +12,8 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.cli.main import main
+from genesis.operations.commands import Commands, StepFailedError, move_aside
 from genesis.operations.demo import downloads
-from genesis.operations.demo.commands import Commands, StepFailedError, move_aside
 from genesis.operations.demo.downloads import Package, fetch
 from genesis.operations.demo.finetune import write_conversations
 
