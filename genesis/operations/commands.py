@@ -12,8 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rich.rule import Rule
@@ -22,20 +20,9 @@ from genesis.base.console import Console
 from genesis.base.errors import QuietExit, RunEndedError
 from genesis.base.parent import end_with_forker
 from genesis.base.processes import start_program
-from genesis.base.run_directory import RunDirectory
-from genesis.operations.demo.plot import read_curve
-from genesis_callbacks.checkpoint import list_committed
 
 _POLL_SECONDS = 0.05
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Kill:
-    """The state at a kill: the last step in the log, and the newest committed checkpoint."""
-
-    step: int
-    checkpoint: Path
 
 
 class StepFailedError(RunEndedError):
@@ -46,18 +33,6 @@ class StepFailedError(RunEndedError):
         super().__init__(f"`{shlex.join(command)}` {end}")
         self.status = status
         self.exit_status = status if status > 0 else 128 - status
-
-
-def step_of(checkpoint: Path) -> int:
-    """Returns the step of the checkpoint from its name, because retention may have removed the checkpoint since."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def move_aside(directory: Path) -> None:
-    """Renames the directory of an earlier demo, so that nothing of a user's is overwritten."""
-    if directory.exists():
-        number = 1 + sum(1 for _ in directory.parent.glob(f"{directory.name}.before-*"))
-        directory.rename(directory.with_name(f"{directory.name}.before-{number}"))
 
 
 class Commands:
@@ -83,37 +58,14 @@ class Commands:
             KeyboardInterrupt: This process got SIGINT, and the command has ended.
         """
         began = time.monotonic()
-        command = self._show(*arguments)
+        command = self.show(*arguments)
         status = _run_to_end(command, **options)
         if status:
             raise StepFailedError(command, status)
         self.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
 
-    def run_and_kill(self, fit: Sequence[str], run_dir: Path, num_steps: int) -> Kill:
-        """Runs `genesis fit`, waits until it is a few steps past a checkpoint in the middle, and sends SIGKILL.
-
-        Raises:
-            StepFailedError: The command ended by itself.
-        """
-        gap = min(3, num_steps // 20)  # at most half of the steps between two saves
-        metrics = RunDirectory(run_dir).metrics
-        command = self._show(*fit)
-        process = start_program(command)
-        try:
-            while _newest_step(run_dir) < num_steps // 2 or _last_step(metrics) <= _newest_step(run_dir) + gap:
-                if process.poll() is not None:
-                    raise StepFailedError(command, process.returncode)
-                time.sleep(_POLL_SECONDS)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        kill = Kill(_last_step(metrics), list_committed(run_dir)[-1][0])
-        self.console.print(
-            f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest checkpoint is {kill.checkpoint.name}"
-        )
-        return kill
-
-    def _show(self, *arguments: str) -> list[str]:
+    def show(self, *arguments: str) -> list[str]:
+        """Prints `genesis ARGUMENTS`, and returns the program and arguments that run it."""
         self.console.print(f"$ genesis {shlex.join(arguments)}", style="dim", markup=False)
         return [sys.executable, "-m", "genesis", *arguments]
 
@@ -155,15 +107,3 @@ def _collected_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _newest_step(run_dir: Path) -> int:
-    committed = list_committed(run_dir)
-    return step_of(committed[-1][0]) if committed else 0
-
-
-def _last_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    steps, _ = read_curve(metrics, "step", "train/loss")
-    return int(steps[-1]) if steps else 0

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from genesis.base.available_memory import available_memory
 from genesis.base.device import CPU, find_kind, read_free_memory
-from genesis.base.errors import UserError, numbered
+from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.data.sources import SourceOptions, list_source, plan_spans, read_documents
@@ -160,14 +160,8 @@ class Finetuning:
     def _make_all(self) -> None:
         request, out = self.request, str(self.out)
         if not self.base.path.exists():
-            self._run(
-                "Import of the model",
-                "import",
-                request.model,
-                str(self.base.path),
-                *_DTYPES[request.method],
-                *self.proof,
-            )
+            imports = ("import", request.model, str(self.base.path), *_DTYPES[request.method])
+            self._run("Import of the model", *imports, *self.proof)
         prepare = ("data", "prepare", *self._sources(), "--name", self.corpus.name, "--out", out)
         self._run("Data become tokens", *prepare, "--tokenizer", str(self.base.path))
         manifest = read_manifest(self.corpus)
@@ -248,24 +242,26 @@ class Finetuning:
                 self.commands.console.print(f"waiting: another `genesis finetune` in {self.out} has not ended")
                 lock_file(lock.fileno(), fcntl.LOCK_EX)
             if request.exists():
-                self._compare(load_json(read_file(request, MAX_DOCUMENT_BYTES)))
+                with blaming(request, "give another --out"):
+                    earlier = load_json(read_file(request, MAX_DOCUMENT_BYTES))
+                    old = Request(**earlier | {name: tuple(earlier[name]) for name in ("data", "options")})
+                self._compare(old)
             replace_file(request, (json.dumps(asdict(self.request), ensure_ascii=False, indent=1) + "\n").encode())
             yield lock.fileno()
 
-    def _compare(self, earlier: dict[str, Any]) -> None:
-        """Refuses to change what a finished part was made with.
+    def _compare(self, old: Request) -> None:
+        """Refuses to change what a part that has begun was made with.
 
         What no part has used yet may change, and so may the options of a training that has not ended, as far as `fit`
         allows it; the loss before is then computed again.
         """
-        old = Request(**earlier | {name: tuple(earlier[name]) for name in ("data", "options")})
-        trained = self.after if self.after.exists() else self.adapter if self.adapter.exists() else self.model
-        made = {"model": self.out / "base", "method": self.out / "base", "data": self.corpus}
-        made |= {"validation_fraction": self.corpus, "options": trained}
-        for name, place in made.items():
-            if getattr(old, name) != getattr(self.request, name) and place.exists():
+        imported, trained = (self.out / "base", self.corpus), (self.after, self.adapter, self.model)
+        made = {"model": imported, "method": imported, "data": (self.corpus,), "validation_fraction": (self.corpus,)}
+        for name, places in (made | {"options": trained}).items():
+            used = next((place for place in places if place.exists()), None)
+            if getattr(old, name) != getattr(self.request, name) and used is not None:
                 raise UserError(
-                    f"{place} was made with {old.describe(name)}, and this call has {self.request.describe(name)}: "
+                    f"{used} was made with {old.describe(name)}, and this call has {self.request.describe(name)}: "
                     "give the same, or another --out"
                 )
         if old.options != self.request.options:
@@ -275,13 +271,14 @@ class Finetuning:
         print_ = self.commands.console.print
         manifest = read_manifest(self.corpus)
         self.commands.title("Results")
+        losses = [
+            f"{name} {read_loss(path):.4f}"
+            for name, path in (("before", self.before), ("after", self.after))
+            if path.exists()
+        ]
         num_held_out = sum(source.num_documents for source in manifest.validation) // (1 + manifest.is_paired)
-        if not num_held_out:
-            print_("held-out loss   none: no document is held out, the data are too few (--validation_fraction)")
-        else:
-            losses = (f"{name} {read_loss(path):.4f}" for name, path in self._figures() if path.exists())
-            what = "pairs" if manifest.is_paired else "documents"
-            print_(f"held-out loss   {', '.join(losses)} ({numbered(num_held_out, what)})")
+        what = numbered(num_held_out, "pairs" if manifest.is_paired else "documents")
+        print_(f"held-out loss   {', '.join(losses) or 'not measured'} (held out: {what})")
         if self.adapter.exists():
             print_(f"adapter         {self.adapter}, in PEFT's format")
         print_(f"whole model     {self.model}, for transformers")
@@ -290,9 +287,6 @@ class Finetuning:
         asks = '--prompt "..."' if manifest.chat is None else "--chat"
         print_(f"  genesis generate {self.run.path} {asks}", markup=False)
         print_(f"  genesis serve {self.run.path}   a page, and /v1/chat/completions", markup=False)
-
-    def _figures(self) -> tuple[tuple[str, Path], ...]:
-        return (("before", self.before), ("after", self.after))
 
 
 def read_loss(figures: Path) -> float:

@@ -13,7 +13,8 @@ import yaml
 
 from genesis.base.errors import numbered
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.commands import Commands, Kill, move_aside, step_of
+from genesis.operations.commands import Commands
+from genesis.operations.demo.commands import Kill, move_aside, run_and_kill, step_of
 from genesis.operations.demo.plot import plot_loss, read_curve
 from genesis.operations.demo.scale import scale_recipe
 from genesis.operations.demo.text import gather_text
@@ -52,7 +53,7 @@ class Demo:
         self.commands.run("data", "prepare", "--config", "corpora/demo")
         self.commands.title("4/9  Training, until it is killed")
         fit = ("fit", *self.recipe_options)
-        kill = self.commands.run_and_kill(fit, self.run_dir, self.num_steps)
+        kill = run_and_kill(self.commands, fit, self.run_dir, self.num_steps)
         self.commands.title("5/9  Training resumes from the last checkpoint")
         self.commands.run(*fit, "--ckpt_path", "latest")
         self.commands.title("6/9  Validation of the last checkpoint, in a separate process")
