@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.base.errors import QuietExit, UserError, check_is_named, naming
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import check_has_adapters, find_base, find_continued, start_adapter
+from genesis.cli.adapter import check_has_adapters, find_base, find_continued, find_format, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, find_chat_template
 from genesis.cli.class_change import guard_class_changes
@@ -261,6 +261,9 @@ class GenesisCLI(LightningCLI):
         if is_fit:
             RunDirectory(own).check_own()
         self._adapter_base, found = find_base(recipe, reference, own)
+        self._format = (
+            find_format(reference, is_fit=is_fit) if self._adapter_base is None else self._adapter_base.format
+        )
         recipe = self._complete(found)
         self._continued = read_continued(reference, own, recipe.get("checkpoint.restore"))
         recipe = self._complete(keep_choices(recipe, None if self._continued is None else self._continued.recipe))
@@ -301,6 +304,7 @@ class GenesisCLI(LightningCLI):
         try:
             super().instantiate_classes()
             self.datamodule.allows_reward_code = self._allows_reward_code
+            self.model.base_format = self._format
             if self._adapter_base is not None:
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:

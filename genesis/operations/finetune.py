@@ -108,7 +108,7 @@ def find_chat(paths: Sequence[str]) -> ChatForm | None:
         UserError: There are no such files.
     """
     files = list_source(SourceOptions("data", tuple(paths))).files
-    forms: tuple[ChatForm | None, ...] = ("auto", "pairs", None)
+    forms: tuple[ChatForm | None, ...] = ("pairs", "auto", None)  # a pair has a prompt, as a conversation may
     for chat in forms:
         source = SourceOptions("data", tuple(paths), chat=chat)
         try:
