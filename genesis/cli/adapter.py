@@ -5,7 +5,7 @@ from typing import Any
 
 from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import LATEST, Reference
-from genesis.huggingface.family import IMPORTED_AS
+from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import BaseFormat
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_format, read_start
@@ -55,7 +55,7 @@ def find_base(
 
 
 def find_format(reference: Reference | None, *, is_fit: bool) -> BaseFormat:
-    """Returns how a checkpoint stores the weights that are restored without adapters: float32, but for imports.
+    """Returns the format in which a model without adapters takes the weights of a checkpoint: float32, or NF4.
 
     Args:
         reference: What `ckpt_path` is; None if it is not given.
@@ -65,16 +65,14 @@ def find_format(reference: Reference | None, *, is_fit: bool) -> BaseFormat:
         UserError: The weights are to be trained, and are in NF4.
     """
     checkpoint = None if reference is None else find_continued(reference)
-    manifest = None if checkpoint is None else read_manifest(checkpoint)
-    if checkpoint is None or manifest is None or IMPORTED_AS not in manifest.identity:
+    if checkpoint is None or not list_nf4_tensors(read_manifest(checkpoint)):
         return BaseFormat()
-    found = read_format(checkpoint, manifest)
-    if is_fit and found.is_nf4:
+    if is_fit:
         raise UserError(
             f"{checkpoint} is a base in NF4, beside which adapters alone are trained: give --model.adapter.rank 16, or "
             "import the model with --dtype float32"
         )
-    return BaseFormat() if is_fit else found
+    return read_format(checkpoint, read_manifest(checkpoint))
 
 
 def find_continued(reference: Reference) -> Path | None:
