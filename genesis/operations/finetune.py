@@ -26,7 +26,7 @@ from genesis.base.available_memory import available_memory
 from genesis.base.device import CPU, find_kind, read_free_memory
 from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.run_directory import RUNS_NAME, RunDirectory
-from genesis.data.manifest import CorpusManifest, read_manifest
+from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, read_manifest
 from genesis.data.sources import SourceOptions, list_source, plan_spans, read_documents
 from genesis.data.sources.options import ChatForm
 from genesis.operations.commands import Commands, StepFailedError
@@ -140,6 +140,7 @@ class Finetuning:
         self.corpus, self.run = out / "corpus", RunDirectory(out / "run")
         self.before, self.after = out / "before.json", out / "after.json"
         self.adapter, self.model = out / "adapter", out / "model"
+        self.restart: tuple[str, ...] = ()
         self.commands = Commands()
 
     def execute(self) -> None:
@@ -162,7 +163,7 @@ class Finetuning:
         if not self.base.path.exists():
             imports = ("import", request.model, str(self.base.path), *_DTYPES[request.method])
             self._run("Import of the model", *imports, *self.proof)
-        prepare = ("data", "prepare", *self._sources(), "--name", self.corpus.name, "--out", out)
+        prepare = ("data", "prepare", *self._sources(), "--name", self.corpus.name, "--out", out, *self.restart)
         self._run("Data become tokens", *prepare, "--tokenizer", str(self.base.path))
         manifest = read_manifest(self.corpus)
         fit = self._fit_options(manifest)
@@ -252,11 +253,13 @@ class Finetuning:
     def _compare(self, old: Request) -> None:
         """Refuses to change what a part that has begun was made with.
 
-        What no part has used yet may change, and so may the options of a training that has not ended, as far as `fit`
-        allows it; the loss before is then computed again.
+        What no part has used yet may change, and so may data that are not prepared to their end, which then starts
+        over, and the options of a training that has not ended, as far as `fit` allows it; the loss before is then
+        computed again.
         """
         imported, trained = (self.out / "base", self.corpus), (self.after, self.adapter, self.model)
-        made = {"model": imported, "method": imported, "data": (self.corpus,), "validation_fraction": (self.corpus,)}
+        prepared = (self.corpus / MANIFEST_NAME,)
+        made = {"model": imported, "method": imported, "data": prepared, "validation_fraction": prepared}
         for name, places in (made | {"options": trained}).items():
             used = next((place for place in places if place.exists()), None)
             if getattr(old, name) != getattr(self.request, name) and used is not None:
@@ -266,6 +269,8 @@ class Finetuning:
                 )
         if old.options != self.request.options:
             self.before.unlink(missing_ok=True)
+        has_other_data = (old.data, old.validation_fraction) != (self.request.data, self.request.validation_fraction)
+        self.restart = ("--restart",) if has_other_data and self.corpus.exists() else ()
 
     def _summarise(self) -> None:
         print_ = self.commands.console.print

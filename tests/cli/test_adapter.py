@@ -114,6 +114,7 @@ def test_a_base_in_nf4_is_validated_alone_near_the_loss_of_its_own_weights(
     rest = {name: tensor for name, tensor in state.items() if name not in linears}
     losses = {}
     for name, weights in (("plain", state), ("nf4", rest | packed)):
+        (tmp_path / name).mkdir()
         save_weights(weights, config, open_tokenizer(tiny_corpus), tmp_path / name / "checkpoints")
         out = tmp_path / f"{name}.json"
         path = write_recipe(tmp_path / "recipe.yaml", recipe)

@@ -185,10 +185,15 @@ NAMED = ["MODEL", "chat.jsonl"]
     [
         (1, ["OTHER", "chat.jsonl"], "OUT/base was made with MODEL MODEL, and this call has MODEL OTHER"),
         (1, [*NAMED, "--nf4"], "OUT/base was made with --lora, and this call has --nf4"),
-        (2, ["MODEL", "text.jsonl"], "OUT/corpus was made with DATA chat.jsonl, and this call has DATA text.jsonl"),
+        (
+            2,
+            ["MODEL", "text.jsonl"],
+            "OUT/corpus/manifest.json was made with DATA chat.jsonl, and this call has DATA text.jsonl",
+        ),
         (
             *(2, [*NAMED, "--validation_fraction", "0.2"]),
-            "OUT/corpus was made with --validation_fraction 0.05, and this call has --validation_fraction 0.2",
+            "OUT/corpus/manifest.json was made with --validation_fraction 0.05, and this call has "
+            "--validation_fraction 0.2",
         ),
         (
             *(5, [*NAMED, "--data.num_epochs", "1"]),
@@ -219,6 +224,16 @@ def test_an_argument_may_change_until_a_part_has_used_it(
         assert status == 2
         assert capsys.readouterr().err == f"genesis: error: {line}: give the same, or another --out\n"
         assert runner.done == []
+
+
+def test_data_that_could_not_be_prepared_are_replaced_by_others(runner: Runner) -> None:
+    write_jsonl(Path("text.jsonl"), ["some text"])
+    runner.fails_at = 1
+    assert main(["finetune", *NAMED, "--out", "OUT"]) == 2
+    Path("OUT/corpus").mkdir()
+    runner.fails_at, runner.done = None, []
+    assert main(["finetune", "MODEL", "text.jsonl", "--out", "OUT"]) == 0
+    assert "--out OUT --restart --tokenizer" in runner.done[0]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +322,8 @@ def call(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     def start(out: str) -> ForkedCommand:
         words = ("finetune", str(model), "chat.jsonl", "--out", out, "--proof", "weights", *options)
-        return start_genesis(*words, cwd=home, stdout=(home / f"{out}.log").open("ab"), stderr=STDOUT)
+        with (home / f"{out}.log").open("ab") as log:
+            return start_genesis(*words, cwd=home, stdout=log, stderr=STDOUT)
 
     start.home = home  # type: ignore[attr-defined]
     return start
