@@ -62,9 +62,9 @@ def end_with_parent() -> None:
         )
 
 
-def end_with_forker() -> None:
-    """Makes this process, which has just been forked, end at once when the thread that forked it ends."""
-    _set_death_signal(signal.SIGKILL)
+def end_with_forker(number: int = signal.SIGKILL) -> None:
+    """Makes this process, which has just been forked, get a signal when the thread that forked it ends."""
+    _set_death_signal(number)
 
 
 def outlive_parent() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 from genesis.base.errors import UserError
 from genesis.generate.checkpoint_reference import LATEST, Reference
 from genesis.huggingface.stored import list_nf4_tensors
+from genesis.model.adapter import BaseFormat
 from genesis.recipe.resolved import ResolvedRecipe
-from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
+from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_format, read_start
 from genesis.train.module import GenesisModule
 from genesis_callbacks.base.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed, read_manifest
@@ -29,7 +30,6 @@ def find_base(
         UserError: The base is not found, is not the base of the adapters to continue with, or is this run itself.
     """
     if recipe.get("model.adapter") is None:
-        _refuse_nf4(reference)
         return None, {}
     if recipe.get("checkpoint.scope.base") is not None:
         raise UserError("checkpoint.scope follows from model.adapter: leave it out, and give model.adapter.base")
@@ -54,13 +54,25 @@ def find_base(
     return base, found
 
 
-def _refuse_nf4(reference: Reference | None) -> None:
+def find_format(reference: Reference | None, *, is_fit: bool) -> BaseFormat:
+    """Returns the format in which a model without adapters takes the weights of a checkpoint: float32, or NF4.
+
+    Args:
+        reference: What `ckpt_path` is; None if it is not given.
+        is_fit: Whether the weights are trained.
+
+    Raises:
+        UserError: The weights are to be trained, and are in NF4.
+    """
     checkpoint = None if reference is None else find_continued(reference)
-    if checkpoint is not None and list_nf4_tensors(read_manifest(checkpoint)):
+    if checkpoint is None or not list_nf4_tensors(read_manifest(checkpoint)):
+        return BaseFormat()
+    if is_fit:
         raise UserError(
             f"{checkpoint} is a base in NF4, beside which adapters alone are trained: give --model.adapter.rank 16, or "
             "import the model with --dtype float32"
         )
+    return read_format(checkpoint, read_manifest(checkpoint))
 
 
 def find_continued(reference: Reference) -> Path | None:
@@ -92,5 +104,4 @@ def start_adapter(model: GenesisModule, base: AdapterBase) -> None:
         UserError: These adapters cannot be used beside this base.
     """
     assert model.adapter_config is not None
-    model.base_format = base.format
     model.start = read_start(model.adapter_config, model.decoder_config, base)

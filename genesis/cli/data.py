@@ -29,8 +29,7 @@ from genesis.data.inspect import (
     verify_pairs,
     verify_plans,
 )
-from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
-from genesis.data.packing import FEW_HELD_OUT
+from genesis.data.manifest import FEW_HELD_OUT, MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
 from genesis.data.plans import PlannedPacking, count_lost_documents, list_plans, write_plan
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.tokenizer.open import open_tokenizer
@@ -118,23 +117,16 @@ def prepare_main(argv: list[str]) -> int:
         fraction = options.validation_fraction
         console.print(
             "No document is held out for validation: the corpus is too small for its validation_fraction "
-            f"{fraction:g}. {_advise_held_out(manifest, fraction)}.",
+            f"{fraction:g}; {manifest.advise_held_out(fraction)}.",
             highlight=False,
         )
     elif num_held_out and num_held_out < FEW_HELD_OUT:
         console.print(
             f"Only {num_held_out} of the documents {'is' if num_held_out == 1 else 'are'} held out for validation: "
-            f"the loss of so few is little evidence. {_advise_held_out(manifest, options.validation_fraction)}.",
+            f"the loss of so few is little evidence; {manifest.advise_held_out(options.validation_fraction)}.",
             highlight=False,
         )
     return 0
-
-
-def _advise_held_out(manifest: CorpusManifest, fraction: float) -> str:
-    """Returns what to do if few documents are held out: a larger share that is enough, or more documents."""
-    num_documents = sum(source.num_documents for source in (*manifest.train, *manifest.validation))
-    enough = [share for share in (0.05, 0.1, 0.2) if share > fraction and share * num_documents >= FEW_HELD_OUT]
-    return f"Prepare it again with --validation_fraction {enough[0]:g} --restart" if enough else "Give more documents"
 
 
 def _print_packing(console: Console, options: PrepareOptions) -> None:

@@ -7,6 +7,7 @@ run_dir      where checkpoints, metrics and configs of the run lie
 fork         of `fit`: a name; the run continues from --ckpt_path in a directory of that name beside run_dir
 """
 
+import json
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from genesis.base.errors import QuietExit, UserError, check_is_named, naming
 from genesis.base.run_directory import RunDirectory
-from genesis.cli.adapter import check_has_adapters, find_base, find_continued, start_adapter
+from genesis.cli.adapter import check_has_adapters, find_base, find_continued, find_format, start_adapter
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, find_chat_template
 from genesis.cli.class_change import guard_class_changes
@@ -69,6 +70,7 @@ from genesis.train.progress import GenesisProgressBar
 from genesis.train.start_report import StartReport
 from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
+from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.run_directory import MANIFEST_NAME, read_run_dir
 from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.checkpoint.lineage import check_not_in_use
@@ -214,6 +216,9 @@ class GenesisCLI(LightningCLI):
             default=False,
             help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
         )
+        if self._command == "validate":
+            text = "also write the figures as JSON to this file"
+            parser.add_argument("--json", type=str | None, default=None, help=text)
         parser.add_class_arguments(TokenCounters, "counters", skip={"unit"}, sub_configs=True)
         parser.callback_keys.append("counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
@@ -256,6 +261,9 @@ class GenesisCLI(LightningCLI):
         if is_fit:
             RunDirectory(own).check_own()
         self._adapter_base, found = find_base(recipe, reference, own)
+        self._format = (
+            find_format(reference, is_fit=is_fit) if self._adapter_base is None else self._adapter_base.format
+        )
         recipe = self._complete(found)
         self._continued = read_continued(reference, own, recipe.get("checkpoint.restore"))
         recipe = self._complete(keep_choices(recipe, None if self._continued is None else self._continued.recipe))
@@ -296,6 +304,7 @@ class GenesisCLI(LightningCLI):
         try:
             super().instantiate_classes()
             self.datamodule.allows_reward_code = self._allows_reward_code
+            self.model.base_format = self._format
             if self._adapter_base is not None:
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
@@ -483,5 +492,9 @@ def fit_main(argv: list[str]) -> int:
 def validate_main(argv: list[str]) -> int:
     """Validates. Returns 0."""
     with quiet_lightning():
-        GenesisCLI("validate", ["validate", *argv])
+        cli = GenesisCLI("validate", ["validate", *argv])
+    out = cli.config["validate"]["json"]
+    if out is not None and cli.trainer.is_global_zero:
+        figures = {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
+        replace_file(Path(out).resolve(), (json.dumps(figures, indent=1) + "\n").encode())
     return 0

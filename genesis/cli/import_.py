@@ -34,6 +34,7 @@ Example: genesis import Qwen/Qwen3-0.6B runs/qwen
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NF4 = "nf4"
+_STORED = "stored"
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     directory = find_export(arguments.model) if download is None else download.directory
     options: dict[str, Any] = {
         "has_tokenizer": not arguments.no_tokenizer,
-        "dtype": _DTYPES.get(arguments.dtype, torch.float32),
+        "dtype": None if arguments.dtype == _STORED else _DTYPES.get(arguments.dtype, torch.float32),
         "download": download,
     }
     if arguments.kind is None:
@@ -80,8 +81,10 @@ def _check_foreign(arguments: argparse.Namespace) -> None:
     """Refuses options of imports into the decoder of Genesis, before a model is downloaded."""
     if arguments.proof != PROOFS[0]:
         raise UserError("--proof is of imports into the decoder of Genesis: leave it out beside --as transformers")
-    if arguments.dtype == _NF4:
-        raise UserError("--dtype nf4 is for the decoder of Genesis: give bfloat16 beside --as transformers")
+    if arguments.dtype in (_NF4, _STORED):
+        raise UserError(
+            f"--dtype {arguments.dtype} is for the decoder of Genesis: give bfloat16 beside --as transformers"
+        )
 
 
 def _print_turn_ends(tokenizer: Tokenizer) -> None:
@@ -133,11 +136,11 @@ def _build_parser() -> Parser:
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
     parser.add_argument(
         "--dtype",
-        choices=(*_DTYPES, _NF4),
+        choices=(*_DTYPES, _STORED, _NF4),
         default="float32",
         help="type of the checkpoint's weights: float32 to train all of them; bfloat16, if they are in it, for a base "
-        "beside adapters, in half the memory; nf4 for such a base whose linear layers have 4 bits a weight, which "
-        "changes the model (default %(default)s)",
+        "beside adapters, in half the memory; stored for the one of these that the files have; nf4 for a base "
+        "whose linear layers have 4 bits a weight, which changes the model (default %(default)s)",
     )
     parser.add_argument(
         "--proof",

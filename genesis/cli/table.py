@@ -149,6 +149,11 @@ SECTIONS: Final = {
             "rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"
         ),
         Command(
+            *("finetune", "fine-tune a model on your data: all steps, from import to export"),
+            *("genesis.cli.finetune:main", "export"),
+            continues=True,
+        ),
+        Command(
             *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),
             check="genesis.cli.option_names:check_fit",
             first_imports="genesis.cli.start_fit:begin_fit",

@@ -57,10 +57,6 @@ class CorpusData:
         self.path = path
         self.options = options
         self.vocabulary_owner = f"the corpus {path}"
-        self.validation_remedy = (
-            f"the corpus {path} has no validation set; prepare it again with more documents, or with "
-            "--validation_fraction 0.1 --restart, or set another by data.corpus"
-        )
         self.cursor = DataCursor(options, lambda: self.corpus.train, self._count_sequences)
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
@@ -74,6 +70,12 @@ class CorpusData:
     def corpus(self) -> Corpus:
         """Returns the corpus, open."""
         return open_corpus(self.path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
+
+    @property
+    def validation_remedy(self) -> str:
+        """Returns a line with the remedy for a run without a validation set."""
+        advice = self.corpus.manifest.advise_held_out()
+        return f"the corpus {self.path} has no validation set; {advice}, or set another by data.corpus"
 
     @cached_property
     def packing(self) -> Packing:

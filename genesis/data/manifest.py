@@ -24,6 +24,8 @@ from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, RefusedFileError, find_name_fault, read_file
 
 SCHEMA_VERSION: Final = 6
+FEW_HELD_OUT: Final = 10
+"""Below this number of held-out documents, their loss says little."""
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -212,6 +214,18 @@ class CorpusManifest:
     train: tuple[SourceRecord, ...]
     validation: tuple[SourceRecord, ...]
     chat: ChatRecord | None = None
+
+    def advise_held_out(self, fraction: float = 0.0) -> str:
+        """Returns what to do if few documents or none are held out: a larger share that is enough, or more documents.
+
+        Args:
+            fraction: The share that was too small.
+        """
+        num_documents = sum(source.num_documents for source in (*self.train, *self.validation))
+        enough = [share for share in (0.05, 0.1, 0.2) if share > fraction and share * num_documents >= FEW_HELD_OUT]
+        if enough:
+            return f"prepare it again with --validation_fraction {enough[0]:g} --restart"
+        return "give more documents (a file of text is one, unless `separator` of its source cuts it)"
 
     @property
     def is_paired(self) -> bool:

@@ -33,8 +33,6 @@ from genesis.base.errors import numbered
 
 Packing = Literal["chunk", "best_fit", "pad"]
 Chunks = deque[Int64[ndarray, " sequences"]]
-FEW_HELD_OUT: Final = 10
-"""Below this number of held-out documents, their loss says little."""
 CUT_EVENLY: Final[Packing] = "chunk"
 """The packing of text, if none is given."""
 KEPT_WHOLE: Final[Packing] = "best_fit"

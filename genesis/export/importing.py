@@ -80,7 +80,7 @@ def import_directory(
     out: Path,
     *,
     has_tokenizer: bool,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     is_nf4: bool = False,
     download: Download | None = None,
     compares_models: bool = True,
@@ -96,7 +96,7 @@ def import_directory(
         out: The run's directory to create; it must not exist.
         has_tokenizer: Whether to import the tokenizer as well.
         dtype: The type of the checkpoint's weights: float32 to train all of them, bfloat16 for a base with adapters,
-            whose routers stay in float32.
+            whose routers stay in float32; None for bfloat16 if all weights of the files are in it, else float32.
         is_nf4: Whether the linear layers of the blocks are quantised to NF4, for a base of adapters in a quarter of the
             memory of bfloat16. All other weights keep their type, bfloat16 if all of them are, else float32.
         download: The download that `directory` comes from; the proof names its repository and commit.
@@ -124,9 +124,8 @@ def import_directory(
         scratch=out.parent if out.parent.is_dir() else None,
         check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
     )
-    quantised: set[str] = set()
-    if is_nf4:
-        quantised = {f"{name}.weight" for name in find_linears(decoder)}
+    quantised = {f"{name}.weight" for name in find_linears(decoder)} if is_nf4 else set[str]()
+    if is_nf4 or dtype is None:
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
         dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32
     stays = {name: tensor for name, tensor in found.items() if name not in quantised}

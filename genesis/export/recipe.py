@@ -66,6 +66,6 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
             "num_epochs": _NUM_EPOCHS,
         },
         "schedule": {"by": "updates", "warmup_share": 0.05},
-        "checkpoint": {"every_n_steps": 100, "restore": "weights"},
+        "checkpoint": {"every_n_steps": 100, "every_n_minutes": 10, "restore": "weights"},
         "trainer": {"gradient_clip_val": 1.0, "log_every_n_steps": 1},
     }

@@ -303,9 +303,7 @@ def attach_adapters(
     """
     layers, stacks = select_layers(decoder, config), select_experts(decoder, config)
     base = base or BaseFormat()
-    decoder.requires_grad_(False).to(base.dtype)
-    if base.is_nf4 and not has_nf4(decoder):
-        use_nf4(decoder)
+    use_format(decoder.requires_grad_(False), base)
     adapted: dict[str, AdaptedLinear | ExpertAdapter] = {}
     for name in layers:
         layer = decoder.get_submodule(name)
@@ -322,6 +320,13 @@ def attach_adapters(
     for extra in config.also_train:
         decoder.get_parameter(_find_extra(decoder, extra, base)).requires_grad_(True)
     return adapted
+
+
+def use_format(decoder: LanguageModel, base: BaseFormat) -> None:
+    """Gives a newly built decoder the weights of a base's format, in place."""
+    decoder.to(base.dtype)
+    if base.is_nf4 and not has_nf4(decoder):
+        use_nf4(decoder)
 
 
 def use_nf4(decoder: LanguageModel) -> None:

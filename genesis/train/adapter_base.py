@@ -76,7 +76,7 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
             f"{path} holds adapters itself, and cannot be the base of others: give its base {found.base.path}, or "
             "export it with --merge and import that"
         )
-    return AdapterBase(path.resolve(), read_committed_hash(path), _read_format(path, found))
+    return AdapterBase(path.resolve(), read_committed_hash(path), read_format(path, found))
 
 
 def _read_there(given: str) -> Reference | None:
@@ -128,7 +128,16 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
     return read_adapters(Path(config.start), config, family, shapes=shapes, base_fingerprint=made)
 
 
-def _read_format(path: Path, manifest: Manifest) -> BaseFormat:
+def read_format(path: Path, manifest: Manifest) -> BaseFormat:
+    """Returns how a checkpoint stores the weights of its decoder.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest.
+
+    Raises:
+        UserError: Adapters cannot be trained beside it.
+    """
     of_bytes = list_nf4_tensors(manifest)
     dtypes = _find_dtypes(manifest, of_bytes)
     if len(dtypes) > 1 and torch.float32 in dtypes:  # routers may be float32 beside other weights

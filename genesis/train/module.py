@@ -30,6 +30,7 @@ from genesis.model.adapter import (
     fill_trained,
     init_adapters,
     is_adapter_tensor,
+    use_format,
 )
 from genesis.model.attend.kernel import Place
 from genesis.model.attend.table import AttentionName, resolve_kernel
@@ -93,7 +94,7 @@ class GenesisModule(pl.LightningModule):
             what they are, so that a checkpoint does not depend on it.
 
     Attributes:
-        base_format: How the base of adapters stores its weights; set it before a fit.
+        base_format: How the base of adapters, or a base that is validated alone, stores its weights; set it before.
         attention_failure: Why this rank has no kernel of attention after its proofs; None if it has one.
         count_batch_flops: Returns the operations of a window on this rank, for `Throughput`.
         start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
@@ -197,6 +198,8 @@ class GenesisModule(pl.LightningModule):
                 )
             if self.adapter_config is not None:
                 attach_adapters(decoder, self.adapter_config, self.base_format)
+            else:
+                use_format(decoder, self.base_format)
 
         def wrap() -> None:
             if self.float8 is not None:

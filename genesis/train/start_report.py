@@ -9,7 +9,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from genesis.base.errors import numbered
 from genesis.data.corpus import TokenSource
 from genesis.data.corpus_data import CorpusData
-from genesis.data.packing import FEW_HELD_OUT, KEPT_WHOLE, Packing
+from genesis.data.manifest import FEW_HELD_OUT
+from genesis.data.packing import KEPT_WHOLE, Packing
 from genesis.data.plans import count_lost_documents
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData

@@ -11,7 +11,9 @@ import torch
 import yaml
 
 from genesis.export.importing import save_weights
+from genesis.model.adapter import find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.nf4 import quantise
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors, verify
 from tests.cli.conftest import Genesis
@@ -92,6 +94,36 @@ def test_the_base_is_validated_without_the_recipes_adapters(genesis: Genesis, ba
     alone = genesis("validate", *options, "--model.adapter", "null")
     assert alone.status == 0, alone.err
     assert "validation/loss" in alone.out
+
+
+def test_a_base_in_nf4_is_validated_alone_near_the_loss_of_its_own_weights(
+    genesis: Genesis, tiny_corpus: Path, tmp_path: Path
+) -> None:
+    recipe = build_recipe(tiny_corpus, tmp_path / "run")
+    recipe["model"]["decoder"] |= {"dim": 64, "ffn_dim": 64}  # NF4 has blocks of 64 weights
+    config = DecoderConfig(**recipe["model"]["decoder"])
+    decoder = Decoder(config)
+    decoder.init_weights(0)
+    state = decoder.state_dict()
+    linears = [f"{name}.weight" for name in find_linears(decoder)]
+    packed = {
+        f"{name.removesuffix('.weight')}.{part}": held
+        for name in linears
+        for part, held in quantise(state[name]).items()
+    }
+    rest = {name: tensor for name, tensor in state.items() if name not in linears}
+    losses = {}
+    for name, weights in (("plain", state), ("nf4", rest | packed)):
+        (tmp_path / name).mkdir()
+        save_weights(weights, config, open_tokenizer(tiny_corpus), tmp_path / name / "checkpoints")
+        out = tmp_path / f"{name}.json"
+        path = write_recipe(tmp_path / "recipe.yaml", recipe)
+        words = ("--config", str(path), "--ckpt_path", str(tmp_path / name), "--json", str(out))
+        validated = genesis("validate", *words)
+        assert validated.status == 0, validated.err
+        losses[name] = json.loads(out.read_text())["validation/loss"]
+        assert f"{losses[name]:.6f}"[:6] in validated.out
+    assert 0.0 < abs(losses["nf4"] - losses["plain"]) < 0.01
 
 
 @pytest.mark.slow

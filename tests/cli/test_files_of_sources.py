@@ -88,7 +88,7 @@ def test_a_file_that_is_no_json_lines_is_named_as_what_it_is(
 
 @pytest.mark.parametrize(
     ("fraction", "advice"),
-    [(0.1, "Prepare it again with --validation_fraction 0.2 --restart."), (0.2, "Give more documents.")],
+    [(0.1, "prepare it again with --validation_fraction 0.2 --restart."), (0.2, "give more documents (")],
 )
 def test_the_advice_for_few_held_out_documents_is_not_the_share_that_was_given(
     tmp_path: Path, folder: Path, genesis: Genesis, fraction: float, advice: str

@@ -23,7 +23,8 @@ from genesis.base.errors import RunEndedError, UserError
 from genesis.base.processes import run_program
 from genesis.base.run_directory import RunDirectory
 from genesis.export.proof import prove_environment
-from genesis.operations.demo.commands import Commands, Kill, StepFailedError, move_aside
+from genesis.operations.commands import Commands
+from genesis.operations.demo.commands import Kill, move_aside, run_and_kill
 from genesis.operations.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
 from genesis.operations.demo.plot import read_curve
 from genesis.recipe.shipped import find_recipe
@@ -74,7 +75,7 @@ class FinetuneDemo:
         run("validate", *self.fit_options, "--model.adapter", "null", "--ckpt_path", str(self.base))
         title("5/9  Training of adapters, until it is killed")
         fit = ("fit", *self.fit_options)
-        kill = self.commands.run_and_kill(fit, self.run_dir, self.num_steps)
+        kill = run_and_kill(self.commands, fit, self.run_dir, self.num_steps)
         title("6/9  Training resumes from the last checkpoint")
         run(*fit, "--ckpt_path", "latest")
         title("7/9  After: the same question")
@@ -173,16 +174,12 @@ def dequantise(wheel: Path, reader: Path, out: Path) -> None:
 
 
 def run_finetune_demo() -> int:
-    """Runs the demo in `runs/demo-finetune`; returns 0, or the status of the step that failed.
+    """Runs the demo in `runs/demo-finetune`; returns 0.
 
     Raises:
         UserError: A download failed.
     """
     demo = FinetuneDemo(Path("runs/demo-finetune"))
     move_aside(demo.result)
-    try:
-        demo.run()
-    except StepFailedError as error:
-        print(f"genesis: error: {error}", file=sys.stderr)
-        return error.status if error.status > 0 else 128 - error.status
+    demo.run()
     return 0

@@ -5,7 +5,6 @@ sends one real SIGKILL in the middle, and resumes. It validates the last checkpo
 the last checkpoint, plots the loss, writes a report, and lists the paths of the results.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -14,7 +13,8 @@ import yaml
 
 from genesis.base.errors import numbered
 from genesis.base.run_directory import RunDirectory
-from genesis.operations.demo.commands import Commands, Kill, StepFailedError, move_aside, step_of
+from genesis.operations.commands import Commands
+from genesis.operations.demo.commands import Kill, move_aside, run_and_kill, step_of
 from genesis.operations.demo.plot import plot_loss, read_curve
 from genesis.operations.demo.scale import scale_recipe
 from genesis.operations.demo.text import gather_text
@@ -53,7 +53,7 @@ class Demo:
         self.commands.run("data", "prepare", "--config", "corpora/demo")
         self.commands.title("4/9  Training, until it is killed")
         fit = ("fit", *self.recipe_options)
-        kill = self.commands.run_and_kill(fit, self.run_dir, self.num_steps)
+        kill = run_and_kill(self.commands, fit, self.run_dir, self.num_steps)
         self.commands.title("5/9  Training resumes from the last checkpoint")
         self.commands.run(*fit, "--ckpt_path", "latest")
         self.commands.title("6/9  Validation of the last checkpoint, in a separate process")
@@ -99,7 +99,7 @@ class Demo:
 
 
 def run_demo(num_steps: int | None = None) -> int:
-    """Runs the demo in `runs/demo`; returns 0, or the status of the step that failed.
+    """Runs the demo in `runs/demo`; returns 0.
 
     Args:
         num_steps: Number of training steps; by default the recipe's.
@@ -111,9 +111,5 @@ def run_demo(num_steps: int | None = None) -> int:
     demo = Demo(directory, num_steps)
     for name in ("run", "corpus", "tokenizer"):  # of an earlier demo, which may have been interrupted
         move_aside(directory / name)
-    try:
-        demo.run()
-    except StepFailedError as error:
-        print(f"genesis: error: {error}", file=sys.stderr)
-        return error.status if error.status > 0 else 128 - error.status
+    demo.run()
     return 0

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import subprocess
-import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from genesis.base.errors import UserError
 from genesis.cli.main import main
 from genesis.operations.demo import downloads
-from genesis.operations.demo.commands import Commands, StepFailedError, move_aside
+from genesis.operations.demo.commands import move_aside
 from genesis.operations.demo.downloads import Package, fetch
 from genesis.operations.demo.finetune import write_conversations
 
@@ -79,32 +78,6 @@ def test_results_of_earlier_demos_are_kept(tmp_path: Path) -> None:
         (tmp_path / "result" / str(number)).touch()
     found = {path.parent.name: path.name for path in tmp_path.glob("*/*")}
     assert found == {"result.before-1": "0", "result.before-2": "1", "result": "2"}
-
-
-def test_a_command_that_fails_ends_the_demo_with_its_status() -> None:
-    with pytest.raises(StepFailedError, match=r"nothing` ended with status 2") as caught:
-        Commands().run("nothing")
-    assert caught.value.status == 2
-
-
-INTERRUPTED = """
-import os, signal, subprocess, sys, threading
-from genesis.operations.demo import commands
-
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-commands._PATIENCE_SECONDS = 0.2
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-try:
-    commands._wait(child)
-except KeyboardInterrupt:
-    sys.exit(0 if child.returncode == -signal.SIGTERM else 1)
-"""
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_an_interrupted_demo_leaves_no_command_behind() -> None:
-    assert subprocess.run([sys.executable, "-c", INTERRUPTED], check=False, timeout=60).returncode == 0
 
 
 def test_what_the_demo_cannot_do_is_refused(
