@@ -17,7 +17,7 @@ from genesis.base.errors import UserError
 from genesis.chat.stops import PROBE_TOOL
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message, write_defaults
 
-_VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "chatml.jinja": ({}, {"has_tools": False}),
     "deepseek_r1.jinja": ({}, {"opens_thinking": False}),
     "gemma.jinja": ({}, {"has_system": False}),
@@ -31,7 +31,7 @@ _VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
 }
 """The variables by which models of one family differ, with a value for each kind; {} for the family's first models."""
 MAX_SHOWN: Final = 60
-MODES: Final = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+MODES: Final[Sequence[Mapping[str, Any]]] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 _SLOTS: Final = ("default_system", "default_system_with_tools")
 """The variables of a training template that hold what a model writes in place of a missing system turn."""
 _SLOT_MARK: Final = "\ue020"
@@ -165,7 +165,7 @@ def describe_nearest(own: ChatTemplate, variables: Mapping[str, Any]) -> str | N
     own = ChatTemplate(own.text, own.name, own.today or PROBE_DATE)
     for name, body in _read_bodies().items():
         ours = ChatTemplate(body, name, own.today)
-        for variant in _VARIANTS.get(name, ({},)):
+        for variant in VARIANTS.get(name, ({},)):
             given = {**variant, **_read_slots(own, ours, {**variant, **variables}), **variables}
             if all(agree(own, ours, probe, variables, given) for probe in _SHORT):
                 return describe_difference(own, ours, variables, given)
@@ -229,7 +229,7 @@ def _prints_date(template: ChatTemplate, variables: Mapping[str, Any]) -> bool:
 def _find_defaults(own: ChatTemplate, name: str, body: str, variables: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the values of variables with which a training template writes what `own` writes; None without any."""
     ours = ChatTemplate(body, name, own.today)
-    for variant in _VARIANTS.get(name, ({},)):
+    for variant in VARIANTS.get(name, ({},)):
         slots = _read_slots(own, ours, {**variant, **variables})
         for defaults in [{**variant}, {**variant, **slots}] if slots else [{**variant}]:
             given = {**defaults, **variables}
@@ -267,8 +267,9 @@ def agree(
         text, measure = (whole.rpartition(probe.after)[2] for whole in (text, measure))
     if probe.has_prompt:
         return text == measure
-    # The end of the last turn may be added, and a turn that begins otherwise than its own prompt is no measure.
-    return text.startswith(measure) or not _is_asked(own, probe, theirs.text, variables)
+    # A turn may get the symbol of the next one as its end, and one that begins otherwise than its prompt is no measure.
+    is_same = text.startswith(measure) and re.fullmatch(r"(<\|\w+\|>)?", text[len(measure) :]) is not None
+    return is_same or not _is_asked(own, probe, theirs.text, variables)
 
 
 def _is_asked(own: ChatTemplate, probe: Probe, text: str, variables: Mapping[str, Any]) -> bool:
