@@ -91,6 +91,7 @@ PROBES: Final = (
     Probe([_USER, {"role": "assistant", "content": "<think>\nA word.\n</think>\n\nA place."}]),
     Probe([_USER, _ANSWER, _AGAIN], after="A place.", has_prompt=True),
     Probe([_SYSTEM, _USER, _ANSWER, _AGAIN, {**_ANSWER, "content": " It is 1. "}], after="A place."),
+    Probe([{**_USER, "name": "Ada"}], has_prompt=True),
     Probe([_SYSTEM, _USER], _TOOLS, has_prompt=True),
     Probe([_USER, _CALLING], _TOOLS),
     Probe([_USER, {**_CALLING, **_REASONING}], _TOOLS),

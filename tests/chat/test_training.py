@@ -163,6 +163,14 @@ def test_no_template_of_another_family_gets_a_training_template() -> None:
         assert find_training_template(own, TOKENS) is own
 
 
+def test_a_template_that_writes_more_than_the_training_template_is_kept() -> None:
+    named = CHATML.replace("{{ m.role }}", "{{ m.role }}{{ ' ' ~ m.name if m.name }}")
+    for text, variables in ((named, {}), (CHATML + "{{ mood }}", {"mood": "glad"})):
+        own = ChatTemplate(text, "own", TODAY)
+        assert find_training_template(own, {**TOKENS, **variables}) is own
+    assert find_training_template(ChatTemplate(CHATML, "own"), TOKENS).name.startswith("chatml.jinja")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
