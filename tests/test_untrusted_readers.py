@@ -40,7 +40,7 @@ EXCEPTIONS = {
     "genesis/base/processes.py::_read_stat": OF_THE_KERNEL,
     "genesis/operations/supervise/attempt.py::_count_oom_kills": OF_THE_KERNEL,
     "genesis/operations/supervise/attempt.py::_is_stopped": OF_THE_KERNEL,
-    "genesis/chat/training.py::find_training_template": INSTALLED,
+    "genesis/chat/training.py::_read_bodies": INSTALLED,
     "genesis/cli/command_record.py::read_record": INSTALLED,
     "genesis/recipe/options.py::_read_record": INSTALLED,
     "genesis/recipe/options.py::is_declared": INSTALLED,

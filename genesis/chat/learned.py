@@ -5,12 +5,9 @@ A corpus keeps the template of its conversations, and a run that learns from it 
 file holds the variables of the template as defaults, so that it writes what was learned by itself.
 """
 
-import json
 import logging
-from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from genesis.base.errors import UserError
 from genesis.base.run_directory import RunDirectory
@@ -18,7 +15,7 @@ from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_template, read_template
 from genesis.chat.stops import find_turn_ends
 from genesis.chat.template import ChatTemplate
-from genesis.chat.training import find_training_template
+from genesis.chat.training import find_trained_end
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -64,38 +61,17 @@ def describe_other_template(given: Path | None, learned: Path | None) -> str | N
     return f"the model has learned the chat template {learned}, and {given} writes conversations in another format"
 
 
-def write_defaults(text: str, variables: Mapping[str, Any]) -> str:
-    """Returns a template in which variables that are not given have these values.
-
-    Example:
-        >>> write_defaults("{{ x }}", {"x": "a"})
-        '{% if x is not defined %}{% set x = "a" %}{% endif %}\\n{{ x }}'
-    """
-    # A line break right after a block is no text of the template.
-    lines = [
-        f"{{% if {name} is not defined %}}{{% set {name} = {_spell(value)} %}}{{% endif %}}\n"
-        for name, value in variables.items()
-    ]
-    head = "".join(lines)
-    return text if text.startswith(head) else head + text
-
-
-def _spell(value: Any) -> str:
-    """Returns a plain value as Jinja spells it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_spell(str(key))}: {_spell(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_spell, value)) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
 def build_prompt_form(text: str, tokenizer: Tokenizer) -> str:
     """Returns the template of prompts for a template of training: the tokenizer's own, if it was trained in its place.
 
-    A family's training template writes the same text, but for reasoning of earlier turns, which clients do not send.
+    A family's training template writes the same text, but for reasoning of earlier turns, which clients do not send. It
+    stays where it alone ends turns, so that the model stops.
     """
     if tokenizer.chat_template is None:
         return text
     own = ChatTemplate(tokenizer.chat_template, "of the tokenizer", date.today())
-    trained = find_training_template(own, tokenizer.named_tokens).text
-    return text.removesuffix(trained) + own.text if text.endswith(trained) else text
+    end = find_trained_end(text, own, tokenizer.named_tokens)
+    if end is None:
+        return text
+    ends = set(find_turn_ends(ChatTemplate(end, "trained", own.today), tokenizer).ids)
+    return text if ends - set(find_turn_ends(own, tokenizer).ids) else text.removesuffix(end) + own.text

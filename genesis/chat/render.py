@@ -264,8 +264,10 @@ def open_renderer(
         UserError: There is no template, or it is invalid.
     """
     template = open_template(tokenizer, options, learned)
-    if is_training:
-        template = find_training_template(template, tokenizer.named_tokens)
+    # A file with tags of its own is kept: the user's, or what the model has learned.
+    is_own = options.template is None and learned is None
+    if is_training and (is_own or not template.has_generation_tags):
+        template = find_training_template(template, {**tokenizer.named_tokens, **options.variables})
     return ChatRenderer(tokenizer, template, options.variables)
 
 

@@ -145,3 +145,28 @@ class ChatTemplate:
         if answer.mistake is not None:
             raise (ConversationError if answer.is_of_conversation else UserError)(answer.mistake)
         return answer.result
+
+
+def write_defaults(text: str, variables: Mapping[str, Any]) -> str:
+    """Returns a template in which variables that are not given have these values.
+
+    Example:
+        >>> write_defaults("{{ x }}", {"x": "a"})
+        '{% if x is not defined %}{% set x = "a" %}{% endif %}\\n{{ x }}'
+    """
+    # A line break right after a block is no text of the template.
+    lines = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {_spell(value)} %}}{{% endif %}}\n"
+        for name, value in variables.items()
+    ]
+    head = "".join(lines)
+    return text if text.startswith(head) else head + text
+
+
+def _spell(value: Any) -> str:
+    """Returns a plain value as Jinja spells it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_spell(str(key))}: {_spell(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_spell, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -48,6 +48,6 @@ def _run(request: Request, num_chars: int) -> Answer:
     return Answer(result)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _compile(text: str, name: str, today: date | None) -> SandboxedTemplate:
     return SandboxedTemplate(text, name, today)

@@ -5,7 +5,7 @@ is what the chat template writes, without bos and eos around it. A pair of answe
 other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from operator import add
@@ -22,6 +22,7 @@ from genesis.chat.learned import find_recorded
 from genesis.chat.marks import UnclearMarkError
 from genesis.chat.options import ChatOptions
 from genesis.chat.pair import load_pair
+from genesis.chat.proof import prove_template
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.stops import check_ends
 from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError
@@ -112,8 +113,17 @@ def open_chat_setup(
     *,
     is_paired: bool = False,
     has_values: bool = False,
+    warn: Callable[[str], None],
 ) -> ChatSetup:
-    """Returns what workers need, with the template of the options or of the tokenizer.
+    """Returns what workers need, with the template of the options or of the tokenizer, which is proved.
+
+    Args:
+        options: The options.
+        tokenizer: The tokenizer.
+        tokenizer_path: The directory of the tokenizer, which may hold a template that was learned.
+        is_paired: Whether each record has two answers.
+        has_values: Whether each conversation has a value.
+        warn: Gets a line for each doubt about the template.
 
     Raises:
         UserError: The tokenizer or the template cannot be used for conversations.
@@ -121,6 +131,12 @@ def open_chat_setup(
     try:
         renderer = open_renderer(tokenizer, options, learned=find_recorded(tokenizer_path))
         check_ends(renderer.template, tokenizer, options.variables)
+        own = None
+        if tokenizer.chat_template is not None:
+            own = ChatTemplate(tokenizer.chat_template, "of the tokenizer", options.today)
+        variables = {**tokenizer.named_tokens, **options.variables}
+        for line in prove_template(renderer.template, own, variables, is_given=options.template is not None):
+            warn(line)
     except UserError as error:
         raise UserError(f"{tokenizer_path}: {error}") from None
     return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired, has_values)

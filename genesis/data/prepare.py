@@ -31,8 +31,8 @@ from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import CHAT_TEMPLATE_NAME
-from genesis.chat.learned import write_defaults
 from genesis.chat.options import ChatOptions
+from genesis.chat.template import write_defaults
 from genesis.data.conversations import ChatSetup, ConversationCounts, limit_conversations, open_chat_setup
 from genesis.data.corpus import open_corpus
 from genesis.data.manifest import (
@@ -179,7 +179,7 @@ def prepare_corpus(
             limited = limit_conversations(options.chat, options.seq_len, None if restart else plan)
             has_values = options.sources[0].value_field is not None  # as all have, then
             which = {"is_paired": options.is_paired, "has_values": has_values}
-            chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which)
+            chat = open_chat_setup(limited, tokenizer, options.tokenizer, **which, warn=warn)
         files = list_sources(options.sources, note)
         try:
             with _locked(options.corpus):

@@ -16,8 +16,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from genesis.base.errors import UserError, numbered
-from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids, write_defaults
+from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids
 from genesis.chat.render import ChatRenderer, open_renderer
+from genesis.chat.template import write_defaults
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.packing import CUT_EVENLY, Packing

@@ -13,12 +13,11 @@ from genesis.chat.learned import (
     describe_other_template,
     find_recorded,
     find_stop_ids,
-    write_defaults,
 )
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import open_renderer
 from genesis.chat.stops import check_ends, describe_ends, find_turn_ends
-from genesis.chat.template import ChatTemplate
+from genesis.chat.template import ChatTemplate, write_defaults
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, find_control
 from tests.chat.support import CHATML, MISTRAL, OLMO2, SMOLLM3, write_tokenizer

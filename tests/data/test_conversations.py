@@ -15,10 +15,10 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.chat import pool
-from genesis.chat.learned import find_recorded, find_stop_ids, write_defaults
+from genesis.chat.learned import build_prompt_form, find_recorded, find_stop_ids
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import ChatRenderer, RenderedChat
-from genesis.chat.template import ChatTemplate
+from genesis.chat.template import ChatTemplate, write_defaults
 from genesis.cli.data import inspect_main, prepare_main, verify_main
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.manifest import read_manifest
@@ -152,8 +152,11 @@ def test_a_plain_source_beside_them_is_as_it_is_alone(corpus: Corpus, directory:
 def test_the_manifest_records_how_conversations_became_tokens(corpus: Corpus, tokenizer: Tokenizer) -> None:
     chat = read_manifest(corpus.path).chat
     assert chat is not None
-    assert (corpus.path / chat.template).read_text() == CHATML == tokenizer.chat_template
-    assert (chat.template_name, chat.labels, chat.date) == ("of the tokenizer", "assistant", None)
+    template = (corpus.path / chat.template).read_text()
+    assert "{%- generation -%}" in template
+    assert build_prompt_form(template, tokenizer) == CHATML == tokenizer.chat_template
+    assert chat.template_name == "chatml.jinja, has_tools=False (genesis.chat.templates, in place of the model's)"
+    assert (chat.labels, chat.date) == ("assistant", None)
     counts = {"num_written": NUM_CHATS, "num_cut": 0, "num_long": 0, "num_unlearned": 0, "num_bad": 0}
     assert chat.sources == {"chat": counts}
     assert json.loads((corpus.path / "manifest.json").read_text())["schema_version"] == 4
@@ -500,7 +503,7 @@ def test_what_nothing_uses_is_named_once_and_an_unknown_mark_stops_even_where_ba
     marked = [{"messages": [{**turn, "toxic": False, "rank": 2} for turn in chat]} for chat in CHATS]
     path = write_lines(directory / "marked.jsonl", marked)
     message = (
-        r"marked.jsonl, line 1: turn 1 has toxic false, turn 1 has rank 2, which the chat template of the tokenizer "
+        r"marked.jsonl, line 1: turn 1 has toxic false, turn 1 has rank 2, which the chat template chatml.jinja.* "
         r"does not use .*: ignored_keys: \[toxic, rank\] \(also line 2, .*, line 10\)$"
     )
     with pytest.raises(UserError, match=message):
