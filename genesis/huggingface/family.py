@@ -111,6 +111,11 @@ class Family:
                 if name not in self.free
             },
         }
+        scaling = own.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic":
+            assert scaling.original_seq_len is not None
+            # config.json has the original context alone.
+            compared["max_seq_len"] = (config.max_seq_len, int(scaling.original_seq_len * scaling.factor))
         found = [f"{name} is {ours!r}, not {theirs!r}" for name, (ours, theirs) in compared.items() if ours != theirs]
         if self.mixture is not None and isinstance(feed_forward, MixtureConfig):
             found += self.mixture.find_differences(feed_forward, config.num_layers)

@@ -1,60 +1,134 @@
 """Keys of `config.json` that become options of the attention part: rotary positions and windows."""
 
+import math
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.base.errors import UserError, numbered
-from genesis.huggingface.family import Family
+from genesis.huggingface.family import Family, attention_of
 from genesis.model.attention import AttentionConfig
+from genesis.model.decoder import DecoderConfig
 
-_SCALING_KEYS: Final = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
+_NEEDED: Final = ("factor", "low_freq_factor", "high_freq_factor", "short_factors", "long_factors")
+_ORIGINAL: Final = "original_max_position_embeddings"
+_SCALING_KEYS: Final[dict[str, dict[str, str]]] = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        _ORIGINAL: "original_seq_len",
+    },
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncate": "has_whole_bounds",
+        _ORIGINAL: "original_seq_len",
+    },
+    "longrope": {
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        _ORIGINAL: "original_seq_len",
+    },
 }
-"""Keys of the rope_type "llama3", to fields of `RopeScaling`."""
+"""Keys of each rope_type, to fields of `RopeScaling`."""
+_MAGNITUDES: Final = ("mscale", "mscale_all_dim")
+"""Keys of the rope_type "yarn" from which an attention_factor that is not given follows."""
 _WHOLE: Final = "full_attention"
 _WINDOWED: Final = "sliding_attention"
 
 
-def read_rope_scaling(
-    path: Path, content: Mapping[str, Any], allowed: Set[str] = frozenset()
-) -> tuple[Any, dict[str, Any] | None]:
-    """Returns the base of the rotary wavelengths and the fields of their scaling; None if they are not scaled.
+def read_rope(
+    path: Path, content: Mapping[str, Any], family: Family, allowed: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Returns the fields of `AttentionConfig` about rotary wavelengths: their base, and their scaling if they have one.
 
     Args:
         path: The path of `config.json`, for the message.
         content: The content of `config.json`, with the family's defaults.
+        family: The family.
         allowed: Other keys that may stand beside the base.
 
     Raises:
         UserError: The wavelengths are scaled in a way that the decoder cannot represent.
     """
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # the same precedence as in transformers
-    rope = content.get(key) or {}
+    # The same precedence as in transformers.
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    theta, scaling = _read_rope_of_kind(path, key, content.get(key) or {}, content, allowed)
+    return {"rope_theta": theta} | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def _read_rope_of_kind(
+    path: Path, key: str, rope: Any, content: Mapping[str, Any], allowed: Set[str]
+) -> tuple[Any, dict[str, Any] | None]:
+    """Returns the base of the wavelengths, and the fields of `RopeScaling`; None if they are not scaled."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    known = {"default": set[str](), "llama3": set(_SCALING_KEYS)}
-    if kind not in known or not rope.keys() <= known[kind] | {"rope_type", "type", "rope_theta"} | allowed:
-        raise UserError(f"{path}: {key} is {rope!r}; only the rope_types 'default' and 'llama3' can be represented")
+    keys = {"default": {}, **_SCALING_KEYS}.get(str(kind))
+    plain = {"rope_type", "type", "rope_theta", *allowed, *(_MAGNITUDES if kind == "yarn" else ())}
+    if keys is None or not rope.keys() <= keys.keys() | plain:
+        kinds = ", ".join(map(repr, _SCALING_KEYS))
+        raise UserError(
+            f"{path}: {key} is {rope!r}; only the rope_types 'default', {kinds} and their own keys can be represented"
+        )
     theta = rope.get("rope_theta", content["rope_theta"])
     if kind == "default":
         return theta, None
-    defaults = {"original_max_position_embeddings": content.get("max_position_embeddings")}
-    missing = [name for name in _SCALING_KEYS if (defaults | rope).get(name) is None]
+    longest = content.get("max_position_embeddings")
+    given = {name: value for name, value in rope.items() if value is not None}
+    if _ORIGINAL in keys:
+        given.setdefault(_ORIGINAL, longest)
+        if "factor" not in given and kind != "llama3" and type(longest) is type(given[_ORIGINAL]) is int:
+            given["factor"] = longest / max(given[_ORIGINAL], 1)
+    found = {field: given[name] for name, field in keys.items() if given.get(name) is not None}
+    missing = [name for name in keys if name not in given and keys[name] in _NEEDED]
     if missing:
         raise UserError(f"{path}: {key} is {rope!r}, without {missing[0]}; give its value")
-    return theta, {field: (defaults | rope)[name] for name, field in _SCALING_KEYS.items()}
+    if kind == "dynamic":
+        found["original_seq_len"] = longest
+    if kind == "yarn" and "attention_factor" not in given:
+        found |= _read_magnitude(path, key, rope)
+    return theta, {"kind": kind, **found}
 
 
-def write_rope_scaling(attention: AttentionConfig) -> dict[str, Any]:
+def _read_magnitude(path: Path, key: str, rope: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the factor of rotated queries and keys that follows from two others; nothing without both of them."""
+    values = [rope.get(name) for name in (*_MAGNITUDES, "factor")]
+    if not all(values):
+        return {}
+    if not all(type(value) in (int, float) and value > 0 for value in values):
+        raise UserError(f"{path}: {key} is {rope!r}; {' and '.join(_MAGNITUDES)} must be numbers above 0")
+    above, below, factor = values
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return {"attention_factor": (growth * above + 1.0) / (growth * below + 1.0)}
+
+
+def find_context(rope: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
+    """Returns the longest context: with the kind "dynamic", `max_position_embeddings` is that before the scaling."""
+    scaling, longest = rope.get("rope_scaling") or {}, content["max_position_embeddings"]
+    factor = scaling.get("factor")
+    if scaling.get("kind") != "dynamic" or type(longest) is not int or type(factor) not in (int, float):
+        return longest
+    return int(longest * factor)
+
+
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Returns the keys of `config.json`, for transformers 5 and, where wavelengths are scaled, for transformers 4."""
+    attention = attention_of(config)
     scaling = attention.rope_scaling
     if scaling is None:
         return {"rope_parameters": {"rope_theta": attention.rope_theta, "rope_type": "default"}}
-    fields = {"rope_type": "llama3"} | {key: getattr(scaling, field) for key, field in _SCALING_KEYS.items()}
-    return {"rope_parameters": {"rope_theta": attention.rope_theta, **fields}, "rope_scaling": fields}
+    values = {key: getattr(scaling, field) for key, field in _SCALING_KEYS[scaling.kind].items()}
+    fields = {"rope_type": scaling.kind} | {
+        key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
+    }
+    keys: dict[str, Any] = {"rope_parameters": {"rope_theta": attention.rope_theta, **fields}, "rope_scaling": fields}
+    return keys | ({"max_position_embeddings": scaling.original_seq_len} if scaling.kind == "dynamic" else {})
 
 
 def read_windows(

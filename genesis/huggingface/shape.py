@@ -16,10 +16,11 @@ from genesis.huggingface.mixtral import MIXTRAL
 from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.olmo2 import OLMO2
 from genesis.huggingface.options import (
+    find_context,
     read_no_rope_every,
-    read_rope_scaling,
+    read_rope,
     read_windows,
-    write_rope_scaling,
+    write_rope,
     write_windows,
 )
 from genesis.huggingface.qwen2 import QWEN2
@@ -131,7 +132,7 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
-            content |= write_rope_scaling(attention)
+            content |= write_rope(config)
     content |= write_windows(attention, family, config.num_layers)
     content |= {key: getattr(attention, name) == value for key, (name, value) in family.switches.items()}
     if family.linear_keys:
@@ -168,11 +169,12 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
     num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
     is_partial = "rotary_dim" in family.free
-    rope_theta, rope_scaling = read_rope_scaling(path, content, _ROPE_OF_PARTS if is_partial else frozenset())
+    rope = read_rope(path, content, family, _ROPE_OF_PARTS if is_partial else frozenset())
+    shape["max_seq_len"] = find_context(rope, content)
     attention = {
         "num_heads": num_heads,
         "num_kv_heads": content.get("num_key_value_heads") or num_heads,
-        "rope_theta": rope_theta,
+        "rope_theta": rope.pop("rope_theta"),
     }
     no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
     head_dim = content.get("head_dim") or _divide(shape["dim"], num_heads)
@@ -186,7 +188,7 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         **family.attention,
         **_read_switches(path, content, family),
         "head_dim": _read_head_dim(content, shape["dim"], num_heads),
-        "rope_scaling": rope_scaling,
+        **rope,
         "sliding_window": sliding_window,
         "window_layers": window_layers,
         "no_rope_every": no_rope_every,

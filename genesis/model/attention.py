@@ -22,6 +22,7 @@ from genesis.model.attend.metadata import (
     CachedTokens,
     Rows,
     UsedSlots,
+    document_lengths,
     document_offsets,
     document_positions,
     row_offsets,
@@ -33,46 +34,7 @@ from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
 from genesis.model.norm import RMSNorm
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of rotary wavelengths for contexts beyond the original one, as in Llama 3.1.
-
-    Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
-    `original_seq_len / high_freq_factor` are kept, and between the two the frequency is interpolated.
-
-    Args:
-        factor: The factor of long wavelengths, at least 1.
-        low_freq_factor: The original context divided by the shortest wavelength that is multiplied by `factor`.
-        high_freq_factor: The original context divided by the longest wavelength that is kept.
-        original_seq_len: The original context in tokens.
-
-    Raises:
-        UserError: A value is invalid.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
-
-    def __post_init__(self) -> None:
-        check_counts(self)
-        if self.factor < 1.0:
-            raise UserError(f"factor is {self.factor}: it must be at least 1")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise UserError(
-                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} must be above 0, "
-                "the latter the larger"
-            )
-
-    def scale(self, frequencies: Tensor) -> Tensor:
-        """Returns the scaled rotary frequencies in radians per token."""
-        turns = frequencies * (self.original_seq_len / (2.0 * math.pi))  # wavelengths per original context
-        span = self.high_freq_factor - self.low_freq_factor
-        kept_share = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
-        return torch.lerp(frequencies / self.factor, frequencies, kept_share)
+from genesis.model.rotary import RopeScaling, rotary_tables, rotate
 
 
 @final
@@ -169,6 +131,9 @@ class AttentionConfig(SequenceMixerConfig):
                 f"{2 * self.num_heads}"
             )
 
+        if self.rope_scaling is not None:
+            self.rope_scaling.check((self.rotary_dim or self.head_width(dim)) // 2)
+
     def head_width(self, dim: int) -> int:
         """Returns the width of one head."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
@@ -202,6 +167,11 @@ class AttentionConfig(SequenceMixerConfig):
         whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
         return [windowed if self.has_window(layer) else whole for layer in layers]
 
+    @property
+    def reads_length(self) -> bool:
+        """Whether the keys of a text depend on its length."""
+        return self.rope_scaling is not None and self.rope_scaling.reads_length
+
     def cache_tensors(self, dim: int) -> tuple[CacheTensor, ...]:
         """Returns the keys, after rotation, and the values."""
         return (CacheTensor((self.num_kv_heads, self.head_width(dim))),) * 2
@@ -233,8 +203,18 @@ def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> 
     # With a kernel that reads no offsets, tables have one form whatever the documents: compiled blocks need one graph.
     if document_ids is not None and not (kernel.needs_offsets and rows.num_documents == x.shape[0]):
         positions = document_positions(document_ids)
-    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
+    lengths = None
+    if config.reads_length:
+        lengths = torch.full_like(positions, seq_len) if document_ids is None else document_lengths(document_ids)
+    cos, sin = _make_tables(config, positions, head_dim, lengths)
     return kernel.prepare(AttentionMetadata(cos, sin), rows)
+
+
+def _make_tables(
+    config: AttentionConfig, positions: Int64[Tensor, "B S"], head_dim: int, lengths: Int64[Tensor, "B T"] | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the tables of the angles, given the lengths of texts where `reads_length` asks for them."""
+    return rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling, lengths)
 
 
 def _build_cached_metadata(
@@ -244,7 +224,8 @@ def _build_cached_metadata(
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     assert cached.longest + seq_len <= cached.num_slots, "the cache is full"
     positions = torch.arange(seq_len, device=device).unsqueeze(0) + cached.lengths.unsqueeze(1)
-    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
+    lengths = (cached.lengths + (seq_len if cached.num_new is None else cached.num_new)).unsqueeze(1)
+    cos, sin = _make_tables(config, positions, head_dim, lengths)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
     if (cached.longest or window is not None) and suits_lengths(x, head_dim):
         used = UsedSlots(
@@ -267,38 +248,6 @@ def _build_cached_metadata(
             mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     expands_keys = needs_expanded_keys(x, head_dim, mask)
     return AttentionMetadata(cos, sin, mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
-
-
-def rotary_tables(
-    positions: Int64[Tensor, "B S"], head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
-    # float32 even under bf16-true: bfloat16 cannot represent all positions above 256.
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = scaling.scale(frequencies)
-    angles = positions[:, :, None, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(
-    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
-) -> Float[Tensor, "B S H E"]:
-    """Returns `x` rotated by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
-
-    If the tables are narrower than a head, only its first dimensions are rotated.
-
-    References:
-        Su et al., RoFormer, arXiv:2104.09864, equation 34.
-    """
-    if cos.shape[-1] < x.shape[-1]:
-        turning, fixed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
-    return turned.to(x.dtype)
 
 
 class Attention(SequenceMixer):

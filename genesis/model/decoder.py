@@ -209,8 +209,14 @@ class DecoderConfig:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layer has a state in a cache, which cannot go back to an earlier token."""
-        return any(tensor.is_state for mixer, _ in self.list_mixers() for tensor in mixer.cache_tensors(self.dim))
+        """Whether texts cannot share what a cache holds of the tokens with which they begin.
+
+        A state cannot go back to an earlier token, and keys may depend on the length of the whole text.
+        """
+        return any(
+            mixer.reads_length or any(tensor.is_state for tensor in mixer.cache_tensors(self.dim))
+            for mixer, _ in self.list_mixers()
+        )
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of the kernels of all mixers, each once."""

@@ -148,7 +148,8 @@ def _dump_chosen(value: Any) -> dict[str, Any]:
 
 
 def _to_plain(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
+    lists = {name: list(value) for name, value in content.items() if isinstance(value, tuple)}
+    return content | lists | {name: _to_plain(value) for name, value in content.items() if isinstance(value, dict)}
 
 
 def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

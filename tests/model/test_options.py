@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,17 @@ HEADS = AttentionConfig(6, 2, 1e4)
 LINEAR = GatedDeltaConfig(2, 4, 8, 12, attention_every=3)
 LATENT = LatentAttentionConfig(num_heads=4, latent_dim=16, key_dim=8, rotary_dim=4, value_dim=10)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
+LONGROPE = RopeScaling(
+    2.0, original_seq_len=60, kind="longrope", short_factors=(1.0, 1.1, 1.2, 1.3), long_factors=(1.5, 2.0, 3.0, 4.0)
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"attention": replace(HEADS, sliding_window=9)},
     "window of one token": {"attention": replace(HEADS, sliding_window=1)},
     "window in one layer": {"attention": replace(HEADS, sliding_window=9, window_layers=(1,))},
     "scaled positions": {"attention": replace(HEADS, rope_scaling=SCALING)},
+    "yarn": {"attention": replace(HEADS, rope_scaling=RopeScaling(4.0, original_seq_len=32, kind="yarn"))},
+    "dynamic": {"attention": replace(HEADS, rope_scaling=RopeScaling(2.0, original_seq_len=60, kind="dynamic"))},
+    "longrope": {"attention": replace(HEADS, rope_scaling=LONGROPE)},
     "layers without positions": {"attention": replace(HEADS, no_rope_every=2)},
     "biases": {"attention": replace(HEADS, has_qkv_bias=True)},
     "norms of heads": {"attention": replace(HEADS, qk_norm="head", head_dim=12)},
@@ -235,6 +241,26 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
         ({"attention": {"qk_norm": "row"}}, "qk_norm is 'row'"),
         ({"attention": {"rope_scaling": 8.0}}, r"rope_scaling is 8.0: it must be a mapping of factor"),
         ({"attention": {"rope_scaling": {"factor": 8.0}}}, "rope_scaling: low_freq_factor is missing"),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "ntk"}}},
+            "kind is 'ntk': it must be 'llama3', 'linear'",
+        ),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "linear", "beta_fast": 32.0}}},
+            "beta_fast is 32.0, which the kind 'linear' does not have",
+        ),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "yarn", "original_seq_len": 9, "beta_fast": 0.5}}},
+            "beta_slow 1.0 and beta_fast 0.5",
+        ),
+        (
+            {"attention": {"rope_scaling": asdict(replace(LONGROPE, long_factors=(2.0,)))}},
+            r"rope_scaling.long_factors has 1 factor: it must have one for each of the 4 wavelengths",
+        ),
+        (
+            {"attention": {"rope_scaling": {**asdict(LONGROPE), "short_factors": [1.0, 0.0, 1.0, 1.0]}}},
+            r"short_factors is \[1.0, 0.0, 1.0, 1.0\]: it must be a list",
+        ),
         ({"norm": {"placement": "between"}}, "placement of norms is 'between'"),
     ],
 )

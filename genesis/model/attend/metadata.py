@@ -130,6 +130,14 @@ def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S
     return index - starts
 
 
+def document_lengths(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]:
+    """Returns the number of tokens of each token's document."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    ends = pad(_is_start(document_ids)[:, 1:], (0, 1), value=True)
+    last: Tensor = torch.where(ends, index, len(index)).flip(1).cummin(dim=1).values.flip(1)
+    return last - index + document_positions(document_ids) + 1
+
+
 def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:
     """Returns where documents begin in the flattened batch, and its end. Waits for the device, which has the count."""
     starts = _is_start(document_ids).flatten().nonzero().flatten()
