@@ -60,6 +60,13 @@ class AttentionConfig(SequenceMixerConfig):
         rotary_dim: Number of dimensions of a head that are rotated by positions, even: the first ones. None for all.
         has_output_gate: Whether each head's output is multiplied by the sigmoid of a gate, which the weight of the
             queries also computes: its rows are those of a head's query and then those of its gate, head after head.
+        has_interleaved_rope: Whether positions turn neighbouring dimensions of a head together, instead of those of its
+            two halves.
+        window_rope_theta: Base of the rotary wavelengths in the layers with the window, where they are not scaled; None
+            for those of the other layers.
+        softmax_scale: The factor of the products of queries and keys; None for 1 / sqrt(width of a head).
+        query_growth: A query at position p is multiplied by 1 + `query_growth` ln(1 + floor(p / n)), where n is the
+            original context of `rope_scaling`; None for no factor.
 
     Raises:
         UserError: The shape is invalid.
@@ -81,6 +88,10 @@ class AttentionConfig(SequenceMixerConfig):
     qk_norm_has_offset: bool = False
     rotary_dim: int | None = None
     has_output_gate: bool = False
+    has_interleaved_rope: bool = False
+    window_rope_theta: float | None = None
+    softmax_scale: float | None = None
+    query_growth: float | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -90,8 +101,19 @@ class AttentionConfig(SequenceMixerConfig):
             raise UserError(f"qk_norm_eps is {self.qk_norm_eps}: it must be above 0 and finite")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if not 0.0 < self.rope_theta < math.inf:
-            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0 and finite")
+        for name in ("rope_theta", "window_rope_theta", "softmax_scale", "query_growth"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise UserError(f"{name} is {value}: it must be above 0 and finite")
+        if self.window_rope_theta is not None and self.window_layers is None:
+            raise UserError(
+                f"window_rope_theta is {self.window_rope_theta}, and window_layers is null: set it to the layers with "
+                "the window, or give rope_theta alone"
+            )
+        if self.query_growth is not None and (self.rope_scaling is None or self.rope_scaling.original_seq_len is None):
+            raise UserError(
+                f"query_growth is {self.query_growth}: it needs the original_seq_len of rope_scaling, which is missing"
+            )
         if self.window_layers is not None:
             self._check_window_layers()
 
@@ -163,8 +185,10 @@ class AttentionConfig(SequenceMixerConfig):
             # Waits for the device, once for both kinds of layers.
             tokens = tokens._replace(offsets=document_offsets(tokens.document_ids))
         windowed = build_attention_metadata(self, tokens)
-        whole = build_attention_metadata(replace(self, sliding_window=None, window_layers=None), tokens)
-        whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
+        others = replace(self, sliding_window=None, window_layers=None, window_rope_theta=None)
+        whole = build_attention_metadata(others, tokens)
+        if self.window_rope_theta is None:
+            whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
         return [windowed if self.has_window(layer) else whole for layer in layers]
 
     @property
@@ -206,15 +230,31 @@ def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> 
     lengths = None
     if config.reads_length:
         lengths = torch.full_like(positions, seq_len) if document_ids is None else document_lengths(document_ids)
-    cos, sin = _make_tables(config, positions, head_dim, lengths)
-    return kernel.prepare(AttentionMetadata(cos, sin), rows)
+    return kernel.prepare(_begin_metadata(config, positions, head_dim, lengths), rows)
 
 
-def _make_tables(
+def _begin_metadata(
     config: AttentionConfig, positions: Int64[Tensor, "B S"], head_dim: int, lengths: Int64[Tensor, "B T"] | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the tables of the angles, given the lengths of texts where `reads_length` asks for them."""
-    return rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling, lengths)
+) -> AttentionMetadata:
+    """Returns what follows from positions, in the layers with the window if there are any.
+
+    Args:
+        config: The options.
+        positions: The place of each token in its text.
+        head_dim: The width of a head.
+        lengths: The lengths of texts, where `reads_length` asks for them.
+    """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if config.window_rope_theta is not None:
+        theta, scaling = config.window_rope_theta, None
+    width, is_interleaved = config.rotary_dim or head_dim, config.has_interleaved_rope
+    cos, sin = rotary_tables(positions, width, theta, scaling, lengths, is_interleaved=is_interleaved)
+    if config.query_growth is None:
+        return AttentionMetadata(cos, sin)
+    original = None if config.rope_scaling is None else config.rope_scaling.original_seq_len
+    assert original is not None, "the configuration has checked it"
+    turns = positions[:, :, None, None] // original
+    return AttentionMetadata(cos, sin, query_factor=1.0 + config.query_growth * (1.0 + turns).log())
 
 
 def _build_cached_metadata(
@@ -225,7 +265,7 @@ def _build_cached_metadata(
     assert cached.longest + seq_len <= cached.num_slots, "the cache is full"
     positions = torch.arange(seq_len, device=device).unsqueeze(0) + cached.lengths.unsqueeze(1)
     lengths = (cached.lengths + (seq_len if cached.num_new is None else cached.num_new)).unsqueeze(1)
-    cos, sin = _make_tables(config, positions, head_dim, lengths)
+    begun = _begin_metadata(config, positions, head_dim, lengths)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
     if (cached.longest or window is not None) and suits_lengths(x, head_dim):
         used = UsedSlots(
@@ -233,7 +273,7 @@ def _build_cached_metadata(
             query_offsets=row_offsets(batch_size, seq_len, device),
             key_offsets=row_offsets(batch_size, cached.num_slots, device),
         )
-        return AttentionMetadata(cos, sin, window=window, slots=slots, used=used)
+        return begun._replace(window=window, slots=slots, used=used)
     num_keys = cached.longest + seq_len
     is_windowed = window is not None and window < num_keys
     is_on_host = device.type == "cpu"
@@ -247,7 +287,7 @@ def _build_cached_metadata(
         if window is not None:
             mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     expands_keys = needs_expanded_keys(x, head_dim, mask)
-    return AttentionMetadata(cos, sin, mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
+    return begun._replace(mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
 
 
 class Attention(SequenceMixer):
@@ -260,7 +300,9 @@ class Attention(SequenceMixer):
         self.head_dim, self.qk_norm = config.head_width(dim), config.qk_norm
         self.window = config.sliding_window if config.has_window(layer) else None
         self.has_rope = config.no_rope_every is None or (layer + 1) % config.no_rope_every != 0
-        self.has_output_gate = config.has_output_gate
+        self.has_output_gate, self.has_interleaved_rope = config.has_output_gate, config.has_interleaved_rope
+        # The kernels divide by the root of the width, which the queries bring to the scale that is asked for.
+        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(self.head_dim)
         query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.query = nn.Linear(dim, (1 + config.has_output_gate) * query_dim, bias=config.has_qkv_bias)
         self.key = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
@@ -332,7 +374,12 @@ class Attention(SequenceMixer):
         if self.has_rope:
             tables = metadata.cos, metadata.sin
             cos, sin = tables if exchange is None else map(exchange.cut, tables)
-            query, key = (rotate(part, cos, sin) for part in (query, key))
+            query, key = (rotate(part, cos, sin, is_interleaved=self.has_interleaved_rope) for part in (query, key))
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
+        if metadata.query_factor is not None:
+            factor = metadata.query_factor if exchange is None else exchange.cut(metadata.query_factor)
+            query = (query * factor).to(query.dtype)
         if cache is not None:
             key, value = remember((key, value), metadata, cache)
         if exchange is not None:

@@ -45,7 +45,7 @@ class RopeScaling:
     factor of its own, another one in texts that are longer than the original context.
 
     With `dynamic` and `longrope` a text is a document, or a row of a cache with the tokens that it has so far: what a
-    cache holds of a text while it is short stays as it is when the text grows longer, as in transformers.
+    cache holds of a text while it is short stays as it is when the text grows longer.
 
     Args:
         factor: The factor of long wavelengths, at least 1. `longrope` derives its default `attention_factor` from it.
@@ -211,6 +211,8 @@ def rotary_tables(
     theta: float,
     scaling: RopeScaling | None = None,
     lengths: Int64[Tensor, "B T"] | None = None,
+    *,
+    is_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32.
 
@@ -220,6 +222,7 @@ def rotary_tables(
         theta: The base of the wavelengths.
         scaling: Their scaling; None for none.
         lengths: The number of tokens of each token's text, or one for each row; None if the scaling does not read it.
+        is_interleaved: Whether neighbouring dimensions turn together, as in `rotate`.
     """
     # float32 even under bf16-true: bfloat16 cannot represent all positions above 256.
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
@@ -233,22 +236,38 @@ def rotary_tables(
     cos, sin = angles.cos(), angles.sin()
     if magnitude != 1.0:
         cos, sin = cos * magnitude, sin * magnitude
+    if is_interleaved:
+        return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(
-    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
+    x: Float[Tensor, "B S H E"],
+    cos: Float[Tensor, "B S 1 E"],
+    sin: Float[Tensor, "B S 1 E"],
+    *,
+    is_interleaved: bool = False,
 ) -> Float[Tensor, "B S H E"]:
     """Returns `x` rotated by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
 
     If the tables are narrower than a head, only its first dimensions are rotated.
+
+    Args:
+        x: Queries or keys.
+        cos: As `rotary_tables` returns it.
+        sin: The same.
+        is_interleaved: Whether a dimension pairs with its neighbour instead.
 
     References:
         Su et al., RoFormer, arXiv:2104.09864, equation 34.
     """
     if cos.shape[-1] < x.shape[-1]:
         turning, fixed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+        return torch.cat((rotate(turning, cos, sin, is_interleaved=is_interleaved), fixed), dim=-1)
+    if is_interleaved:
+        swapped = torch.stack((x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+    turned: Tensor = torch.addcmul(x * cos, swapped, sin)
     return turned.to(x.dtype)

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from genesis.base.errors import UserError
 from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder, DecoderConfig, Scales
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
+from genesis.model.feed_forward import DenseConfig
 from genesis.model.kv_cache import CacheTensor, KVCache
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
@@ -41,6 +42,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "yarn": {"attention": replace(HEADS, rope_scaling=RopeScaling(4.0, original_seq_len=32, kind="yarn"))},
     "dynamic": {"attention": replace(HEADS, rope_scaling=RopeScaling(2.0, original_seq_len=60, kind="dynamic"))},
     "longrope": {"attention": replace(HEADS, rope_scaling=LONGROPE)},
+    "wavelengths by layer": {
+        "attention": replace(HEADS, sliding_window=9, window_layers=(1,), window_rope_theta=77.0, rope_scaling=SCALING)
+    },
+    "neighbouring dimensions": {"attention": replace(HEADS, has_interleaved_rope=True, head_dim=12, rotary_dim=8)},
+    "scaled softmax, and queries that grow": {
+        "attention": replace(HEADS, softmax_scale=0.2, query_growth=0.3, rope_scaling=SCALING)
+    },
+    "norms before and after, scales and GELU": {
+        "attention": replace(HEADS, qk_norm="head", qk_norm_has_offset=True),
+        "norm": NormConfig(1e-6, "both", has_offset=True),
+        "scales": Scales(embedding=5.0, residual=0.5, logits=0.25),
+        "feed_forward": DenseConfig(64, "gelu_tanh"),
+        "ffn_dim": None,
+    },
     "layers without positions": {"attention": replace(HEADS, no_rope_every=2)},
     "biases": {"attention": replace(HEADS, has_qkv_bias=True)},
     "norms of heads": {"attention": replace(HEADS, qk_norm="head", head_dim=12)},
@@ -64,7 +79,7 @@ PACKED = torch.tensor([[0] * 40 + [1] * 1 + [2] * 55, [0] * 96, [0] * 7 + [1] * 
 
 @pytest.fixture(params=OPTIONS)
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
-    return DecoderConfig(**SHAPE, **OPTIONS[request.param])
+    return DecoderConfig(**SHAPE | OPTIONS[request.param])
 
 
 def build(config: DecoderConfig) -> Decoder:
@@ -179,7 +194,7 @@ def test_every_parameter_has_its_group_and_its_initial_value(config: DecoderConf
 def test_a_recipe_holds_the_options_and_gives_them_back(config: DecoderConfig) -> None:
     content = dump_decoder_config(config)
     read = build_decoder_config(content, where="here")
-    assert (read.parts, read.list_mixers()) == (config.parts, config.list_mixers())
+    assert (read.parts, read.list_mixers(), read.scales) == (config.parts, config.list_mixers(), config.scales)
     assert "attention" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS))
     assert "norm" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS, norm=NormConfig()))
 
@@ -261,6 +276,9 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
             {"attention": {"rope_scaling": {**asdict(LONGROPE), "short_factors": [1.0, 0.0, 1.0, 1.0]}}},
             r"short_factors is \[1.0, 0.0, 1.0, 1.0\]: it must be a list",
         ),
+        ({"attention": {"window_rope_theta": 9.0}}, "window_rope_theta is 9.0, and window_layers is null"),
+        ({"attention": {"query_growth": 0.1}}, "query_growth is 0.1: it needs the original_seq_len of rope_scaling"),
+        ({"attention": {"softmax_scale": 0.0}}, "softmax_scale is 0.0: it must be above 0"),
         ({"norm": {"placement": "between"}}, "placement of norms is 'between'"),
     ],
 )

@@ -82,6 +82,8 @@ class AttentionMetadata(NamedTuple):
     used: UsedSlots | None = None
     expands_keys: bool = False
     """Whether keys and values are repeated for each query head of a group before the attention under a mask."""
+    query_factor: Float[Tensor, "B S 1 1"] | None = None
+    """The factor of each token's queries; None for 1."""
 
 
 class Rows(NamedTuple):
