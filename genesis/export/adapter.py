@@ -164,7 +164,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
         save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        imported_as = _find_other_type(base_manifest)
+        imported_as = _find_other_type(base_manifest, family)
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
         card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as, reading, described)
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
@@ -189,17 +189,17 @@ def _check_base_name(base_name: str | None, family: Family) -> None:
     if base_name is None or not Path(base_name, BASE_CONFIG_NAME).is_file():
         return
     model_type = read_json(Path(base_name, BASE_CONFIG_NAME)).get("model_type")
-    if is_exported_as_another(model_type):
+    if is_exported_as_another(model_type, family):
         raise UserError(
             f"--base_name is {base_name}, a model of type {model_type}, and the adapters fit one of type "
             f"{family.model_type}, as which genesis exports the base: give the directory of `genesis export BASE DIR`"
         )
 
 
-def _find_other_type(base: Manifest) -> str | None:
+def _find_other_type(base: Manifest, family: Family) -> str | None:
     """Returns the type of the model that a base was imported from, if exports of the base have another type."""
     imported_as = base.identity.get(IMPORTED_AS)
-    return imported_as if is_exported_as_another(imported_as) else None
+    return imported_as if is_exported_as_another(imported_as, family) else None
 
 
 def _write_card(

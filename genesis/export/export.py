@@ -186,7 +186,9 @@ def name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, 
     if not held[0] or any(names != held[0] for names in held):
         raise UserError(f"{sources[0].path} has no decoder, or another one than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}
-    return short if family is None else {name: family.their_pattern(ours) for name, ours in short.items()}
+    if family is None:
+        return short
+    return {DECODER_PREFIX + ours: pattern for ours, pattern in family.order(short.values()).items()}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -384,7 +384,7 @@ def find_long_length(config: DecoderConfig) -> int:
     """Returns the length of a sequence that exceeds the window and the unscaled context by as many tokens again."""
     attention = attention_of(config)
     bounds = [0 if attention.sliding_window is None else attention.sliding_window]
-    bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len)
+    bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len or 0)
     return min(max(bounds) + SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
 
 

@@ -57,7 +57,8 @@ class Source:
 class WeightsFile:
     """A planned file: its name, and its tensors in order, with their names in the file.
 
-    A name with `{}` stands for one tensor for each row of a stack, in order: the bytes of the stack are theirs.
+    A name with `{}` stands for one tensor for each row of a stack, in order: the bytes of the stack are theirs. Tensors
+    with one name, which follow each other, are the rows of one in the file.
     """
 
     name: str
@@ -71,6 +72,8 @@ class WeightsFile:
             shape = shapes[ours]
             if "{}" in theirs:
                 entries += [(theirs.format(row), shape[1:]) for row in range(shape[0])]
+            elif entries and entries[-1][0] == theirs:
+                entries[-1] = (theirs, (entries[-1][1][0] + shape[0], *shape[1:]))
             else:
                 entries.append((theirs, shape))
         return entries
@@ -92,7 +95,8 @@ def plan_files(
     shapes = list_weights(manifest)
     for ours, theirs in names.items():
         size = math.prod(shapes[ours]) * dtype.itemsize
-        if groups[-1] and num_bytes + size > max_file_bytes:
+        is_part = bool(groups[-1]) and groups[-1][-1][1] == theirs
+        if groups[-1] and num_bytes + size > max_file_bytes and not is_part:
             groups.append([])
             num_bytes = 0
         groups[-1].append((ours, theirs))

@@ -12,10 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, DATA_SUFFIXES, read_json
+from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, CONFIG_NAME, DATA_SUFFIXES, read_json
 
 # Commands show stages of their own.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
@@ -32,9 +33,14 @@ def load_tokenizer(directory: Path, **options: Any) -> Any:
 
 
 def load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
-    """Returns transformers' model of a directory in float32, and what transformers reports about its tensors."""
+    """Returns transformers' model of a directory in float32, and what transformers reports about its tensors.
+
+    Where transformers has no class for the text model of a type alone, such as `mistral3`, it is the whole model.
+    """
     with _without_code(directory) as data:
-        load: Any = AutoModelForCausalLM.from_pretrained
+        model_type = read_json(directory / CONFIG_NAME).get("model_type")
+        has_text_class = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        load: Any = (AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText).from_pretrained
         closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
         model, report = load(data, dtype=torch.float32, output_loading_info=True, **closed)
     return model, report

@@ -4,18 +4,18 @@ Tensors keep their layout, because the decoder pairs rotary halves as transforme
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.huggingface.mixture import MixtureTable
 from genesis.model.attention import AttentionConfig
-from genesis.model.decoder import DecoderConfig
-from genesis.model.feed_forward import FeedForwardConfig
+from genesis.model.decoder import DecoderConfig, Scales
+from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.mixture import MixtureConfig
 
 OUTPUT_WEIGHT: Final = "output.weight"
@@ -35,7 +35,8 @@ class Family:
         feed_forward: The feed-forward part of its blocks.
         tensors: The decoder's name of a parameter outside of the blocks, to the family's name.
         block_prefix: The beginning of the family's names, up to the number of a block.
-        block_tensors: The decoder's name of a parameter within its block, to the family's name.
+        block_tensors: The decoder's name of a parameter within its block, to the family's name. Several with one name
+            are the rows of one tensor, in this order.
         keys: Key of `config.json` to field of `DecoderConfig`, in the order in which an export writes them.
         constants: Keys that an export also writes, with the same value for every shape.
         defaults: The value that transformers uses for a missing key; a `config.json` relies on it.
@@ -45,7 +46,15 @@ class Family:
         switches: Key of `config.json` that is true or false, to a field of `AttentionConfig` and its value if true.
         norm_placement: Where a block has its norms.
         windows: Which layers have the window where `config.json` does not list them: all; the last ones, from
-            `max_window_layers` on; or those without rotary positions. None if models of the family have no window.
+            `max_window_layers` on; those without rotary positions; or, where a list is usual and no key switches the
+            window off, all but each whose number is a multiple of `sliding_window_pattern`. None if models of the
+            family have no window.
+        has_window_rope: Whether layers with the window have rotary wavelengths of their own, whose base is
+            `rope_local_base_freq` where `rope_parameters` does not have it.
+        activation: The activation of dense feed-forward parts.
+        rope_kinds: The kinds of scaled rotary wavelengths; None for all kinds.
+        multipliers: Key of `config.json` to what a constant factor of the decoder is: a field of `Scales`, or
+            `softmax_scale`, and the power of the key's value that this field has.
         has_norm_offset: Whether norms scale by 1 plus their weight.
         linear_keys: Key of `config.json` to field of `GatedDeltaConfig`, for families with linear layers.
         wrapped_type: The `model_type` of checkpoints that hold such a model beside others: its settings are in
@@ -75,7 +84,11 @@ class Family:
     free: frozenset[str] = frozenset({"head_dim", "rope_scaling"})
     switches: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     norm_placement: str = "before"
-    windows: Literal["all", "last", "without_rope"] | None = None
+    windows: Literal["all", "last", "without_rope", "listed"] | None = None
+    has_window_rope: bool = False
+    activation: str = "silu"
+    rope_kinds: tuple[str, ...] | None = None
+    multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     has_norm_offset: bool = False
     linear_keys: Mapping[str, str] = field(default_factory=dict)
     wrapped_type: str | None = None
@@ -105,16 +118,43 @@ class Family:
         compared: dict[str, tuple[Any, Any]] = {
             "norm.placement": (parts.norm.placement, self.norm_placement),
             "norm.has_offset": (parts.norm.has_offset, self.has_norm_offset),
+            **self._compare_scales(config),
             **{
                 f"attention.{name}": (attention[name], value)
                 for name, value in options.items()
                 if name not in self.free
             },
         }
+        if isinstance(feed_forward, DenseConfig):
+            compared["feed_forward.activation"] = (feed_forward.activation, self.activation)
+        scaling = own.rope_scaling
+        if scaling is not None and self.rope_kinds is not None and scaling.kind not in self.rope_kinds:
+            compared["attention.rope_scaling.kind"] = (scaling.kind, self.rope_kinds[0])
+        if scaling is not None and scaling.kind == "dynamic":
+            assert scaling.original_seq_len is not None
+            # config.json has the original context alone.
+            compared["max_seq_len"] = (config.max_seq_len, int(scaling.original_seq_len * scaling.factor))
         found = [f"{name} is {ours!r}, not {theirs!r}" for name, (ours, theirs) in compared.items() if ours != theirs]
         if self.mixture is not None and isinstance(feed_forward, MixtureConfig):
             found += self.mixture.find_differences(feed_forward, config.num_layers)
         return found
+
+    def _compare_scales(self, config: DecoderConfig) -> dict[str, tuple[float, float]]:
+        """Returns each factor of the decoder that no key of its own sets, and what it is in this family."""
+        set_by_keys = {field for key, (field, _) in self.multipliers.items() if key not in self.keys}
+        due = {
+            field: getattr(config, self.keys[key]) ** power
+            for key, (field, power) in self.multipliers.items()
+            if key in self.keys
+        }
+        held = asdict(config.scales or Scales())
+        return {
+            f"scales.{name}": (value, due.get(name, 1.0)) for name, value in held.items() if name not in set_by_keys
+        }
+
+    def list_fused(self, name: str) -> list[str]:
+        """Returns the decoder's names, within a block, of the parts of a tensor with this name there, in order."""
+        return [ours for ours, theirs in self.block_tensors.items() if theirs == name]
 
     def their_name(self, name: str) -> str:
         """Returns the family's name of the decoder's parameter `name`.
@@ -145,7 +185,17 @@ class Family:
             >>> QWEN3_5.unwrap("model.language_model.norm.weight")
             'model.norm.weight'
         """
-        return name if self.wrapped_type is None else name.replace("model.language_model.", "model.", 1)
+        if self.wrapped_type is None:
+            return name
+        # The last one is the spelling of transformers 4, where the output weight lies in the text model, too.
+        for start, own in (
+            ("model.language_model.", "model."),
+            ("language_model.model.", "model."),
+            ("language_model.", ""),
+        ):
+            if name.startswith(start):
+                return own + name.removeprefix(start)
+        return name
 
     def our_name(self, name: str) -> str:
         """Returns the decoder's name of the family's parameter `name`.
@@ -164,6 +214,8 @@ class Family:
                 expert = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d{1,6})"), block[2])
                 if expert is not None:
                     return f"blocks.{block[1]}.{ours}", int(expert[1])
+        if block and len(parts := self.list_fused(block[2])) > 1:
+            raise UserError(f"parameter {name!r} holds {numbered(len(parts), 'weights')} of the decoder")
         found = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
         if found is None:
             raise UserError(f"parameter {name!r} is unknown in models of type {self.model_type}")
@@ -182,6 +234,9 @@ class Family:
             number = inner[1].rpartition(".")[2]
             names = [f"blocks.{number}.feed_forward.experts.{part}" for part in _STACKED[inner[2]]]
             return [Placed(one, None, part) for one, part in zip(names, tensor.chunk(len(names), 1), strict=True)]
+        if inner is not None and len(parts := self.list_fused(inner[2])) > 1:
+            start = f"blocks.{inner[1].rpartition('.')[2]}."
+            return [Placed(start + one, None, rows) for one, rows in _split(name, tensor, parts, config).items()]
         unpacked = None
         if self.unpack is not None and inner is not None:
             unpacked = self.unpack(inner[2], tensor, config)
@@ -190,15 +245,25 @@ class Family:
         return [Placed(*self._find(name), tensor)]
 
     def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the decoder's state under the family's names; the tensors are the same or views of them."""
+        """Returns the decoder's state under the family's names; those of one tensor alone are the same or views."""
         found: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            pattern = self.their_pattern(name)
+        for name, pattern in self.order(state).items():
+            tensor = state[name]
             if "{}" in pattern:
                 found |= {pattern.format(expert): part for expert, part in enumerate(tensor)}
             else:
-                found[pattern] = tensor
+                found[pattern] = torch.cat([found[pattern], tensor]) if pattern in found else tensor
         return found
+
+    def order(self, names: Iterable[str]) -> dict[str, str]:
+        """Returns the family's pattern of each of the decoder's names; the parts of one tensor follow each other."""
+        patterns = {name: self.their_pattern(name) for name in names}
+        first: dict[str, int] = {}
+        for place, pattern in enumerate(patterns.values()):
+            first.setdefault(pattern, place)
+        ranks = {ours: rank for rank, ours in enumerate(self.block_tensors)}
+        place_of = {name: (first[one], ranks.get(name.split(".", 2)[-1], 0)) for name, one in patterns.items()}
+        return {name: patterns[name] for name in sorted(patterns, key=place_of.__getitem__)}
 
     def to_ours(self, state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
         """Returns the family's state under the decoder's names; only stacks of experts are copies.
@@ -267,6 +332,21 @@ def assemble(
             raise UserError(f"{pattern.format(other)} has another shape or type than {pattern.format(0)}")
         found[name] = stack([parts[number] for number in range(len(parts))])
     return found
+
+
+def _split(name: str, tensor: Tensor, parts: Sequence[str], config: DecoderConfig) -> dict[str, Tensor]:
+    """Returns the rows of a tensor that holds several weights, by the decoder's names within a block."""
+    attention = attention_of(config)
+    width = attention.head_width(config.dim)
+    heads = {
+        "attention.query.weight": attention.num_heads * width,
+        "attention.key.weight": attention.num_kv_heads * width,
+        "attention.value.weight": attention.num_kv_heads * width,
+    }
+    sizes = [heads.get(part, len(tensor) // len(parts) if tensor.ndim else 0) for part in parts]
+    if tensor.ndim != 2 or sum(sizes) != len(tensor):
+        raise UserError(f"{name} is {list(tensor.shape)}, which are not the rows that config.json requires")
+    return dict(zip(parts, tensor.split(sizes), strict=True))
 
 
 def _find_key(names: Mapping[str, str], value: str) -> str | None:

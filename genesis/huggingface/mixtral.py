@@ -21,6 +21,8 @@ MIXTRAL: Final = replace(
     },
     keys={key: field for key, field in MISTRAL.keys.items() if key != "intermediate_size"},
     constants={"hidden_act": "silu", "router_jitter_noise": 0.0},
+    wrapped_type=None,
+    dropped=(),
     defaults={
         "vocab_size": 32_000,
         "hidden_size": 4096,

@@ -23,6 +23,7 @@ ROUTER: Final = {"feed_forward.router.weight": "mlp.gate.weight"}
 SHARED: Final = {
     f"feed_forward.shared.{name}.weight": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
 }
+SHARED_GATE: Final = {"feed_forward.shared_gate": "mlp.shared_expert_gate.weight"}
 _MAX_EXPERTS: Final = 100_000
 _DEFAULTS: Final[dict[str, Any]] = {one.name: one.default for one in fields(MixtureConfig)}
 
@@ -155,14 +156,6 @@ class MixtureTable:
 def without_dense(block_tensors: Mapping[str, str]) -> dict[str, str]:
     """Returns the names of a block's tensors without those of its dense feed-forward part."""
     return {ours: theirs for ours, theirs in block_tensors.items() if not ours.startswith("feed_forward.")}
-
-
-def name_mixture(fields_of_mixture: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a mixture as `DecoderConfig.feed_forward` has it in a recipe."""
-    return {
-        "class_path": f"{MixtureConfig.__module__}.{MixtureConfig.__qualname__}",
-        "init_args": dict(fields_of_mixture),
-    }
 
 
 def _read_count(path: Path, content: Mapping[str, Any], key: str) -> int:

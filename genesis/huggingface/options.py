@@ -1,64 +1,230 @@
 """Keys of `config.json` that become options of the attention part: rotary positions and windows."""
 
+import math
 from collections.abc import Mapping, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.base.errors import UserError, numbered
-from genesis.huggingface.family import Family
+from genesis.huggingface.family import Family, attention_of
 from genesis.model.attention import AttentionConfig
+from genesis.model.decoder import DecoderConfig, Scales
 
-_SCALING_KEYS: Final = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_seq_len",
+_NEEDED: Final = ("factor", "low_freq_factor", "high_freq_factor", "short_factors", "long_factors")
+_ORIGINAL: Final = "original_max_position_embeddings"
+_SCALING_KEYS: Final[dict[str, dict[str, str]]] = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        _ORIGINAL: "original_seq_len",
+    },
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncate": "has_whole_bounds",
+        _ORIGINAL: "original_seq_len",
+    },
+    "longrope": {
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        _ORIGINAL: "original_seq_len",
+    },
 }
-"""Keys of the rope_type "llama3", to fields of `RopeScaling`."""
+"""Keys of each rope_type, to fields of `RopeScaling`."""
+_MAGNITUDES: Final = ("mscale", "mscale_all_dim")
+"""Keys of the rope_type "yarn" from which an attention_factor that is not given follows."""
+_SOFTMAX: Final = "softmax_scale"
+_GROWTH: Final = "llama_4_scaling_beta"
 _WHOLE: Final = "full_attention"
 _WINDOWED: Final = "sliding_attention"
 
 
-def read_rope_scaling(
-    path: Path, content: Mapping[str, Any], allowed: Set[str] = frozenset()
-) -> tuple[Any, dict[str, Any] | None]:
-    """Returns the base of the rotary wavelengths and the fields of their scaling; None if they are not scaled.
+def read_rope(
+    path: Path, content: Mapping[str, Any], family: Family, allowed: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Returns the fields of `AttentionConfig` about rotary wavelengths: their base, and their scaling if they have one.
 
     Args:
         path: The path of `config.json`, for the message.
         content: The content of `config.json`, with the family's defaults.
+        family: The family.
         allowed: Other keys that may stand beside the base.
 
     Raises:
         UserError: The wavelengths are scaled in a way that the decoder cannot represent.
     """
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # the same precedence as in transformers
+    # The same precedence as in transformers.
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}
+    if family.has_window_rope:
+        return _read_ropes_by_layer(path, key, rope, content)
+    has_growth = "query_growth" in family.free
+    found = _read_rope(
+        path, key, rope, content, allowed | ({_GROWTH, "max_position_embeddings"} if has_growth else set())
+    )
+    kind = found.get("rope_scaling", {}).get("kind")
+    if kind is not None and family.rope_kinds is not None and kind not in family.rope_kinds:
+        known = " and ".join(map(repr, ("default", *family.rope_kinds)))
+        raise UserError(f"{path}: {key} is {rope!r}; models of {family.model_type} have the rope_types {known} only")
+    if not has_growth:
+        return found
+    if rope.get(_GROWTH) is None:
+        raise UserError(f"{path}: {key} is {rope!r}, without {_GROWTH}; give its value")
+    return {**found, "query_growth": rope[_GROWTH]}
+
+
+def _read_ropes_by_layer(path: Path, key: str, rope: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields where `rope_parameters` has a kind for layers with a window and one for the others."""
+    by_layer = content.get("rope_parameters") or {}
+    if not isinstance(by_layer, dict) or by_layer.keys() - {_WHOLE, _WINDOWED}:
+        raise UserError(f"{path}: rope_parameters is {by_layer!r}; it must have {_WHOLE!r} and {_WINDOWED!r}")
+    of_whole = by_layer.get(_WHOLE) or {}
+    if key == "rope_parameters":
+        rope = of_whole
+    elif isinstance(rope, dict) and isinstance(of_whole, dict):  # transformers adds it to the layers without a window
+        rope = {**of_whole, **rope}
+    whole = _read_rope(path, key, rope, content, set())
+    local = {**content, "rope_theta": content["rope_local_base_freq"]}
+    windowed = _read_rope(path, "rope_parameters", by_layer.get(_WINDOWED) or {}, local, set())
+    if windowed == whole:
+        return whole
+    if "rope_scaling" in windowed:
+        raise UserError(f"{path}: rope_parameters is {by_layer!r}; {_WINDOWED!r} must have the rope_type 'default'")
+    return {**whole, "window_rope_theta": windowed["rope_theta"]}
+
+
+def settle_rope(rope: dict[str, Any], window: int | None, window_layers: tuple[int, ...] | None) -> dict[str, Any]:
+    """Returns the fields of `read_rope` for the layers that there are, with a window or without one."""
+    windowed = rope.get("window_rope_theta")
+    if windowed is None or (window is not None and window_layers is not None):
+        return rope
+    plain = {name: value for name, value in rope.items() if name != "window_rope_theta"}
+    return plain if window is None else {"rope_theta": windowed}
+
+
+def _read_rope(path: Path, key: str, rope: Any, content: Mapping[str, Any], allowed: Set[str]) -> dict[str, Any]:
+    """Returns the base of the wavelengths, and the fields of `RopeScaling` if they are scaled."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    known = {"default": set[str](), "llama3": set(_SCALING_KEYS)}
-    if kind not in known or not rope.keys() <= known[kind] | {"rope_type", "type", "rope_theta"} | allowed:
-        raise UserError(f"{path}: {key} is {rope!r}; only the rope_types 'default' and 'llama3' can be represented")
+    keys = {"default": {}, **_SCALING_KEYS}.get(str(kind))
+    plain = {"rope_type", "type", "rope_theta", *allowed, *(_MAGNITUDES if kind == "yarn" else ())}
+    if keys is None or not rope.keys() <= keys.keys() | plain:
+        kinds = ", ".join(map(repr, _SCALING_KEYS))
+        raise UserError(
+            f"{path}: {key} is {rope!r}; only the rope_types 'default', {kinds} and their own keys can be represented"
+        )
     theta = rope.get("rope_theta", content["rope_theta"])
     if kind == "default":
-        return theta, None
-    defaults = {"original_max_position_embeddings": content.get("max_position_embeddings")}
-    missing = [name for name in _SCALING_KEYS if (defaults | rope).get(name) is None]
+        return {"rope_theta": theta}
+    longest = content.get("max_position_embeddings")
+    given = {name: value for name, value in rope.items() if value is not None}
+    if _ORIGINAL in keys:
+        if content.get(_ORIGINAL) is not None:  # transformers prefers it in families that have the key
+            given[_ORIGINAL] = content[_ORIGINAL]
+        given.setdefault(_ORIGINAL, longest)
+        if "factor" not in given and kind != "llama3" and type(longest) is type(given[_ORIGINAL]) is int:
+            given["factor"] = longest / max(given[_ORIGINAL], 1)
+    found = {field: given[name] for name, field in keys.items() if given.get(name) is not None}
+    missing = [name for name in keys if name not in given and keys[name] in _NEEDED]
     if missing:
         raise UserError(f"{path}: {key} is {rope!r}, without {missing[0]}; give its value")
-    return theta, {field: (defaults | rope)[name] for name, field in _SCALING_KEYS.items()}
+    if kind == "dynamic":
+        found["original_seq_len"] = longest
+    if kind == "yarn" and "attention_factor" not in given:
+        found |= _read_magnitude(path, key, rope)
+    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **found}}
 
 
-def write_rope_scaling(attention: AttentionConfig) -> dict[str, Any]:
+def _read_magnitude(path: Path, key: str, rope: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the factor of rotated queries and keys that follows from two others; nothing without both of them."""
+    values = [rope.get(name) for name in (*_MAGNITUDES, "factor")]
+    if not all(values):
+        return {}
+    if not all(type(value) in (int, float) and value > 0 for value in values):
+        raise UserError(f"{path}: {key} is {rope!r}; {' and '.join(_MAGNITUDES)} must be numbers above 0")
+    above, below, factor = values
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return {"attention_factor": (growth * above + 1.0) / (growth * below + 1.0)}
+
+
+def find_context(rope: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
+    """Returns the longest context: with the kind "dynamic", `max_position_embeddings` is that before the scaling."""
+    scaling, longest = rope.get("rope_scaling") or {}, content["max_position_embeddings"]
+    factor = scaling.get("factor")
+    if scaling.get("kind") != "dynamic" or type(longest) is not int or type(factor) not in (int, float):
+        return longest
+    return int(longest * factor)
+
+
+def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Returns the keys of `config.json`, for transformers 5 and, where wavelengths are scaled, for transformers 4."""
+    attention = attention_of(config)
+    keys = _write_rope_of_all(attention)
+    if attention.query_growth is not None:
+        for rope in keys.values():
+            rope[_GROWTH] = attention.query_growth
+    if _ORIGINAL in family.defaults:
+        scaling = attention.rope_scaling
+        keys[_ORIGINAL] = config.max_seq_len if scaling is None else scaling.original_seq_len
+    if not family.has_window_rope:
+        return keys
+    whole, theta = keys["rope_parameters"], attention.window_rope_theta
+    windowed = whole if theta is None else {"rope_theta": theta, "rope_type": "default"}
+    local = {} if theta is None else {"rope_local_base_freq": theta}  # transformers 4 reads it for Gemma 3
+    return keys | local | {"rope_parameters": {_WHOLE: whole, _WINDOWED: windowed}}
+
+
+def _write_rope_of_all(attention: AttentionConfig) -> dict[str, Any]:
     scaling = attention.rope_scaling
     if scaling is None:
         return {"rope_parameters": {"rope_theta": attention.rope_theta, "rope_type": "default"}}
-    fields = {"rope_type": "llama3"} | {key: getattr(scaling, field) for key, field in _SCALING_KEYS.items()}
-    return {"rope_parameters": {"rope_theta": attention.rope_theta, **fields}, "rope_scaling": fields}
+    values = {key: getattr(scaling, field) for key, field in _SCALING_KEYS[scaling.kind].items()}
+    fields = {"rope_type": scaling.kind} | {
+        key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
+    }
+    keys: dict[str, Any] = {"rope_parameters": {"rope_theta": attention.rope_theta, **fields}, "rope_scaling": fields}
+    return keys | ({"max_position_embeddings": scaling.original_seq_len} if scaling.kind == "dynamic" else {})
+
+
+def read_multipliers(path: Path, content: Mapping[str, Any], family: Family, head_dim: Any) -> dict[str, Any]:
+    """Returns the fields of a decoder's shape about constant factors: `scales`, and the softmax's in `attention`.
+
+    Raises:
+        UserError: A factor is not a finite number above 0.
+    """
+    found: dict[str, Any] = {}
+    for key, (field, power) in family.multipliers.items():
+        value = content.get(key)
+        if type(value) not in (int, float) or not 0.0 < value < math.inf:
+            raise UserError(f"{path}: {key} is {value!r}; it must be a finite number above 0")
+        found[field] = float(value) ** power
+    softmax = found.pop(_SOFTMAX, None)
+    is_own = softmax is not None and isinstance(head_dim, int) and softmax != head_dim**-0.5
+    return {"attention": {_SOFTMAX: softmax} if is_own else {}, "scales": found or None}
+
+
+def write_multipliers(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Returns the keys of `config.json` about constant factors."""
+    attention = attention_of(config)
+    softmax = attention.softmax_scale
+    held = {**asdict(config.scales or Scales()), _SOFTMAX: softmax or attention.head_width(config.dim) ** -0.5}
+    found = {}
+    for key, (field, power) in family.multipliers.items():
+        if key not in family.keys:
+            value = float(f"{held[field] ** (1.0 / power):.15g}")  # not 8.000000000000001, of a power and back
+            found[key] = int(value) if value.is_integer() else value
+    return found
 
 
 def read_windows(
-    path: Path, content: Mapping[str, Any], family: Family, no_rope_every: int | None
+    path: Path, content: Mapping[str, Any], family: Family, no_rope_every: int | None, *, keeps_long: bool = False
 ) -> tuple[int | None, tuple[int, ...] | None]:
     """Returns the window of attention, and the layers that have it, as in `AttentionConfig`.
 
@@ -69,12 +235,15 @@ def read_windows(
         content: The content of `config.json`, with the family's defaults.
         family: The family.
         no_rope_every: Which layers have no rotary positions, as in `AttentionConfig`.
+        keeps_long: Whether a window that is not shorter than the context is kept, because other options follow it.
 
     Raises:
         UserError: The window is not a number, transformers has no window for this family, or the layers with the
             window are not known.
     """
     listed = content.get("layer_types")
+    if isinstance(listed, list):  # transformers knows a second word for it
+        listed = [_WHOLE if kind == "attention" else kind for kind in listed]
     if listed is not None and (not isinstance(listed, list) or set(map(str, listed)) - {_WHOLE, _WINDOWED}):
         raise UserError(f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} and {_WINDOWED!r}")
     num_layers = content["num_hidden_layers"]
@@ -84,13 +253,14 @@ def read_windows(
         )
     has_switch = family.windows in ("last", "without_rope")
     window = _read_window(path, content, family, has_switch=has_switch)
-    if listed is not None and (not has_switch or window is None) and _WINDOWED in listed:
+    has_own_layers = has_switch or family.windows == "listed"
+    if listed is not None and (not has_own_layers or window is None) and _WINDOWED in listed:
         raise UserError(
             f"{path}: layer_types is {listed!r}, but models of {family.model_type} with these settings have no layers "
             f"of their own for the window; all layers must be {_WHOLE!r}"
         )
     context = content.get("max_position_embeddings")
-    if window is None or not isinstance(context, int) or window >= context:
+    if window is None or not isinstance(context, int) or (window >= context and not keeps_long):
         return None, None
     if family.windows == "all":
         return window, None
@@ -128,6 +298,11 @@ def _list_window_layers(
         if type(first) is not int:
             raise UserError(f"{path}: max_window_layers is {first!r}; it must be a number of layers")
         return tuple(range(num_layers))[max(first, 0) :]
+    if family.windows == "listed":
+        every = content.get("sliding_window_pattern", num_layers + 1)
+        if type(every) is not int or every < 1:
+            raise UserError(f"{path}: sliding_window_pattern is {every!r}; it must be at least 1")
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % every)
     return tuple(layer for layer in range(num_layers) if no_rope_every and (layer + 1) % no_rope_every == 0)
 
 
@@ -136,6 +311,9 @@ def write_windows(attention: AttentionConfig, family: Family, num_layers: int) -
     if family.windows is None:
         return {}
     window = attention.sliding_window
+    if family.windows == "listed":
+        kinds = [_WINDOWED if attention.has_window(layer) else _WHOLE for layer in range(num_layers)]
+        return {"sliding_window": window, "layer_types": kinds}
     if family.windows == "all" or window is None:
         switch = {} if family.windows == "all" else {"use_sliding_window": False}
         return {"sliding_window": window, **switch}

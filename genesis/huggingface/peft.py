@@ -37,7 +37,7 @@ _STACK_PARAMETERS: Final = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 _NESTED: Final = "base_layer"
 """PEFT wraps the module once for each adapted parameter, in their order, so that the outer wrapper has the last."""
 _TAKEN_AS_EXPERTS: Final = dict.fromkeys(
-    ("qwen3_moe", "dots1", "glm4_moe"), frozenset({"gate_proj", "up_proj", "down_proj"})
+    ("qwen2_moe", "qwen3_moe", "dots1", "glm4_moe"), frozenset({"gate_proj", "up_proj", "down_proj"})
 )
 """The names of linear layers that PEFT takes for those of single experts, as earlier versions of transformers had them,
 wherever they are in models of these types."""
@@ -185,6 +185,12 @@ def build_adapter_config(
     Raises:
         UserError: PEFT would put adapters on other weights than the decoder has them.
     """
+    fused = next((layer for layer in layers if len(family.list_fused(_in_files(layer, family))) > 1), None)
+    if fused is not None:
+        raise UserError(
+            f"models of type {family.model_type} hold {fused} with others in one tensor, which has one adapter in "
+            "PEFT: export the whole model with --merge"
+        )
     leaves = {_leaf(layer, family) for layer in layers}
     is_regular = all((_leaf(layer, family) in leaves) == (layer in layers) for layer in linears)
     taken = sorted(leaves & _TAKEN_AS_EXPERTS.get(family.model_type, frozenset()))
@@ -213,6 +219,11 @@ def build_adapter_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _in_files(layer: str, family: Family) -> str:
+    """Returns the family's name, within a block, of the weight of a linear layer."""
+    return family.block_tensors[f"{layer.split('.', 2)[2]}.weight"]
 
 
 def _leaf(layer: str, family: Family) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from genesis.huggingface.llama import LLAMA
-from genesis.huggingface.mixture import ROUTER, SHARED, STACKS, MixtureTable, without_dense
+from genesis.huggingface.mixture import ROUTER, SHARED, SHARED_GATE, STACKS, MixtureTable, without_dense
 from genesis.huggingface.qwen3 import QWEN3
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
@@ -105,7 +105,6 @@ def unpack_interleaved(name: str, tensor: Tensor, config: DecoderConfig) -> Mapp
     return {"linear_attn.in_proj_qkv.weight": mixed, "linear_attn.in_proj_z.weight": rows["z"]}
 
 
-_SHARED_GATE: Final = {"feed_forward.shared_gate": "mlp.shared_expert_gate.weight"}
 _MIXTURE_DEFAULTS: Final = {
     **{key: value for key, value in QWEN3_5.defaults.items() if key != "intermediate_size"},
     "hidden_size": 2048,
@@ -119,7 +118,7 @@ QWEN3_5_MOE: Final = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     feed_forward=MixtureConfig,
-    block_tensors={**without_dense(QWEN3_5.block_tensors), **ROUTER, **SHARED, **_SHARED_GATE},
+    block_tensors={**without_dense(QWEN3_5.block_tensors), **ROUTER, **SHARED, **SHARED_GATE},
     stacks=STACKS,
     keys={key: field for key, field in QWEN3_5.keys.items() if key != "intermediate_size"},
     defaults={**_MIXTURE_DEFAULTS, "num_hidden_layers": 40, "num_experts_per_tok": 8},
@@ -137,7 +136,7 @@ QWEN3_NEXT: Final = replace(
     QWEN3_5_MOE,
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    block_tensors={**QWEN3_5.block_tensors, **ROUTER, **SHARED, **_SHARED_GATE},
+    block_tensors={**QWEN3_5.block_tensors, **ROUTER, **SHARED, **SHARED_GATE},
     defaults={
         **_MIXTURE_DEFAULTS,
         "vocab_size": 151_936,

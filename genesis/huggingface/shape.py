@@ -1,5 +1,6 @@
 """Reads a decoder's shape from a `config.json` of any family, and writes it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -7,27 +8,37 @@ from typing import Any, Final
 from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
+from genesis.huggingface.ernie4_5 import ERNIE4_5
 from genesis.huggingface.family import Family, attention_of
+from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
+from genesis.huggingface.granite import GRANITE, GRANITE_HYBRID
 from genesis.huggingface.linear import find_linear_differences, read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
-from genesis.huggingface.mistral import MISTRAL
+from genesis.huggingface.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from genesis.huggingface.mixtral import MIXTRAL
-from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.olmo2 import OLMO2
+from genesis.huggingface.olmo3 import OLMO3
 from genesis.huggingface.options import (
+    find_context,
+    read_multipliers,
     read_no_rope_every,
-    read_rope_scaling,
+    read_rope,
     read_windows,
-    write_rope_scaling,
+    settle_rope,
+    write_multipliers,
+    write_rope,
     write_windows,
 )
+from genesis.huggingface.phi3 import PHI3
 from genesis.huggingface.qwen2 import QWEN2
+from genesis.huggingface.qwen2_moe import QWEN2_MOE
 from genesis.huggingface.qwen3 import QWEN3
 from genesis.huggingface.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from genesis.huggingface.qwen3_moe import OLMOE, QWEN3_MOE
 from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, refuse_body
+from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 
@@ -37,8 +48,17 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN2,
     QWEN3,
     OLMO2,
+    MINISTRAL,
     SMOLLM3,
+    OLMO3,
+    MINISTRAL3,
+    ERNIE4_5,
+    GRANITE,
+    GRANITE_HYBRID,
+    PHI3,
+    GEMMA3,
     MIXTRAL,
+    QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
     DOTS1,
@@ -64,8 +84,10 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     """
     path = directory / CONFIG_NAME
     content = read_json(path)
-    family = next((one for one in FAMILIES if one.wrapped_type == content.get("model_type") is not None), None)
-    if family is not None and isinstance(content.get("text_config"), dict):
+    wrapped = [one for one in FAMILIES if one.wrapped_type == content.get("model_type") is not None]
+    if wrapped and isinstance(content.get("text_config"), dict):
+        inner = content["text_config"].get("model_type")
+        family = next((one for one in wrapped if one.model_type == inner), wrapped[0])
         content = {**content["text_config"], "model_type": family.model_type} | {
             key: content[key] for key in ("tie_word_embeddings", "quantization_config") if key in content
         }
@@ -95,9 +117,11 @@ def _drop_extra_layers(path: Path, content: dict[str, Any], family: Family) -> F
     return replace(family, dropped=(*family.dropped, *extra))
 
 
-def is_exported_as_another(model_type: Any) -> bool:
-    """Whether models of a type are exported as another family, whose tensors have other names."""
-    return any(family.model_type == model_type and not family.is_written for family in FAMILIES)
+def is_exported_as_another(model_type: Any, written: Family) -> bool:
+    """Whether models of a type have other names of tensors than the family as which one of them is exported."""
+    family = next((family for family in FAMILIES if family.model_type == model_type), written)
+    shared = family.block_tensors.keys() & written.block_tensors.keys()
+    return not family.is_written or any(family.block_tensors[name] != written.block_tensors[name] for name in shared)
 
 
 def find_family(config: DecoderConfig) -> Family:
@@ -131,8 +155,8 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
-            content |= write_rope_scaling(attention)
-    content |= write_windows(attention, family, config.num_layers)
+            content |= write_rope(config, family)
+    content |= write_windows(attention, family, config.num_layers) | write_multipliers(config, family)
     content |= {key: getattr(attention, name) == value for key, (name, value) in family.switches.items()}
     if family.linear_keys:
         content |= write_linear(config, family)
@@ -168,12 +192,9 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
     num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
     is_partial = "rotary_dim" in family.free
-    rope_theta, rope_scaling = read_rope_scaling(path, content, _ROPE_OF_PARTS if is_partial else frozenset())
-    attention = {
-        "num_heads": num_heads,
-        "num_kv_heads": content.get("num_key_value_heads") or num_heads,
-        "rope_theta": rope_theta,
-    }
+    rope = read_rope(path, content, family, _ROPE_OF_PARTS if is_partial else frozenset())
+    shape["max_seq_len"] = find_context(rope, content)
+    attention = {"num_heads": num_heads, "num_kv_heads": content.get("num_key_value_heads") or num_heads}
     no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
     head_dim = content.get("head_dim") or _divide(shape["dim"], num_heads)
     rotary_dim = read_rotary_dim(path, content, head_dim) if is_partial and isinstance(head_dim, int) else None
@@ -181,12 +202,19 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     if family.linear_keys:
         linear = read_linear(path, content, family)
         content = {**content, "layer_types": None}
-    sliding_window, window_layers = read_windows(path, content, family, no_rope_every)
+    sliding_window, window_layers = read_windows(
+        *(path, content, family, no_rope_every), keeps_long="window_rope_theta" in rope
+    )
+    rope = settle_rope(rope, sliding_window, window_layers)
+    attention["rope_theta"] = rope.pop("rope_theta")
+    factors = read_multipliers(path, content, family, head_dim)
+    shape["scales"] = factors["scales"]
     options = {
         **family.attention,
         **_read_switches(path, content, family),
         "head_dim": _read_head_dim(content, shape["dim"], num_heads),
-        "rope_scaling": rope_scaling,
+        **rope,
+        **factors["attention"],
         "sliding_window": sliding_window,
         "window_layers": window_layers,
         "no_rope_every": no_rope_every,
@@ -205,8 +233,16 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         shape["norm"] = {"eps": eps, "placement": family.norm_placement, "has_offset": family.has_norm_offset}
     shape |= linear
     if family.mixture is not None:
-        shape["feed_forward"] = name_mixture(family.mixture.read(path, content))
+        shape["feed_forward"] = name_part(MixtureConfig, family.mixture.read(path, content))
+    elif family.activation != "silu":
+        dense = {"ffn_dim": shape.pop("ffn_dim"), "activation": family.activation}
+        shape["feed_forward"] = name_part(DenseConfig, dense)
     return build_decoder_config(shape, where=str(path))
+
+
+def name_part(part: type[FeedForwardConfig], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a feed-forward part as `DecoderConfig.feed_forward` has it in a recipe."""
+    return {"class_path": f"{part.__module__}.{part.__qualname__}", "init_args": dict(options)}
 
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:

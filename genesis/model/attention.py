@@ -22,6 +22,7 @@ from genesis.model.attend.metadata import (
     CachedTokens,
     Rows,
     UsedSlots,
+    document_lengths,
     document_offsets,
     document_positions,
     row_offsets,
@@ -33,46 +34,7 @@ from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
 from genesis.model.norm import RMSNorm
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup, check_counts
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of rotary wavelengths for contexts beyond the original one, as in Llama 3.1.
-
-    Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
-    `original_seq_len / high_freq_factor` are kept, and between the two the frequency is interpolated.
-
-    Args:
-        factor: The factor of long wavelengths, at least 1.
-        low_freq_factor: The original context divided by the shortest wavelength that is multiplied by `factor`.
-        high_freq_factor: The original context divided by the longest wavelength that is kept.
-        original_seq_len: The original context in tokens.
-
-    Raises:
-        UserError: A value is invalid.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
-
-    def __post_init__(self) -> None:
-        check_counts(self)
-        if self.factor < 1.0:
-            raise UserError(f"factor is {self.factor}: it must be at least 1")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise UserError(
-                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} must be above 0, "
-                "the latter the larger"
-            )
-
-    def scale(self, frequencies: Tensor) -> Tensor:
-        """Returns the scaled rotary frequencies in radians per token."""
-        turns = frequencies * (self.original_seq_len / (2.0 * math.pi))  # wavelengths per original context
-        span = self.high_freq_factor - self.low_freq_factor
-        kept_share = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
-        return torch.lerp(frequencies / self.factor, frequencies, kept_share)
+from genesis.model.rotary import RopeScaling, rotary_tables, rotate
 
 
 @final
@@ -98,6 +60,13 @@ class AttentionConfig(SequenceMixerConfig):
         rotary_dim: Number of dimensions of a head that are rotated by positions, even: the first ones. None for all.
         has_output_gate: Whether each head's output is multiplied by the sigmoid of a gate, which the weight of the
             queries also computes: its rows are those of a head's query and then those of its gate, head after head.
+        has_interleaved_rope: Whether positions turn neighbouring dimensions of a head together, instead of those of its
+            two halves.
+        window_rope_theta: Base of the rotary wavelengths in the layers with the window, where they are not scaled; None
+            for those of the other layers.
+        softmax_scale: The factor of the products of queries and keys; None for 1 / sqrt(width of a head).
+        query_growth: A query at position p is multiplied by 1 + `query_growth` ln(1 + floor(p / n)), where n is the
+            original context of `rope_scaling`; None for no factor.
 
     Raises:
         UserError: The shape is invalid.
@@ -119,6 +88,10 @@ class AttentionConfig(SequenceMixerConfig):
     qk_norm_has_offset: bool = False
     rotary_dim: int | None = None
     has_output_gate: bool = False
+    has_interleaved_rope: bool = False
+    window_rope_theta: float | None = None
+    softmax_scale: float | None = None
+    query_growth: float | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -128,8 +101,19 @@ class AttentionConfig(SequenceMixerConfig):
             raise UserError(f"qk_norm_eps is {self.qk_norm_eps}: it must be above 0 and finite")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if not 0.0 < self.rope_theta < math.inf:
-            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0 and finite")
+        for name in ("rope_theta", "window_rope_theta", "softmax_scale", "query_growth"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise UserError(f"{name} is {value}: it must be above 0 and finite")
+        if self.window_rope_theta is not None and self.window_layers is None:
+            raise UserError(
+                f"window_rope_theta is {self.window_rope_theta}, and window_layers is null: set it to the layers with "
+                "the window, or give rope_theta alone"
+            )
+        if self.query_growth is not None and (self.rope_scaling is None or self.rope_scaling.original_seq_len is None):
+            raise UserError(
+                f"query_growth is {self.query_growth}: it needs the original_seq_len of rope_scaling, which is missing"
+            )
         if self.window_layers is not None:
             self._check_window_layers()
 
@@ -169,6 +153,9 @@ class AttentionConfig(SequenceMixerConfig):
                 f"{2 * self.num_heads}"
             )
 
+        if self.rope_scaling is not None:
+            self.rope_scaling.check((self.rotary_dim or self.head_width(dim)) // 2)
+
     def head_width(self, dim: int) -> int:
         """Returns the width of one head."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
@@ -198,9 +185,16 @@ class AttentionConfig(SequenceMixerConfig):
             # Waits for the device, once for both kinds of layers.
             tokens = tokens._replace(offsets=document_offsets(tokens.document_ids))
         windowed = build_attention_metadata(self, tokens)
-        whole = build_attention_metadata(replace(self, sliding_window=None, window_layers=None), tokens)
-        whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
+        others = replace(self, sliding_window=None, window_layers=None, window_rope_theta=None)
+        whole = build_attention_metadata(others, tokens)
+        if self.window_rope_theta is None:
+            whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
         return [windowed if self.has_window(layer) else whole for layer in layers]
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether the keys of a text depend on its length."""
+        return self.rope_scaling is not None and self.rope_scaling.reads_length
 
     def cache_tensors(self, dim: int) -> tuple[CacheTensor, ...]:
         """Returns the keys, after rotation, and the values."""
@@ -233,8 +227,34 @@ def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> 
     # With a kernel that reads no offsets, tables have one form whatever the documents: compiled blocks need one graph.
     if document_ids is not None and not (kernel.needs_offsets and rows.num_documents == x.shape[0]):
         positions = document_positions(document_ids)
-    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
-    return kernel.prepare(AttentionMetadata(cos, sin), rows)
+    lengths = None
+    if config.reads_length:
+        lengths = torch.full_like(positions, seq_len) if document_ids is None else document_lengths(document_ids)
+    return kernel.prepare(_begin_metadata(config, positions, head_dim, lengths), rows)
+
+
+def _begin_metadata(
+    config: AttentionConfig, positions: Int64[Tensor, "B S"], head_dim: int, lengths: Int64[Tensor, "B T"] | None
+) -> AttentionMetadata:
+    """Returns what follows from positions, in the layers with the window if there are any.
+
+    Args:
+        config: The options.
+        positions: The place of each token in its text.
+        head_dim: The width of a head.
+        lengths: The lengths of texts, where `reads_length` asks for them.
+    """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if config.window_rope_theta is not None:
+        theta, scaling = config.window_rope_theta, None
+    width, is_interleaved = config.rotary_dim or head_dim, config.has_interleaved_rope
+    cos, sin = rotary_tables(positions, width, theta, scaling, lengths, is_interleaved=is_interleaved)
+    if config.query_growth is None:
+        return AttentionMetadata(cos, sin)
+    original = None if config.rope_scaling is None else config.rope_scaling.original_seq_len
+    assert original is not None, "the configuration has checked it"
+    turns = positions[:, :, None, None] // original
+    return AttentionMetadata(cos, sin, query_factor=1.0 + config.query_growth * (1.0 + turns).log())
 
 
 def _build_cached_metadata(
@@ -244,7 +264,8 @@ def _build_cached_metadata(
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     assert cached.longest + seq_len <= cached.num_slots, "the cache is full"
     positions = torch.arange(seq_len, device=device).unsqueeze(0) + cached.lengths.unsqueeze(1)
-    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
+    lengths = (cached.lengths + (seq_len if cached.num_new is None else cached.num_new)).unsqueeze(1)
+    begun = _begin_metadata(config, positions, head_dim, lengths)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
     if (cached.longest or window is not None) and suits_lengths(x, head_dim):
         used = UsedSlots(
@@ -252,7 +273,7 @@ def _build_cached_metadata(
             query_offsets=row_offsets(batch_size, seq_len, device),
             key_offsets=row_offsets(batch_size, cached.num_slots, device),
         )
-        return AttentionMetadata(cos, sin, window=window, slots=slots, used=used)
+        return begun._replace(window=window, slots=slots, used=used)
     num_keys = cached.longest + seq_len
     is_windowed = window is not None and window < num_keys
     is_on_host = device.type == "cpu"
@@ -266,39 +287,7 @@ def _build_cached_metadata(
         if window is not None:
             mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     expands_keys = needs_expanded_keys(x, head_dim, mask)
-    return AttentionMetadata(cos, sin, mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
-
-
-def rotary_tables(
-    positions: Int64[Tensor, "B S"], head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
-    # float32 even under bf16-true: bfloat16 cannot represent all positions above 256.
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = scaling.scale(frequencies)
-    angles = positions[:, :, None, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(
-    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
-) -> Float[Tensor, "B S H E"]:
-    """Returns `x` rotated by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
-
-    If the tables are narrower than a head, only its first dimensions are rotated.
-
-    References:
-        Su et al., RoFormer, arXiv:2104.09864, equation 34.
-    """
-    if cos.shape[-1] < x.shape[-1]:
-        turning, fixed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
-    return turned.to(x.dtype)
+    return begun._replace(mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
 
 
 class Attention(SequenceMixer):
@@ -311,7 +300,9 @@ class Attention(SequenceMixer):
         self.head_dim, self.qk_norm = config.head_width(dim), config.qk_norm
         self.window = config.sliding_window if config.has_window(layer) else None
         self.has_rope = config.no_rope_every is None or (layer + 1) % config.no_rope_every != 0
-        self.has_output_gate = config.has_output_gate
+        self.has_output_gate, self.has_interleaved_rope = config.has_output_gate, config.has_interleaved_rope
+        # The kernels divide by the root of the width, which the queries bring to the scale that is asked for.
+        self.query_scale = 1.0 if config.softmax_scale is None else config.softmax_scale * math.sqrt(self.head_dim)
         query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.query = nn.Linear(dim, (1 + config.has_output_gate) * query_dim, bias=config.has_qkv_bias)
         self.key = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
@@ -383,7 +374,12 @@ class Attention(SequenceMixer):
         if self.has_rope:
             tables = metadata.cos, metadata.sin
             cos, sin = tables if exchange is None else map(exchange.cut, tables)
-            query, key = (rotate(part, cos, sin) for part in (query, key))
+            query, key = (rotate(part, cos, sin, is_interleaved=self.has_interleaved_rope) for part in (query, key))
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
+        if metadata.query_factor is not None:
+            factor = metadata.query_factor if exchange is None else exchange.cut(metadata.query_factor)
+            query = (query * factor).to(query.dtype)
         if cache is not None:
             key, value = remember((key, value), metadata, cache)
         if exchange is not None:

@@ -59,6 +59,29 @@ class Parts(NamedTuple):
     norm: NormConfig
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Constant factors of a decoder's streams, as Granite and Gemma have them.
+
+    Args:
+        embedding: The factor of the embedded tokens, not of an output weight that is tied to them.
+        residual: The factor of each part's output before it joins the residual stream.
+        logits: The factor of the logits.
+
+    Raises:
+        UserError: A factor is not a finite number above 0.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0.0 < value < math.inf:
+                raise UserError(f"{name} is {value}: it must be above 0 and finite")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The shape of a decoder.
@@ -86,6 +109,7 @@ class DecoderConfig:
             layer. None for layers with attention, and `linear_attention` if it is given. A list that these two can
             describe becomes these two.
         body: A whole model that another library defines, in the place of all parts; None for a decoder of parts.
+        scales: Constant factors of embedding, parts and logits; None if all of them are 1.
 
     Raises:
         UserError: The shape is invalid.
@@ -108,6 +132,7 @@ class DecoderConfig:
     linear_attention: GatedDeltaConfig | None = None
     mixers: tuple[SequenceMixerConfig, ...] | None = None
     body: BodyConfig | None = None
+    scales: Scales | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -115,6 +140,8 @@ class DecoderConfig:
             self._check_body_alone()
             return
         self._settle_mixers()
+        if self.scales == Scales():
+            object.__setattr__(self, "scales", None)  # equal decoders get equal fields, as for mixers
         for name, (part, _) in SHORT_FIELDS.items():
             value, default, owner = getattr(self, name), vars(DecoderConfig)[name], find_owner(self, name)
             if getattr(self, owner) is None and value is None:
@@ -209,8 +236,14 @@ class DecoderConfig:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layer has a state in a cache, which cannot go back to an earlier token."""
-        return any(tensor.is_state for mixer, _ in self.list_mixers() for tensor in mixer.cache_tensors(self.dim))
+        """Whether texts cannot share what a cache holds of the tokens with which they begin.
+
+        A state cannot go back to an earlier token, and keys may depend on the length of the whole text.
+        """
+        return any(
+            mixer.reads_length or any(tensor.is_state for tensor in mixer.cache_tensors(self.dim))
+            for mixer, _ in self.list_mixers()
+        )
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of the kernels of all mixers, each once."""
@@ -273,7 +306,7 @@ class SequenceShare(Protocol):
 class Block(nn.Module):
     """One layer: a sequence mixer, then feed-forward, each added to the residual stream.
 
-    The norms are applied to the inputs of the parts, or to their outputs.
+    The norms are applied to the inputs of the parts, to their outputs, or to both.
 
     Attributes:
         mixer_share: How the mixer gets whole rows if ranks share its matrices and this rank's stream has some tokens
@@ -284,13 +317,17 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, mixer: SequenceMixerConfig, layer: int) -> None:
         super().__init__()
         parts = config.parts
-        self.has_norms_before = parts.norm.placement == "before"
+        self._placement = parts.norm.placement
+        self.residual_scale = 1.0 if config.scales is None else config.scales.residual
         self.attention_norm = parts.norm.build(config.dim)
         # Under the mixer's own name, which checkpoints have; initial values follow from it, too.
         self._mixer_name = mixer.name
         self.add_module(mixer.name, mixer.build(config.dim, layer))
         self.feed_forward_norm = parts.norm.build(config.dim)
         self.feed_forward = parts.feed_forward.build(config.dim, layer)
+        if self._placement == "both":
+            self.attention_output_norm = parts.norm.build(config.dim)
+            self.feed_forward_output_norm = parts.norm.build(config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.mixer_share: SequenceShare | None = None
         self.feed_forward_share: SequenceShare | None = None
@@ -314,12 +351,12 @@ class Block(nn.Module):
         The stream is returned for all positions, or for some positions of the flattened batch. The statistics are those
         of the `counted` tokens: of this rank's, or of whole rows where ranks share the feed-forward part's matrices.
         """
-        is_before = self.has_norms_before
+        is_before = self._placement != "after"
         given = self.attention_norm(x) if is_before else x
         share = self.mixer_share
         update = self.sequence_mixer(given if share is None else share.gather(given), metadata, cache)
         update = update if share is None else share.scatter(update)
-        x = x + self.dropout(update if is_before else self.attention_norm(update))
+        x = self._join(x, update, "attention")
         # After the mixer, whose keys, values or states need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
@@ -328,7 +365,14 @@ class Block(nn.Module):
         share = self.feed_forward_share
         update, statistics = self.feed_forward(given if share is None else share.gather(given), counted)
         update = update if share is None else share.scatter(update)
-        return x + self.dropout(update if is_before else self.feed_forward_norm(update)), statistics
+        return self._join(x, update, "feed_forward"), statistics
+
+    def _join(self, x: Tensor, update: Tensor, part: str) -> Tensor:
+        """Returns the residual stream with the output of a part."""
+        if self._placement != "before":
+            update = getattr(self, f"{part}_norm" if self._placement == "after" else f"{part}_output_norm")(update)
+        update = self.dropout(update)
+        return x + update if self.residual_scale == 1.0 else torch.add(x, update, alpha=self.residual_scale)
 
 
 class BlockInputs(NamedTuple):
@@ -463,7 +507,7 @@ class Decoder(LanguageModel):
     def embed(self, input_ids: Int64[Tensor, "B S"]) -> Float[Tensor, "B S D"]:
         """Returns the residual stream before the first block, of this rank's tokens."""
         embedded: Tensor = self.embedding(input_ids if self.context is None else self.context.cut(input_ids))
-        return embedded
+        return embedded if self.config.scales is None else embedded * self.config.scales.embedding
 
     def prepare(
         self,
@@ -504,7 +548,9 @@ class Decoder(LanguageModel):
     def finish(self, x: Float[Tensor, "B S D"], head: Callable[[Tensor, Tensor], T]) -> T:
         """Returns the result of `head` for the residual stream after the last block; see `forward`."""
         # Inside a forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.
-        return head(self.norm(x), self.output_weight)
+        hidden = self.norm(x)
+        # The hidden states, and not the logits: every head then gets these logits, whatever it computes of them.
+        return head(hidden if self.config.scales is None else hidden * self.config.scales.logits, self.output_weight)
 
     def run_blocks(
         self, blocks: range, x: Float[Tensor, "B S D"], inputs: BlockInputs

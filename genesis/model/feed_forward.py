@@ -5,18 +5,21 @@ N  tokens, in any leading dimensions     D  model width     F  feed-forward widt
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from genesis.base.device import kind_of
+from genesis.base.errors import UserError
 from genesis.model.cut import MatrixShares, find_indivisible
 from genesis.model.initial import InitialValues
 from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts
+
+_ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
 
 class FeedForward(Part):
@@ -75,16 +78,23 @@ class FeedForwardConfig(ABC):
 
 @dataclass(frozen=True)
 class DenseConfig(FeedForwardConfig):
-    """SwiGLU.
+    """A gated linear unit: SwiGLU, or GeGLU with another activation.
 
     Args:
         ffn_dim: Width of the hidden layer.
+        activation: The activation of the gate: `silu`, or `gelu_tanh`, GELU as its approximation by tanh.
+
+    Raises:
+        UserError: The width is no number above 0, or there is no such activation.
     """
 
     ffn_dim: int
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         check_counts(self)
+        if self.activation not in _ACTIVATIONS:
+            raise UserError(f"activation is {self.activation!r}: it must be {' or '.join(map(repr, _ACTIVATIONS))}")
 
     def find_uncut(self, num_ranks: int) -> str | None:
         """Returns the width if the ranks do not divide it."""
@@ -92,11 +102,11 @@ class DenseConfig(FeedForwardConfig):
 
     def build(self, dim: int, layer: int) -> "Dense":
         """Builds the part, the same in every block."""
-        return Dense(dim, self.ffn_dim)
+        return Dense(dim, self.ffn_dim, self.activation)
 
 
 class Dense(FeedForward):
-    """SwiGLU.
+    """A gated linear unit.
 
     References:
         Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
@@ -104,8 +114,9 @@ class Dense(FeedForward):
 
     draws_random_numbers = False
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate = nn.Linear(dim, ffn_dim, bias=False)
         self.up = nn.Linear(dim, ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, dim, bias=False)
@@ -135,8 +146,10 @@ class Dense(FeedForward):
     def forward(
         self, x: Float[Tensor, "*N D"], counted: Bool[Tensor, "*N"] | None = None
     ) -> tuple[Float[Tensor, "*N D"], None]:
-        """Returns down(silu(gate x) * up x), without statistics."""
+        """Returns down(activation(gate x) * up x), without statistics."""
         gate, up = self.gate(x), self.up(x)
+        if self.activation == "gelu_tanh":
+            return self.down(gelu(gate, approximate="tanh") * up), None
         # torch.compile itself keeps only what its backward reads.
         is_eager_cpu = kind_of(x.device) == "cpu" and not torch.compiler.is_compiling()
         product = _GatedCPU.apply(gate, up) if is_eager_cpu else silu(gate) * up  # type: ignore[no-untyped-call]

@@ -124,8 +124,7 @@ class KVCache:
         Args:
             num_tokens: The numbers, on the host.
         """
-        if self.has_states:
-            self._num_new = send(num_tokens, self._device)
+        self._num_new = send(num_tokens, self._device)
 
     def advance(self, num_tokens: Int64[Tensor, " B"] | int) -> None:
         """Adds the tokens of the last forward to each sequence's length.

@@ -126,6 +126,11 @@ class SequenceMixerConfig(ABC):
 
     name: ClassVar[str] = "mixer"
 
+    @property
+    def reads_length(self) -> bool:
+        """Whether what a cache holds of a text's beginning depends on the length of the whole text."""
+        return False
+
     def check(self, dim: int, num_layers: int) -> None:  # noqa: B027 - most mixers have nothing to check
         """Checks that the part can be built for a decoder of this width and number of layers.
 

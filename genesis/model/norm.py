@@ -26,7 +26,8 @@ class NormConfig:
 
     Args:
         eps: Added to the mean square.
-        placement: Whether the norms of a block apply to the inputs of its parts (`before`) or their outputs (`after`).
+        placement: Whether the norms of a block apply to the inputs of its parts (`before`), their outputs (`after`), or
+            `both`, each with a weight of its own.
         has_offset: Whether a norm scales by 1 plus its weight, which then begins at 0, as in Qwen3-Next.
 
     Raises:
@@ -40,8 +41,8 @@ class NormConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.eps < math.inf:
             raise UserError(f"norm_eps is {self.eps}: it must be above 0 and finite")
-        if self.placement not in ("before", "after"):
-            raise UserError(f"placement of norms is {self.placement!r}: it must be 'before' or 'after'")
+        if self.placement not in ("before", "after", "both"):
+            raise UserError(f"placement of norms is {self.placement!r}: it must be 'before', 'after' or 'both'")
 
     def build(self, dim: int) -> "RMSNorm":
         """Builds the norm of vectors of `dim` elements."""

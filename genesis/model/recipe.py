@@ -12,7 +12,7 @@ import yaml
 from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
-from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts, find_owner
+from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts, Scales, find_owner
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
@@ -72,7 +72,7 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     if not isinstance(content, Mapping):
         raise UserError(f"{where}: no shape of a model found; give the fields of model.decoder (dim, num_layers, ...)")
     parts: dict[str, Any] = {}
-    plain = {"attention": AttentionConfig, "norm": NormConfig, "linear_attention": GatedDeltaConfig}
+    plain = {"attention": AttentionConfig, "norm": NormConfig, "linear_attention": GatedDeltaConfig, "scales": Scales}
     for name, part in plain.items():
         if content.get(name) is not None:
             parts[name] = build_dataclass(part, content[name], f"{where}: {name}")
@@ -148,7 +148,8 @@ def _dump_chosen(value: Any) -> dict[str, Any]:
 
 
 def _to_plain(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
+    lists = {name: list(value) for name, value in content.items() if isinstance(value, tuple)}
+    return content | lists | {name: _to_plain(value) for name, value in content.items() if isinstance(value, dict)}
 
 
 def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,8 +9,9 @@ import torch
 
 from genesis.export.importing import save_weights
 from genesis.generate.load import load_decoder
-from genesis.huggingface.mixture import name_mixture
+from genesis.huggingface.shape import name_part
 from genesis.model.decoder import Decoder
+from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
@@ -29,7 +30,7 @@ def build_mixture_recipe(corpus: Path, run_dir: Path, **mixture: Any) -> dict[st
     recipe = build_recipe(corpus, run_dir)
     decoder = recipe["model"]["decoder"]
     del decoder["ffn_dim"]
-    decoder["feed_forward"] = name_mixture({**MIXTURE, **mixture})
+    decoder["feed_forward"] = name_part(MixtureConfig, {**MIXTURE, **mixture})
     return recipe
 
 

@@ -17,8 +17,8 @@ from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import prove_environment
 from genesis.generate.load import load_decoder
-from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.peft import FINGERPRINT, WEIGHTS_NAME
+from genesis.huggingface.shape import name_part
 from genesis.model.adapter import AdapterConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.train.adapter_base import AdapterBase, find_adapter_base, read_start
@@ -249,7 +249,7 @@ def test_tensors_that_are_trained_beside_adapters_are_modules_to_save(tmp_path: 
 # ---- experts
 
 MIXTURE = {"num_experts": 4, "top_k": 2, "ffn_dim": 24, "has_normalized_weights": True}
-MIXED: dict[str, Any] = {"ffn_dim": None, "norm_eps": 1e-5, "feed_forward": name_mixture(MIXTURE)}
+MIXED: dict[str, Any] = {"ffn_dim": None, "norm_eps": 1e-5, "feed_forward": name_part(MixtureConfig, MIXTURE)}
 
 
 def adapt_experts(tmp_path: Path, **adapter: Any) -> tuple[Path, Path]:

@@ -106,8 +106,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": ...,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     },
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 777.0}},
+    "dynamic in the key of transformers 4": {
+        "rope_parameters": ...,
+        "rope_scaling": {"type": "dynamic", "factor": 2.5},
+    },
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 20.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 777.0,
+        }
+    },
+    "yarn in the key of transformers 4": {"rope_parameters": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "no layer without positions": {"no_rope_layers": [1, 1]},
 }
+
+
+def build_scaling(rope: dict[str, Any], longest: int) -> RopeScaling | None:
+    """Returns what transformers knows of the scaling; None without one."""
+    fields = {"original_seq_len": "original_max_position_embeddings", "has_whole_bounds": "truncate"}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", *fields)
+    found = {name: rope.get(fields.get(name, name)) for name in names}
+    given = {name: value for name, value in found.items() if value is not None}
+    kind = rope["rope_type"]
+    if kind == "dynamic":
+        given["original_seq_len"] = longest
+    return None if kind == "default" else RopeScaling(**given, kind=kind)
 
 
 def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
@@ -127,10 +155,10 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
         if window is not None and window >= theirs.max_position_embeddings:
             window = None
         rope = theirs.rope_parameters
-        scaling = None
-        if rope["rope_type"] == "llama3":
-            numbers = (rope[f"{name}factor"] for name in ("", "low_freq_", "high_freq_"))
-            scaling = RopeScaling(*numbers, rope["original_max_position_embeddings"])
+        max_seq_len = theirs.max_position_embeddings
+        scaling = build_scaling(rope, max_seq_len)
+        if rope["rope_type"] == "dynamic":
+            max_seq_len = int(max_seq_len * rope["factor"])
         has_rope = theirs.no_rope_layers if family == "smollm3" else []
         without = [layer for layer, has in enumerate(has_rope) if not has]
         head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
@@ -153,7 +181,7 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
             attention=attention,
             feed_forward=DenseConfig(theirs.intermediate_size),
             norm=NormConfig(theirs.rms_norm_eps, "after" if family == "olmo2" else "before"),
-            max_seq_len=theirs.max_position_embeddings,
+            max_seq_len=max_seq_len,
             vocab_size=theirs.vocab_size,
             has_tied_embeddings=theirs.tie_word_embeddings,
         )

@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from genesis.base.errors import UserError
 from genesis.model.attend import flash
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import Decoder, DecoderConfig, Scales
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
+from genesis.model.feed_forward import DenseConfig
 from genesis.model.kv_cache import CacheTensor, KVCache
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
@@ -30,11 +31,31 @@ HEADS = AttentionConfig(6, 2, 1e4)
 LINEAR = GatedDeltaConfig(2, 4, 8, 12, attention_every=3)
 LATENT = LatentAttentionConfig(num_heads=4, latent_dim=16, key_dim=8, rotary_dim=4, value_dim=10)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
+LONGROPE = RopeScaling(
+    2.0, original_seq_len=60, kind="longrope", short_factors=(1.0, 1.1, 1.2, 1.3), long_factors=(1.5, 2.0, 3.0, 4.0)
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"attention": replace(HEADS, sliding_window=9)},
     "window of one token": {"attention": replace(HEADS, sliding_window=1)},
     "window in one layer": {"attention": replace(HEADS, sliding_window=9, window_layers=(1,))},
     "scaled positions": {"attention": replace(HEADS, rope_scaling=SCALING)},
+    "yarn": {"attention": replace(HEADS, rope_scaling=RopeScaling(4.0, original_seq_len=32, kind="yarn"))},
+    "dynamic": {"attention": replace(HEADS, rope_scaling=RopeScaling(2.0, original_seq_len=60, kind="dynamic"))},
+    "longrope": {"attention": replace(HEADS, rope_scaling=LONGROPE)},
+    "wavelengths by layer": {
+        "attention": replace(HEADS, sliding_window=9, window_layers=(1,), window_rope_theta=77.0, rope_scaling=SCALING)
+    },
+    "neighbouring dimensions": {"attention": replace(HEADS, has_interleaved_rope=True, head_dim=12, rotary_dim=8)},
+    "scaled softmax, and queries that grow": {
+        "attention": replace(HEADS, softmax_scale=0.2, query_growth=0.3, rope_scaling=SCALING)
+    },
+    "norms before and after, scales and GELU": {
+        "attention": replace(HEADS, qk_norm="head", qk_norm_has_offset=True),
+        "norm": NormConfig(1e-6, "both", has_offset=True),
+        "scales": Scales(embedding=5.0, residual=0.5, logits=0.25),
+        "feed_forward": DenseConfig(64, "gelu_tanh"),
+        "ffn_dim": None,
+    },
     "layers without positions": {"attention": replace(HEADS, no_rope_every=2)},
     "biases": {"attention": replace(HEADS, has_qkv_bias=True)},
     "norms of heads": {"attention": replace(HEADS, qk_norm="head", head_dim=12)},
@@ -58,7 +79,7 @@ PACKED = torch.tensor([[0] * 40 + [1] * 1 + [2] * 55, [0] * 96, [0] * 7 + [1] * 
 
 @pytest.fixture(params=OPTIONS)
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
-    return DecoderConfig(**SHAPE, **OPTIONS[request.param])
+    return DecoderConfig(**SHAPE | OPTIONS[request.param])
 
 
 def build(config: DecoderConfig) -> Decoder:
@@ -173,7 +194,7 @@ def test_every_parameter_has_its_group_and_its_initial_value(config: DecoderConf
 def test_a_recipe_holds_the_options_and_gives_them_back(config: DecoderConfig) -> None:
     content = dump_decoder_config(config)
     read = build_decoder_config(content, where="here")
-    assert (read.parts, read.list_mixers()) == (config.parts, config.list_mixers())
+    assert (read.parts, read.list_mixers(), read.scales) == (config.parts, config.list_mixers(), config.scales)
     assert "attention" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS))
     assert "norm" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS, norm=NormConfig()))
 
@@ -235,6 +256,29 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
         ({"attention": {"qk_norm": "row"}}, "qk_norm is 'row'"),
         ({"attention": {"rope_scaling": 8.0}}, r"rope_scaling is 8.0: it must be a mapping of factor"),
         ({"attention": {"rope_scaling": {"factor": 8.0}}}, "rope_scaling: low_freq_factor is missing"),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "ntk"}}},
+            "kind is 'ntk': it must be 'llama3', 'linear'",
+        ),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "linear", "beta_fast": 32.0}}},
+            "beta_fast is 32.0, which the kind 'linear' does not have",
+        ),
+        (
+            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "yarn", "original_seq_len": 9, "beta_fast": 0.5}}},
+            "beta_slow 1.0 and beta_fast 0.5",
+        ),
+        (
+            {"attention": {"rope_scaling": asdict(replace(LONGROPE, long_factors=(2.0,)))}},
+            r"rope_scaling.long_factors has 1 factor: it must have one for each of the 4 wavelengths",
+        ),
+        (
+            {"attention": {"rope_scaling": {**asdict(LONGROPE), "short_factors": [1.0, 0.0, 1.0, 1.0]}}},
+            r"short_factors is \[1.0, 0.0, 1.0, 1.0\]: it must be a list",
+        ),
+        ({"attention": {"window_rope_theta": 9.0}}, "window_rope_theta is 9.0, and window_layers is null"),
+        ({"attention": {"query_growth": 0.1}}, "query_growth is 0.1: it needs the original_seq_len of rope_scaling"),
+        ({"attention": {"softmax_scale": 0.0}}, "softmax_scale is 0.0: it must be above 0"),
         ({"norm": {"placement": "between"}}, "placement of norms is 'between'"),
     ],
 )

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 from genesis.base.errors import UserError
 from genesis.model import shares
-from genesis.model.attention import AttentionConfig
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.attention import AttentionConfig, RopeScaling
+from genesis.model.decoder import Decoder, DecoderConfig, Scales
 from genesis.model.loss import token_losses
+from genesis.model.norm import NormConfig
 from genesis.model.shares import share_context
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.cross_entropy import CrossEntropy
@@ -61,6 +62,15 @@ MODELS: dict[str, DecoderConfig] = {
     "one kv head": attend(num_kv_heads=1),
     "gate": attend(has_output_gate=True, qk_norm="head", rotary_dim=4, no_rope_every=2),
     "window": attend(sliding_window=5, window_layers=(1,), qk_norm="projection", has_qkv_bias=True),
+    "scales": replace(
+        attend(
+            **{"qk_norm": "head", "has_interleaved_rope": True, "softmax_scale": 0.3, "query_growth": 0.2},
+            **{"sliding_window": 5, "window_layers": (1,), "window_rope_theta": 77.0},
+            rope_scaling=RopeScaling(2.0, original_seq_len=4, kind="dynamic"),
+        ),
+        norm=NormConfig(1e-5, "both", has_offset=True),
+        scales=Scales(3.0, 0.5, 0.5),
+    ),
     "mixture": mix(BASE, "softmax"),
     "biased mixture": mix(BASE, "shared"),
     "linear": mix(BASE, "linear without experts"),
@@ -157,6 +167,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("one kv head", CP2),
                 ("gate", CP2),
                 ("window", CP2),
+                ("scales", CP2),
                 ("mixture", CP2),
                 ("biased mixture", CP2 | {"expert_parallel": 2}),
                 ("linear", CP2),

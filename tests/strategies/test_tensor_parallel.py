@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.base.errors import UserError
 from genesis.model.adapter import AdapterConfig
-from genesis.model.attention import AttentionConfig
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.attention import AttentionConfig, RopeScaling
+from genesis.model.decoder import Decoder, DecoderConfig, Scales
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import Dense, DenseConfig
 from genesis.model.initial import fill_normal
@@ -65,6 +65,17 @@ def with_experts(**options: Any) -> DecoderConfig:
     return replace(DENSE, ffn_dim=None, feed_forward=mixture)
 
 
+SCALED = replace(
+    with_attention(
+        **{"qk_norm": "head", "has_interleaved_rope": True, "softmax_scale": 0.3, "query_growth": 0.2},
+        **{"sliding_window": 3, "window_layers": (1,), "window_rope_theta": 77.0},
+        rope_scaling=RopeScaling(2.0, original_seq_len=4, kind="dynamic"),
+    ),
+    norm=NormConfig(1e-5, "both", has_offset=True),
+    ffn_dim=None,
+    feed_forward=DenseConfig(48, "gelu_tanh"),
+    scales=Scales(3.0, 0.5, 0.5),
+)
 DELTA = replace(with_attention(), linear_attention=GatedDeltaConfig(2, 4, 8, 8, attention_every=2))
 
 Case = tuple[DecoderConfig, AdapterConfig | None, dict[str, Any]]
@@ -86,6 +97,7 @@ CASES: dict[str, Case] = {
         None,
         {"keep_gathered": True, "blocks_per_unit": 2},
     ),
+    "scales, and positions by layer": (SCALED, None, {}),
     "one key head": (with_attention(1, has_qkv_bias=True), None, {"cpu_offload": 0.5}),
     "delta layers": (DELTA, None, {}),
     "experts": (with_experts(balance_loss=0.01), None, {}),

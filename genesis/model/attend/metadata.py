@@ -82,6 +82,8 @@ class AttentionMetadata(NamedTuple):
     used: UsedSlots | None = None
     expands_keys: bool = False
     """Whether keys and values are repeated for each query head of a group before the attention under a mask."""
+    query_factor: Float[Tensor, "B S 1 1"] | None = None
+    """The factor of each token's queries; None for 1."""
 
 
 class Rows(NamedTuple):
@@ -128,6 +130,14 @@ def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S
     index = torch.arange(document_ids.shape[1], device=document_ids.device)
     starts: Tensor = torch.where(_is_start(document_ids), index, 0).cummax(dim=1).values
     return index - starts
+
+
+def document_lengths(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]:
+    """Returns the number of tokens of each token's document."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    ends = pad(_is_start(document_ids)[:, 1:], (0, 1), value=True)
+    last: Tensor = torch.where(ends, index, len(index)).flip(1).cummin(dim=1).values.flip(1)
+    return last - index + document_positions(document_ids) + 1
 
 
 def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from genesis.base.errors import numbered
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.model.decoder import Decoder, refuse_body
+from genesis.model.decoder import Decoder, Scales, refuse_body
 from genesis.model.initial import INIT_STD
 from genesis.objectives.objective import TOKENS, Objective
 from genesis.operations.doctor.checks import Check, judge
@@ -143,7 +143,8 @@ def check_initial_loss(scene: Scene) -> Check:
         )
     # Logits of a normed state of `dim` numbers and weights of deviation s have the variance dim s^2, whose mean
     # log-sum-exp lies half of it above ln(vocabulary).
-    rise = scene.decoder.config.dim * INIT_STD**2 / 2
+    scales = scene.decoder.config.scales or Scales()
+    rise = scene.decoder.config.dim * (scales.logits * INIT_STD) ** 2 / 2
     low, high = uniform - 0.1, uniform + 1.6 * rise + 0.1
     return judge(
         "initial loss",
