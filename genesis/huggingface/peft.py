@@ -19,7 +19,7 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.huggingface.directory import read_json, reads_directory
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.family import OUTPUT_WEIGHT, TensorNames
 from genesis.huggingface.weights import open_tensors
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
 from genesis.model.expert_adapter import ADAPTER_SUFFIX, DOWN, GATE_UP
@@ -81,7 +81,7 @@ def fingerprint(manifest: Manifest, prefix: str) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
-def name_adapter_tensor(name: str, family: Family, *, is_nested: bool = False) -> str:
+def name_adapter_tensor(name: str, family: TensorNames, *, is_nested: bool = False) -> str:
     """Returns PEFT's name of an adapter's tensor, or of another tensor that is trained together with adapters.
 
     Args:
@@ -105,7 +105,7 @@ def name_adapter_tensor(name: str, family: Family, *, is_nested: bool = False) -
     return f"{_PREFIX}{_name_module(layer, family)}.{_SUFFIXES[tensor]}"
 
 
-def name_adapter_tensors_of_peft(names: Collection[str], family: Family) -> dict[str, str]:
+def name_adapter_tensors_of_peft(names: Collection[str], family: TensorNames) -> dict[str, str]:
     """Returns PEFT's name of each tensor of a model's adapters, and of those that are trained together with them.
 
     Args:
@@ -150,18 +150,18 @@ def _is_of_experts(name: str) -> bool:
     return name.rpartition(".")[0].endswith(ADAPTER_SUFFIX)
 
 
-def name_tied_output(family: Family) -> str:
+def name_tied_output(family: TensorNames) -> str:
     """Returns PEFT's name of the output weight, which PEFT stores in addition to a trained embedding tied to it."""
-    return _PREFIX + family.tensors[OUTPUT_WEIGHT]
+    return _PREFIX + family.their_name(OUTPUT_WEIGHT)
 
 
-def _name_module(layer: str, family: Family) -> str:
+def _name_module(layer: str, family: TensorNames) -> str:
     return family.their_name(f"{layer}.weight").removesuffix(".weight")
 
 
 def build_adapter_config(
     config: AdapterConfig,
-    family: Family,
+    family: TensorNames,
     *,
     layers: Collection[str],
     linears: Collection[str],
@@ -215,11 +215,11 @@ def build_adapter_config(
     }
 
 
-def _leaf(layer: str, family: Family) -> str:
+def _leaf(layer: str, family: TensorNames) -> str:
     return _name_module(layer, family).rpartition(".")[2]
 
 
-def _name_parameters(experts: Collection[str], stacks: Collection[str], family: Family) -> list[str]:
+def _name_parameters(experts: Collection[str], stacks: Collection[str], family: TensorNames) -> list[str]:
     """Returns PEFT's targets for stacks of experts: one for all blocks where all have the adapter."""
     found = set()
     for target, parameter in _STACK_PARAMETERS.items():
@@ -231,7 +231,7 @@ def _name_parameters(experts: Collection[str], stacks: Collection[str], family: 
     return sorted(found)
 
 
-def _name_parameter(stack: str, family: Family) -> str:
+def _name_parameter(stack: str, family: TensorNames) -> str:
     """Returns PEFT's name of a stack of experts, such as `blocks.0.feed_forward.experts.down`."""
     number, target = stack.split(".")[1], stack.rpartition(".")[2]
     return f"{family.block_prefix}.{number}.{_EXPERTS}.{_STACK_PARAMETERS[target]}"
@@ -243,7 +243,7 @@ def is_adapter_export(directory: Path) -> bool:
 
 
 @reads_directory
-def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
+def read_peft_config(directory: Path, family: TensorNames) -> AdapterConfig:
     """Returns the options of adapters in PEFT's format; the layers are those that the file of weights has.
 
     Args:
@@ -277,7 +277,7 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     return AdapterConfig(**options | given)
 
 
-def _name_of_text_model(path: Path, names: Iterable[str], family: Family) -> dict[str, str]:
+def _name_of_text_model(path: Path, names: Iterable[str], family: TensorNames) -> dict[str, str]:
     """Returns the names of a file's tensors by those that they have beside the text model alone.
 
     Adapters trained beside a model that also reads images have longer names. Those of its vision tower are left out, as
@@ -298,7 +298,7 @@ def _name_of_text_model(path: Path, names: Iterable[str], family: Family) -> dic
     return found
 
 
-def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any]) -> set[str]:
+def _find_stacks(names: Iterable[str], family: TensorNames, content: Mapping[str, Any]) -> set[str]:
     """Returns the decoder's names of the stacks of experts that have adapters in a file."""
     found: dict[str, set[bool]] = {}
     for match in filter(None, (_match_experts(name, family) for name in names)):
@@ -311,13 +311,13 @@ def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any
     return stacks
 
 
-def _match_experts(name: str, family: Family) -> re.Match[str] | None:
+def _match_experts(name: str, family: TensorNames) -> re.Match[str] | None:
     """Returns the block and the wrapper of a tensor of an adapter of experts."""
     start = re.escape(f"{_PREFIX}{family.block_prefix}.")
     return re.fullmatch(rf"{start}(\d{{1,6}})\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_[AB]\.weight", name)
 
 
-def _find_targets(number: str, family: Family, content: Mapping[str, Any]) -> set[str]:
+def _find_targets(number: str, family: TensorNames, content: Mapping[str, Any]) -> set[str]:
     # In a model that also reads images, a target may begin within the name of the text model.
     listed = [re.sub(r"^(model\.)?language_model\.", "", one) for one in content.get("target_parameters") or []]
     stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
@@ -334,7 +334,7 @@ def _drop_suffix(name: str) -> str:
 def read_adapters(
     directory: Path,
     config: AdapterConfig,
-    family: Family,
+    family: TensorNames,
     *,
     shapes: Mapping[str, tuple[int, ...]],
     base_fingerprint: str,

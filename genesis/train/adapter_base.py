@@ -10,7 +10,7 @@ from torch import Tensor
 from genesis.base.errors import UserError, check_is_named
 from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.huggingface.peft import fingerprint, read_adapters
-from genesis.huggingface.shape import find_family
+from genesis.huggingface.shape import find_names
 from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, BaseFormat, attach_adapters
 from genesis.model.decoder import DecoderConfig, build_model
@@ -123,7 +123,7 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
         decoder = build_model(decoder_config)
         attach_adapters(decoder, config, base.format)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
-    family = find_family(decoder_config)
+    family = find_names(decoder_config)
     made = fingerprint(read_manifest(base.path), DECODER_PREFIX)
     return read_adapters(Path(config.start), config, family, shapes=shapes, base_fingerprint=made)
 

@@ -28,8 +28,6 @@ from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGro
 
 T = TypeVar("T")
 
-PREFIX: Final = "model."
-"""What stands before transformers' own names of tensors."""
 _ROWS: Final = "set model.decoder.body.init_args.documents to rows, which gives each document a padded row of its own"
 _ROUTER: Final = "router"
 """The name of the statistics of all routers together."""
@@ -131,7 +129,7 @@ class TransformersDecoder(LanguageModel):
 
     def __init__(self, body: TransformersConfig, shape: BodyShape) -> None:
         config = read_config(body.config)
-        super().__init__(config.num_hidden_layers)
+        super().__init__(config.num_hidden_layers, shape.max_seq_len)
         self.body_config, self.theirs = body, config
         _check_shape(shape, find_shape(config))
         self.model = model = _build_theirs(body, config)
