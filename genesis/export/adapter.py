@@ -32,6 +32,7 @@ from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
 from genesis.huggingface.directory import CONFIG_NAME as BASE_CONFIG_NAME
 from genesis.huggingface.family import IMPORTED_AS, TensorNames
 from genesis.huggingface.peft import (
+    BASE_FORMAT,
     CONFIG_NAME,
     FINGERPRINT,
     WEIGHTS_NAME,
@@ -163,7 +164,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     with staged(out, num_bytes + _OTHER_BYTES) as staging:
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, "huggingface", staging)
         write_generation_config(reading, staging)
-        metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
+        kept = "nf4" if list_nf4_tensors(base_manifest) else "plain"
+        metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX), BASE_FORMAT: kept}
         save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         imported_as = None if config.body is not None else _find_other_type(base_manifest)

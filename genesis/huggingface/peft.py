@@ -29,6 +29,8 @@ CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 FINGERPRINT: Final = "genesis_base"
 """The key of the base's fingerprint in the header of the safetensors file."""
+BASE_FORMAT: Final = "genesis_base_format"
+"""The key of how the base holds its weights: `nf4`, or `plain`."""
 _PREFIX: Final = "base_model.model."
 _SUFFIXES: Final = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EXPERTS: Final = "mlp.experts"
@@ -357,15 +359,17 @@ def read_adapters(
     path = directory / WEIGHTS_NAME
     try:
         with open_tensors(path) as file:
-            made_for = (file.metadata() or {}).get(FINGERPRINT)
+            metadata = file.metadata() or {}
             names = _name_of_text_model(path, file.keys(), family)
             tensors = {own: file.get_tensor(name) for own, name in names.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    made_for = metadata.get(FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint:
+        kind = {"nf4": " in NF4", "plain": " that is not in NF4"}.get(metadata.get(BASE_FORMAT, ""), "")
         raise UserError(
-            f"the adapters in {directory} were trained beside a base with fingerprint {made_for[:_HASH_SHOWN]}, and "
-            f"this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
+            f"the adapters in {directory} were trained beside a base{kind} with fingerprint {made_for[:_HASH_SHOWN]}, "
+            f"and this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
         )
     theirs = {theirs: ours for ours, theirs in name_adapter_tensors_of_peft(shapes.keys(), family).items()}
     embedding, output = name_adapter_tensor(EXTRA_TENSORS["embedding"], family), name_tied_output(family)

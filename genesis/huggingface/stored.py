@@ -19,7 +19,7 @@ def list_nf4_tensors(manifest: Manifest) -> set[str]:
     return {
         name.removeprefix(DECODER_PREFIX)
         for name, record in manifest.tensors.items()
-        if name.startswith(DECODER_PREFIX) and _is_bytes(name) and record.torch_dtype == torch.uint8
+        if name.startswith(DECODER_PREFIX) and is_of_nf4(name) and record.torch_dtype == torch.uint8
     }
 
 
@@ -55,5 +55,6 @@ def read_stored(path: Path, manifest: Manifest, weights: Iterable[str]) -> dict[
     return read
 
 
-def _is_bytes(name: str) -> bool:
+def is_of_nf4(name: str) -> bool:
+    """Returns whether a name is that of a tensor that holds a part of a weight in NF4."""
     return name.rpartition(".")[2] in BYTES

@@ -53,14 +53,19 @@ def read_config(content: Mapping[str, Any]) -> Any:
         )
     with blaming(f"config.json of {kind}", "correct it"):
         config = CONFIG_MAPPING[kind].from_dict(given)
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.is_encoder_decoder:
         raise UserError(
-            f"{kind} is no causal language model of transformers, which alone can be trained: choose another"
+            f"{kind} has an encoder and a decoder, and here each token is predicted from those before it alone: choose "
+            "a model without an encoder, or train this one with transformers itself"
         )
     if config.get_text_config(decoder=True) is not config:
         raise UserError(
             f"{kind} has several towers: save its language model alone by transformers "
             "(`model.get_decoder()` has its weights), and import that"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{kind} is no causal language model of transformers, which alone can be trained: choose another"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(
