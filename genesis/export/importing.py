@@ -25,7 +25,7 @@ from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
-from genesis.model.adapter import check_nf4, find_linears
+from genesis.model.adapter import check_nf4, list_nf4_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
@@ -126,7 +126,7 @@ def import_directory(
     )
     quantised: set[str] = set()
     if is_nf4:
-        quantised = {f"{name}.weight" for name in find_linears(decoder)}
+        quantised = set(list_nf4_weights(decoder))
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
         dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32
     stays = {name: tensor for name, tensor in found.items() if name not in quantised}

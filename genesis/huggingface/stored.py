@@ -33,8 +33,10 @@ def list_weights(manifest: Manifest) -> dict[str, tuple[int, ...]]:
         if name.removeprefix(DECODER_PREFIX) not in of_bytes:
             shapes[name] = record.shape
         elif name.endswith(f".{BYTES[0]}"):
-            num_rows, num_bytes = record.shape
-            shapes[name.removesuffix(BYTES[0]) + _WEIGHT[1:]] = (num_rows, 2 * num_bytes)
+            *rows, num_bytes = record.shape
+            layer = name.removesuffix(f".{BYTES[0]}")
+            # A stack of experts is a parameter itself, and no layer that has one.
+            shapes[layer if len(rows) > 1 else layer + _WEIGHT] = (*rows, 2 * num_bytes)
     return shapes
 
 

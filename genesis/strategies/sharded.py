@@ -23,7 +23,13 @@ from genesis.model.recomputation import ActivationCheckpointing
 from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import check_micro_batches, divide_layers
 from genesis.objectives.objective import Head, HeadResult, Objective, prepare
-from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
+from genesis.objectives.run_options import (
+    RunOptions,
+    check_context_share,
+    check_has_plain_experts,
+    check_pipeline,
+    check_tensor_share,
+)
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.optim.offload_share import read_cpu_offload
 from genesis.strategies.axis_traffic import AxisTraffic
@@ -231,6 +237,7 @@ class Sharded(ModelParallelStrategy):
                 f"another library ({type(run.decoder.body).__name__}): set it to 1, and shard the model by FSDP2 alone"
             )
         if degrees.ep > 1:
+            check_has_plain_experts(run, degrees.ep)
             check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)

@@ -11,7 +11,13 @@ from genesis.model.expert_share import check_expert_share
 from genesis.model.stages import check_micro_batches
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import Objective
-from genesis.objectives.run_options import RunOptions, check_context_share, check_pipeline, check_tensor_share
+from genesis.objectives.run_options import (
+    RunOptions,
+    check_context_share,
+    check_has_plain_experts,
+    check_pipeline,
+    check_tensor_share,
+)
 from genesis.optim import AdamW, Algorithm
 from genesis.optim.offload_share import spread_units
 
@@ -199,6 +205,8 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         seq_len=workload.seq_len,
         has_nf4=workload.base.is_nf4,
     )
+    if layout.expert_parallel > 1:
+        check_has_plain_experts(run, layout.expert_parallel)
     if layout.tensor_parallel > 1:
         check_tensor_share(run, layout.tensor_parallel, layout.num_ranks)
     if layout.context_parallel > 1:
