@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.language_model import LanguageModel
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis_callbacks.base.local_shards import local_shards
 from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveScope, SaveTarget, Snapshot, save_blocking
@@ -49,7 +50,7 @@ def decides_decays(name: str) -> bool:
 def save(
     directory: Path,
     step: int,
-    decoder: Decoder,
+    decoder: LanguageModel,
     identity: dict[str, Any],
     *,
     scope: SaveScope | None = None,
@@ -76,7 +77,7 @@ def save(
 def save_adapted(
     directory: Path,
     base: Path,
-    decoder: Decoder,
+    decoder: LanguageModel,
     identity: dict[str, Any],
     *,
     shape: dict[str, Any] | None = None,
@@ -102,6 +103,7 @@ def save_adapted(
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     found = find_adapter_base(str(base), None)
     scope = build_scope(found, has_magnitudes=config.dora, also_train=config.also_train)
-    changes = {"has_tied_embeddings": False} if not decoder.config.has_tied_embeddings else {}
+    is_untied = isinstance(decoder, Decoder) and not decoder.config.has_tied_embeddings
+    changes = {"has_tied_embeddings": False} if is_untied else {}
     changes |= shape or {}
     return save(directory, 5, decoder, identity, scope=scope, adapter=json.loads(json.dumps(adapter)), **changes)

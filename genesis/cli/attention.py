@@ -20,13 +20,14 @@ _PROOF: Final = "attention_kernel"
 """Not `attention`: under that name manifests of earlier versions have another value for the same kernel."""
 
 
-def resolve_attention(given: str, place: Place, restored: Mapping[str, Any] | None) -> str:
+def resolve_attention(given: str, place: Place, restored: Mapping[str, Any] | None, *, is_shown: bool = True) -> str:
     """Returns the kernel of a run that is about to start, and logs the choice on accelerators.
 
     Args:
         given: As given.
         place: Where it runs.
         restored: The recipe of the checkpoint from which the run continues; its kernel replaces `auto` if it can run.
+        is_shown: Whether the model attends by such a kernel; one of another library has its own.
 
     Raises:
         UserError: The kernel is given, and cannot run there.
@@ -37,7 +38,7 @@ def resolve_attention(given: str, place: Place, restored: Mapping[str, Any] | No
     kept = None if restored is None else _read_attention(restored, place)
     is_kept = kept in KERNELS and KERNELS[kept].find_obstacle(place) is None
     name = str(kept) if is_kept else best.name
-    if not is_host(place.kind):
+    if is_shown and not is_host(place.kind):
         obstacles = "".join(f"; not by {other}: {obstacle}" for other, obstacle in best.obstacles.items())
         reason = ", as in the checkpoint" if is_kept else obstacles
         rank_zero_info(f"attention runs by {KERNELS[name].describe()}{reason}")

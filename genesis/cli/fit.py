@@ -373,7 +373,9 @@ class GenesisCLI(LightningCLI):
         restored = None if self._reference is None else read_recipe(self._reference)
         if self.model.decoder_config.body is not None and given != AUTO:
             raise UserError(f"model.attention is {given}, and a model of another library has its own: leave it out")
-        self.model.attention = self.config_dump["model"]["attention"] = resolve_attention(given, place, restored)
+        is_own = self.model.decoder_config.body is None
+        found = resolve_attention(given, place, restored, is_shown=is_own)
+        self.model.attention = self.config_dump["model"]["attention"] = found
         if self.subcommand == "validate" and restored is not None:
             check_same_model(self.config_dump, restored)
             report_other_choices(self.config_dump, restored)
@@ -450,6 +452,8 @@ class GenesisCLI(LightningCLI):
         try:
             self.model.check_strategy(self.datamodule, self.trainer.strategy, is_training=True)
             check_float8(self.model.decoder_config, self.model.float8)
+            if self.model.decoder_config.body is not None:  # only its library knows what it refuses
+                self.model.build_decoder()
         except UserError:
             if self.trainer.local_rank == 0:  # of each node: a directory may be missing on one of them
                 raise

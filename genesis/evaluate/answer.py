@@ -85,7 +85,7 @@ def answer_questions(checkpoint: Path, questions: Sequence[Question], settings: 
     open_questions = [(question, details) for question, details in asked if question.name not in standing]
     if open_questions:
         verify_shown(checkpoint)
-        loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
+        loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype, allows_body=True)
         if read_committed_hash(checkpoint) != checkpoint_hash:
             raise UserError(f"{checkpoint} was replaced while it was evaluated: run the evaluation again")
     unanswered = []

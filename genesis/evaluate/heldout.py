@@ -24,7 +24,7 @@ from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
 from genesis.data.validation_windows import ValidationWindows
 from genesis.evaluate.results import Measure
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.model.loss import sum_cross_entropy
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 
@@ -157,7 +157,7 @@ def _read_documents(options: SourceOptions) -> list[str]:
 
 @torch.no_grad()
 def measure_held_out(
-    decoder: Decoder, held_out: HeldOut, batch_tokens: int, on_progress: Callable[[int], None] = lambda _: None
+    decoder: LanguageModel, held_out: HeldOut, batch_tokens: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[Measure]:
     """Returns bits per byte and loss of each source, and over all sources.
 
@@ -181,7 +181,7 @@ def measure_held_out(
                         micro_batch.input_ids,
                         document_ids=micro_batch.document_ids,
                         document_offsets=micro_batch.document_offsets,
-                        head=partial(sum_cross_entropy, labels=micro_batch.labels),
+                        head=partial(sum_cross_entropy, labels=micro_batch.labels, softcap=decoder.softcap),
                     )
                 )
             num_tokens, num_bytes = num_tokens + window.num_valid_tokens, num_bytes + window.num_bytes

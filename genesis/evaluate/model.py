@@ -19,6 +19,7 @@ from genesis.evaluate.score import Score, Scorer
 from genesis.generate.layout import transpose_linears
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from genesis.tokenizer.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS: Final = 256
@@ -43,7 +44,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LanguageModel,
         tokenizer: Tokenizer,
         batch_tokens: int | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
@@ -57,7 +58,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         transpose_linears(decoder)
         self._device = decoder.output_weight.device
         self._scorer = Scorer(decoder, batch_tokens)
-        self._cache_tokens = batch_tokens or default_cache_tokens(decoder.config, decoder.output_weight.dtype)
+        self._batch_tokens = batch_tokens
         self._on_progress = on_progress
         # A template writes control symbols by their spelling; what a task spells is text, and is hidden in such a text.
         encode = tokenizer.encode if chat is None else tokenizer.encode_with_controls
@@ -80,7 +81,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     @property
     def max_length(self) -> int:
         """Returns the decoder's context in tokens."""
-        return self._decoder.config.max_seq_len
+        return self._decoder.max_seq_len
 
     @property
     def tokenizer_name(self) -> str:
@@ -179,13 +180,19 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
 
         Raises:
             UserError: A task needs an unknown sampling option, or more tokens than the context.
+            UnanswerableError: The model has no cache.
         """
+        if not isinstance(self._decoder, Decoder):
+            raise UnanswerableError(
+                f"task {requests[0].task_name} asks for generated text, and the model is of another library, of which "
+                "only given text is scored: export it, and give the directory to lm-eval's own `hf` backend"
+            )
         answers = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_options.setdefault(repr(request.args[1]), []).append(number)
         for numbers in by_options.values():
-            options = self._read_options(requests[numbers[0]])
+            options = self._read_options(requests[numbers[0]], self._decoder)
             room = self.max_length - options.max_new_tokens
             prompts = [tuple(self.tok_encode(requests[number].args[0])[-room:]) for number in numbers]
             # Greedy text is the same for equal prompts, so that one of them suffices; each sampled text is different.
@@ -216,7 +223,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     def _score(self, requests: Sequence[Request]) -> list[Score]:
         return self._scorer.score(requests, self._on_progress)
 
-    def _read_options(self, request: Instance) -> CompleteOptions:
+    def _read_options(self, request: Instance, decoder: Decoder) -> CompleteOptions:
         asked: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS))
         max_new_tokens, is_sampled = asked.pop("max_gen_toks"), asked.pop("do_sample")
         eos_id = self._tokenizer.eos_id
@@ -240,7 +247,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
             sampling,
             SEED,
             self._scorer.batch_tokens,
-            self._cache_tokens,
+            self._batch_tokens or default_cache_tokens(decoder.config, decoder.output_weight.dtype),
             self._stop_ids,
         )
 

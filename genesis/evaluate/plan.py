@@ -148,6 +148,21 @@ def plan_branches(context: Context, parent: int) -> list[Row]:
     return rows
 
 
+def plan_whole(context: Context) -> list[Row]:
+    """Returns rows that score all continuations without a cache: each feeds the context, too."""
+    longest = context.tokens + context.continuations[0][1]
+    branches = [
+        Row(
+            0,
+            0,
+            longest[: row.start] + row.tokens,
+            tuple(target._replace(position=row.start + target.position) for target in row.targets),
+        )
+        for row in plan_branches(context, 0)
+    ]
+    return [plan_context(context, 0, 0), *branches]
+
+
 def batch_by_size(items: Sequence[T], size: Callable[[T], tuple[int, int]], budget: int) -> list[list[T]]:
     """Returns batches of items of similar length, each within the budget; a larger item is a batch of its own.
 

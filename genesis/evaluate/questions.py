@@ -117,8 +117,8 @@ class HeldOutQuestion(Question):
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
         """Sums the loss over the text."""
         held_out = self._open(manifest, loaded.text_tokenizer)
-        device = loaded.decoder.output_weight.device.type
-        measures = measure_held_out(loaded.decoder, held_out, batch_tokens or default_batch_tokens(device), on_progress)
+        device = loaded.model.output_weight.device.type
+        measures = measure_held_out(loaded.model, held_out, batch_tokens or default_batch_tokens(device), on_progress)
         prefix = "" if self._path is None else f"{self.name.removeprefix('heldout-')}/"
         return Answer([replace(measure, subject=prefix + measure.subject) for measure in measures], [])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from genesis.base.device import send
 from genesis.base.errors import UserError
 from genesis.evaluate.plan import (
+    Context,
     Head,
     Request,
     Row,
@@ -26,10 +27,12 @@ from genesis.evaluate.plan import (
     keep_apart,
     plan_branches,
     plan_context,
+    plan_whole,
 )
 from genesis.model.decoder import Decoder
 from genesis.model.kv_cache import KVCache
-from genesis.model.loss import chunk_tokens
+from genesis.model.language_model import LanguageModel
+from genesis.model.loss import bound_logits, chunk_tokens
 
 BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
 _LEAST_PLACES: Final = 512
@@ -56,7 +59,7 @@ class Scorer:
     """Scores requests with one decoder, in batches of limited size. Deterministic; not thread-safe.
 
     Args:
-        decoder: The model, in evaluation mode.
+        decoder: The model, in evaluation mode. One of another library has no cache: each row has all of its tokens.
         batch_tokens: Tokens that a forward feeds plus the tokens of the cache that it reuses, with padding; None
             chooses a size that suits the device.
 
@@ -64,7 +67,7 @@ class Scorer:
         UserError: `batch_tokens` is below 1.
     """
 
-    def __init__(self, decoder: Decoder, batch_tokens: int | None = None) -> None:
+    def __init__(self, decoder: LanguageModel, batch_tokens: int | None = None) -> None:
         assert not decoder.training, "dropout would be part of the scores"
         if batch_tokens is not None and batch_tokens < 1:
             raise UserError(f"batch_tokens is {batch_tokens}: it must be at least 1")
@@ -83,7 +86,10 @@ class Scorer:
         numbers = {request: number for number, request in enumerate(dict.fromkeys(requests))}
         self._sums = torch.zeros(len(numbers), dtype=torch.float64)
         self._is_greedy = torch.ones(len(numbers), dtype=torch.bool)
-        if not self.decoder.config.keeps_states:
+        if not isinstance(self.decoder, Decoder):
+            self._score_whole(gather_contexts(list(numbers)), on_progress)
+            plain, heads = Head((), ()), []
+        elif not self.decoder.config.keeps_states:
             plain, *heads = find_heads(gather_contexts(list(numbers)))
         else:  # a state cannot go back to an earlier token, where another continuation begins
             plain, heads = Head((), keep_apart(list(numbers))), []
@@ -98,6 +104,15 @@ class Scorer:
             raise UserError("the model's log-likelihoods are not numbers: its weights have diverged")
         scores = [Score(*both) for both in zip(self._sums.tolist(), self._is_greedy.tolist(), strict=True)]
         return [scores[numbers[request]] for request in requests]
+
+    def _score_whole(self, contexts: Sequence[Context], on_progress: Callable[[int], None]) -> None:
+        rows = [row for context in contexts for row in plan_whole(context)]
+        begun: set[int] = set()
+        for batch in batch_by_size(rows, _size, self.batch_tokens):
+            self._feed(batch, None)
+            num_before = len(begun)
+            begun.update(target.request for row in batch for target in row.targets)
+            on_progress(len(begun) - num_before)
 
     def _score_contexts(
         self, heads: Sequence[Head], parents: KVCache | None, on_progress: Callable[[int], None]
@@ -127,6 +142,7 @@ class Scorer:
         """Returns a cache for `rows`, each with the tokens kept from its parent and room for its own plus `spare`."""
         num_slots = max(row.start for row in rows) + max(len(row.tokens) for row in rows) + spare
         if parents is None:
+            assert isinstance(self.decoder, Decoder), "others have no cache"
             return self.decoder.new_cache(len(rows), num_slots)
         return parents.branch([row.parent for row in rows], [row.start for row in rows], num_slots)
 
@@ -147,10 +163,13 @@ class Scorer:
         ).view(-1, 3)
         positions, tokens, requests = targets.unbind(1)
         unique, which = torch.unique_consecutive(positions, return_inverse=True)  # on the host, without a wait
-        head = partial(score_targets, which=which, tokens=send(tokens, device))
-        logprobs, is_most_likely = self.decoder(
-            send(input_ids, device), cache=cache, logits_to_keep=send(unique, device), head=head
-        )
+        head = partial(score_targets, which=which, tokens=send(tokens, device), softcap=self.decoder.softcap)
+        input_ids, unique = send(input_ids, device), send(unique, device)
+        if isinstance(self.decoder, Decoder):
+            found = self.decoder(input_ids, cache=cache, logits_to_keep=unique, head=head)
+        else:
+            found = self.decoder(input_ids, head=lambda hidden, weight: head(hidden.flatten(0, 1)[unique], weight))
+        logprobs, is_most_likely = found
         if not len(targets):  # only the keys and values are needed
             return
         logprobs, is_most_likely = torch.stack((logprobs, is_most_likely.float())).cpu()  # the forward's only wait
@@ -163,6 +182,7 @@ def score_targets(
     weight: Float[Tensor, "V D"],
     which: Int64[Tensor, " T"],
     tokens: Int64[Tensor, " T"],
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """Returns the log-probability of each target in float32, and whether no token is more likely at its position.
 
@@ -171,34 +191,41 @@ def score_targets(
         weight: The output weight.
         which: Index into `hidden` of each target, ascending, on the host.
         tokens: The id of each target.
+        softcap: The bound of logits, as in `LanguageModel`; None without one.
     """
     logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
     is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
-    score = _score_in_blocks if hidden.device.type == "cpu" else _score_whole
+    score = _score_in_blocks if hidden.device.type == "cpu" else _score_at_once
     first = 0
     for start in range(0, len(hidden), step):  # all logits at one time would need more memory than the model
         end = int(torch.searchsorted(which, start + step))
         rows, asked = send(which[first:end] - start, hidden.device), tokens[first:end]
-        logprobs[first:end], is_most_likely[first:end] = score(hidden[start : start + step], weight, rows, asked)
+        logprobs[first:end], is_most_likely[first:end] = score(
+            hidden[start : start + step], weight, rows, asked, softcap
+        )
         first = end
     return logprobs, is_most_likely
 
 
-def _score_whole(hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    logits = multiply_in_float32(hidden, weight)
+def _score_at_once(
+    hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    logits = bound_logits(multiply_in_float32(hidden, weight), softcap)
     logprobs = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
     return logprobs, logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
 
 
-def _score_in_blocks(hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+def _score_in_blocks(
+    hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Goes through the vocabulary in blocks whose logits stay in a CPU's caches; they are never all written."""
     largest = torch.full((len(hidden),), -math.inf)
     sums, found = torch.zeros(len(hidden)), torch.empty(len(asked))
     order = asked.argsort()
     ids, of_row = asked[order], rows[order]
     for start in range(0, len(weight), _BLOCK_TOKENS):
-        logits = multiply_in_float32(hidden, weight[start : start + _BLOCK_TOKENS])
+        logits = bound_logits(multiply_in_float32(hidden, weight[start : start + _BLOCK_TOKENS]), softcap)
         first, end = torch.searchsorted(ids, torch.tensor([start, start + logits.shape[1]])).tolist()
         found[order[first:end]] = logits[of_row[first:end], ids[first:end] - start]
         raised = torch.maximum(largest, logits.amax(dim=1))

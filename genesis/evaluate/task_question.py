@@ -83,7 +83,7 @@ class TaskQuestion(Question):
         for task in self.tasks.tasks["tasks"].values():
             task.set_fewshot_seed(seed=_OTHER_SEED)
         chat = None if self.chat is None else self.chat.open(loaded.text_tokenizer, loaded.learned)
-        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress, chat, loaded.stop_ids)
+        lm = GenesisLM(loaded.model, loaded.text_tokenizer, batch_tokens, on_progress, chat, loaded.stop_ids)
         try:
             with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # lm-eval prints its bootstrap progress
                 found = evaluate(

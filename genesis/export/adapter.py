@@ -30,8 +30,9 @@ from genesis.export.tensors import DTYPES
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.huggingface.directory import CARD_NAME, hash_files, read_json
 from genesis.huggingface.directory import CONFIG_NAME as BASE_CONFIG_NAME
-from genesis.huggingface.family import IMPORTED_AS, Family
+from genesis.huggingface.family import IMPORTED_AS, Family, TensorNames
 from genesis.huggingface.peft import (
+    BASE_FORMAT,
     CONFIG_NAME,
     FINGERPRINT,
     WEIGHTS_NAME,
@@ -42,7 +43,7 @@ from genesis.huggingface.peft import (
     name_tied_output,
     to_peft,
 )
-from genesis.huggingface.shape import find_family, is_exported_as_another
+from genesis.huggingface.shape import find_names, is_exported_as_another
 from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.adapter import (
     EXTRA_TENSORS,
@@ -53,7 +54,7 @@ from genesis.model.adapter import (
     select_experts,
     select_layers,
 )
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import build_model
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
@@ -120,13 +121,15 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     adapter = read_adapter(manifest, checkpoint)
     assert manifest.base is not None
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
-    family = find_family(config)
+    family = find_names(config)
     _check_base_name(options.base_name, family)
     given, permission = options.tokenizer, options.may_be_unproved
     reading = find_reading(checkpoint, manifest, config.vocab_size, given, may_be_unproved=permission)
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = build_model(config)
     layers, linears = select_layers(decoder, adapter), find_linears(decoder)
+    if config.body is not None:  # PEFT looks for names in the whole model, routers and output weight included
+        linears = dict(decoder.named_modules())  # type: ignore[arg-type]  # only names are read
     experts, stacks = select_experts(decoder, adapter), find_stacks(decoder)
     base, base_manifest = find_base(checkpoint, manifest.base)
     extras = {DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in adapter.also_train}
@@ -161,10 +164,11 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     with staged(out, num_bytes + _OTHER_BYTES) as staging:
         tokenizer, form = reading.tokenizer, write_tokenizer(reading, config, "huggingface", staging)
         write_generation_config(reading, staging)
-        metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
+        kept = "nf4" if list_nf4_tensors(base_manifest) else "plain"
+        metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX), BASE_FORMAT: kept}
         save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        imported_as = _find_other_type(base_manifest, family)
+        imported_as = _find_other_type(base_manifest, family) if isinstance(family, Family) else None
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
         card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as, reading, described)
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
@@ -184,12 +188,13 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     return proof
 
 
-def _check_base_name(base_name: str | None, family: Family) -> None:
+def _check_base_name(base_name: str | None, family: TensorNames) -> None:
     """Refuses a directory whose model has other tensors: PEFT would leave out those adapters without a warning."""
     if base_name is None or not Path(base_name, BASE_CONFIG_NAME).is_file():
         return
     model_type = read_json(Path(base_name, BASE_CONFIG_NAME)).get("model_type")
-    if is_exported_as_another(model_type, family):
+    is_own = isinstance(family, Family) and not is_exported_as_another(model_type, family)
+    if not is_own and model_type != family.model_type:
         raise UserError(
             f"--base_name is {base_name}, a model of type {model_type}, and the adapters fit one of type "
             f"{family.model_type}, as which genesis exports the base: give the directory of `genesis export BASE DIR`"
@@ -208,7 +213,7 @@ def _write_card(
     manifest: Manifest,
     adapter: AdapterConfig,
     base: Path,
-    family: Family,
+    family: TensorNames,
     imported_as: str | None,
     reading: Reading,
     described: str,

@@ -26,8 +26,8 @@ from genesis.export.theirs import LEFT_OUT, load_model
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.weights import iterate_pieces, iterate_tensors, read_file_names
 from genesis.model.decoder import DecoderConfig, build_model
-from genesis.model.foreign.config import TransformersConfig
-from genesis.model.foreign.decoder import PREFIX, TransformersDecoder, find_shape, own_logits, read_config
+from genesis.model.foreign.config import PREFIX, TransformersConfig
+from genesis.model.foreign.decoder import TransformersDecoder, find_shape, own_logits, read_config
 from genesis.model.language_model import project
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.files import write_files
@@ -201,6 +201,22 @@ def _prove(config: DecoderConfig, state: Mapping[str, Tensor], theirs: Any, num_
     }
 
 
+def build_theirs(config: DecoderConfig, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
+    """Returns transformers' own model with weights.
+
+    Args:
+        config: The model.
+        state: The tensors by our names.
+        dtype: The type of the weights.
+    """
+    assert isinstance(config.body, TransformersConfig)
+    build: Any = AutoModelForCausalLM.from_config
+    theirs = build(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
+    theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
+    theirs.tie_weights()
+    return theirs
+
+
 def write_foreign(
     sources: Sequence[Source],
     config: DecoderConfig,
@@ -235,12 +251,8 @@ def write_foreign(
             blocks = list(iterate_blocks(sources, DECODER_PREFIX + name, of_name))
             state[name] = torch.cat(blocks).view(tensor.shape)
             shown.advance(tensor.numel() * torch.float32.itemsize)
-    assert isinstance(config.body, TransformersConfig)
-    build: Any = AutoModelForCausalLM.from_config
-    theirs = build(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
-    theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
+    theirs = build_theirs(config, state, dtype)
     theirs.config.update({key: token for key, token in ids.items() if token is not None})
-    theirs.tie_weights()
     theirs.save_pretrained(staging, max_shard_size=max_file_bytes)
     read, report = load_model(staging)
     _check_report(staging, report)

@@ -25,7 +25,7 @@ from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
-from genesis.model.adapter import check_nf4, find_linears
+from genesis.model.adapter import check_nf4, list_nf4_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
@@ -124,7 +124,7 @@ def import_directory(
         scratch=out.parent if out.parent.is_dir() else None,
         check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
     )
-    quantised = {f"{name}.weight" for name in find_linears(decoder)} if is_nf4 else set[str]()
+    quantised = set(list_nf4_weights(decoder)) if is_nf4 else set[str]()
     if is_nf4 or dtype is None:
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
         dtype = torch.bfloat16 if others == {torch.bfloat16} else torch.float32

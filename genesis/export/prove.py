@@ -117,7 +117,7 @@ def _compare_weights(
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values: Counter[str] = Counter()
     held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
-    rows: dict[str, set[int]] = {}
+    rows: dict[str, dict[int, Tensor]] = {}
     for name, tensor in _shown(iterate_tensors(directory, names), len(names), "comparing the weights"):
         placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
         for found, expert, values in placed:
@@ -126,15 +126,15 @@ def _compare_weights(
                 if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
                     continue  # a copy of tied embeddings, already compared by the import
                 raise UserError(f"{name} is in the directory but not in the checkpoint")
-            if expert is not None:
-                rows.setdefault(ours, set()).add(expert)
-            if expert is None or len(rows[ours]) == shapes[ours][0]:
+            is_bytes = is_import and bool(find_nf4_tensors(manifest, ours))
+            whole = _collect(rows, ours, expert, values if is_bytes else values.new_empty(0), shapes[ours])
+            if whole is not None:
                 missing.remove(ours)
             if adapter is not None and name_adapter_tensors(ours)["lora_A"] in manifest.tensors:
                 _compare_merged(manifest, held, ours, expert, values, adapter.scaling)
                 num_values["num_merged"] += values.numel()
-            elif is_import and find_nf4_tensors(manifest, ours):
-                _compare_quantised(checkpoints[0], manifest, ours, values)
+            elif is_bytes:
+                _compare_quantised(checkpoints[0], manifest, ours, whole)
                 num_values["num_quantised"] += values.numel()
             else:
                 _compare_equal(held(ours), expert, values, name)
@@ -152,13 +152,26 @@ def _compare_weights(
     return {**compared, **({"num_merged": 0} if is_merged else {}), **num_values}
 
 
+def _collect(
+    rows: dict[str, dict[int, Tensor]], name: str, expert: int | None, values: Tensor, shape: tuple[int, ...]
+) -> Tensor | None:
+    """Returns a tensor, or the stack of all experts' once the last of them came; None before."""
+    if expert is None:
+        return values
+    found = rows.setdefault(name, {})
+    found[expert] = values
+    return torch.stack([one for _, one in sorted(rows.pop(name).items())]) if len(found) == shape[0] else None
+
+
 def _compare_equal(held: Tensor, expert: int | None, theirs: Tensor, name: str) -> None:
     if not torch.equal((held if expert is None else held[expert]).to(theirs.dtype), theirs):
         raise UserError(f"the values of {name} differ from the checkpoint's")
 
 
-def _compare_quantised(checkpoint: Path, manifest: Manifest, name: str, theirs: Tensor) -> None:
+def _compare_quantised(checkpoint: Path, manifest: Manifest, name: str, theirs: Tensor | None) -> None:
     """Compares the bytes of a weight in NF4 with those that its values in the directory give, computed again."""
+    if theirs is None:  # a stack is quantised as a whole, and an expert is missing yet
+        return
     names = find_nf4_tensors(manifest, name)
     held = read_tensors(checkpoint, names.values())
     for tensor, expected in quantise(theirs).items():

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from genesis.base.errors import UserError
 from genesis.base.progress import sent_as_lines, stage
+from genesis.export.foreign import build_theirs
 from genesis.export.proof import answer_request
 from genesis.export.proof_size import plan_proof
 from genesis.export.prove import PACKAGES, count_parameters, prove_tokenizer
@@ -28,7 +29,7 @@ from genesis.export.theirs import load_model
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import CONFIG_NAME
 from genesis.huggingface.directory import WEIGHTS_NAME as BASE_NAME
-from genesis.huggingface.family import Family
+from genesis.huggingface.family import TensorNames
 from genesis.huggingface.peft import (
     WEIGHTS_NAME,
     name_adapter_tensor,
@@ -36,10 +37,11 @@ from genesis.huggingface.peft import (
     name_tied_output,
     to_peft,
 )
-from genesis.huggingface.shape import find_family, write_shape
+from genesis.huggingface.shape import find_family, find_names, write_shape
 from genesis.huggingface.stored import list_weights, read_stored
 from genesis.model.adapter import is_adapter_tensor
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.decoder import DecoderConfig
+from genesis.model.language_model import LanguageModel
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
@@ -60,7 +62,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     directory, checkpoint, base = (Path(request[name]) for name in ("directory", "checkpoint", "base"))
     manifest = read_manifest(checkpoint)
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
-    family = find_family(config)
+    family = find_names(config)
     held, dtype = _compare_weights(directory, checkpoint, family)
     tokenizer = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
     packages = (*PACKAGES, "peft", *(() if tokenizer is None else tokenizer.packages))
@@ -74,14 +76,14 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     if not request["compares_models"]:
         return result
     with stage("loading genesis's model"):
-        decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
+        decoder = load_decoder(checkpoint, dtype=torch.float32, allows_body=True).model
     for parameter in decoder.parameters():
         if parameter.requires_grad:  # rounded to the dtype of the file
             parameter.data = parameter.data.to(dtype).float()
-    return result | {"logits": _compare_logits(directory, base, decoder, family)}
+    return result | {"logits": _compare_logits(directory, base, decoder, config)}
 
 
-def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple[dict[str, Any], torch.dtype]:
+def _compare_weights(directory: Path, checkpoint: Path, family: TensorNames) -> tuple[dict[str, Any], torch.dtype]:
     theirs = load_file(directory / WEIGHTS_NAME)
     tied = name_tied_output(family)
     own = [name for name in read_manifest(checkpoint).own_tensors if name.startswith(DECODER_PREFIX)]
@@ -103,7 +105,7 @@ def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple
     return compared, next(iter(theirs.values())).dtype
 
 
-def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
+def _build_theirs(base: Path, config: DecoderConfig) -> Any:
     """Returns transformers' model with the weights of a base.
 
     Raises:
@@ -111,7 +113,11 @@ def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
     """
     manifest = read_manifest(base)
     ours = read_stored(base, manifest, list_weights(manifest)).items()
-    renamed = family.to_theirs({name.removeprefix(DECODER_PREFIX): tensor for name, tensor in ours})
+    held = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in ours}
+    if config.body is not None:
+        return build_theirs(config, held)
+    family = find_family(config)
+    renamed = family.to_theirs(held)
     state = {name: tensor.float().contiguous() for name, tensor in renamed.items()}
     # By a directory, because transformers stacks the weights of experts only while it loads files.
     with TemporaryDirectory() as directory:
@@ -125,10 +131,9 @@ def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
     return model
 
 
-def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Family) -> dict[str, Any]:
-    config = decoder.config
+def _compare_logits(directory: Path, base: Path, decoder: LanguageModel, config: DecoderConfig) -> dict[str, Any]:
     with stage("loading transformers' model with PEFT"), warnings.catch_warnings():
-        model = _build_theirs(base, config, family)
+        model = _build_theirs(base, config)
         warnings.simplefilter("error", RuntimeWarning)  # PEFT warns if the config and the file name different layers
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         adapted: Any = PeftModel.from_pretrained(model, str(directory)).eval()

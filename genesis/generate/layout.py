@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from genesis.model.decoder import Decoder
-from genesis.model.language_model import project
+from genesis.model.language_model import LanguageModel, project
 from genesis.model.nf4 import Nf4Weight
 
 
-def transpose_linears(decoder: Decoder) -> None:
+def transpose_linears(decoder: LanguageModel) -> None:
     """Transposes the float32 weights of linear layers on a CPU in memory; their shapes and values stay the same.
 
     Decoders that share a weight must not be given.

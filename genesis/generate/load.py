@@ -21,13 +21,14 @@ from genesis.generate.shared import SharedBases
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_config
-from genesis.huggingface.shape import find_family, read_shape
+from genesis.huggingface.shape import find_names, read_shape
 from genesis.huggingface.stored import list_nf4_tensors
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, BaseFormat, attach_adapters, use_nf4
 from genesis.model.attend.kernel import FLASH_CAPABILITY
-from genesis.model.decoder import Decoder, DecoderConfig, refuse_body
+from genesis.model.decoder import Decoder, DecoderConfig, build_model, refuse_body
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
+from genesis.model.language_model import LanguageModel
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
@@ -44,7 +45,7 @@ class Loaded(NamedTuple):
     """A loaded decoder, with its tokenizer and the directory that it came from.
 
     Args:
-        decoder: The model, in evaluation mode.
+        model: The model, in evaluation mode.
         tokenizer: The tokenizer; None if the model was trained on ids without a tokenizer and the user named none.
         checkpoint: The directory of the checkpoint or the export.
         shared_bytes: The bytes of those weights that were in memory already, because another decoder has the same base.
@@ -52,12 +53,18 @@ class Loaded(NamedTuple):
         chosen: The file of the chat template that the user chose instead.
     """
 
-    decoder: Decoder
+    model: LanguageModel
     tokenizer: Tokenizer | None
     checkpoint: Path
     shared_bytes: int = 0
     learned: Path | None = None
     chosen: Path | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """Returns the model where only a decoder of Genesis was allowed."""
+        assert isinstance(self.model, Decoder), "`load_decoder` refuses others unless they are allowed"
+        return self.model
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -90,6 +97,7 @@ def load_decoder(
     adapter: Path | None = None,
     bases: SharedBases | None = None,
     chat_template: Path | None = None,
+    allows_body: bool = False,
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
@@ -106,6 +114,7 @@ def load_decoder(
             to read all weights.
         chat_template: The file of a chat template to use instead of the model's; a warning is logged if the model has
             learned another one.
+        allows_body: Whether the checkpoint may be of a model that another library defines, which has no cache.
 
     Raises:
         UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, an export
@@ -134,8 +143,11 @@ def load_decoder(
     base_hash = read_committed_hash(checkpoint) if manifest.base is None else manifest.base.manifest_hash
     key = f"{base_hash} {device} {dtype}"
     with bases.loading(key) as shared:
-        decoder, in_base = _read_checkpoint(checkpoint, manifest, adapter, shared)
-        prepare_kernels(decoder.config, torch.device(device))
+        config = _read_run_config(checkpoint, manifest)
+        if not allows_body:
+            refuse_body(config)
+        decoder, in_base = _read_checkpoint(checkpoint, manifest, config, adapter, shared)
+        prepare_kernels(config, torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
         bases.add(key, decoder, in_base)
     shared_bytes = sum(shared[name].nbytes for name in in_base & shared.keys())
@@ -194,11 +206,12 @@ def _note_choice(chosen: Path | None, learned: Path | None) -> None:
         _log.warning("%s", line)
 
 
-def _fill_decoder(decoder: Decoder, state: dict[str, Tensor], checkpoint: Path) -> Decoder:
+def _fill_decoder(decoder: LanguageModel, state: dict[str, Tensor], checkpoint: Path) -> LanguageModel:
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise _another_decoder(checkpoint, error) from None
+    decoder.fill_buffers()
     return decoder
 
 
@@ -236,8 +249,8 @@ def build_empty_decoder(
     adapter: AdapterConfig | None = None,
     *,
     is_nf4: bool = False,
-) -> Decoder:
-    """Returns the decoder of an untrusted recipe on the meta device.
+) -> LanguageModel:
+    """Returns the model of an untrusted recipe on the meta device.
 
     Args:
         config: The decoder's shape in the recipe.
@@ -255,10 +268,9 @@ def build_empty_decoder(
             f"{checkpoint} has a recipe of {numbered(config.num_layers, 'layers')}, but "
             f"{numbered(num_tensors, 'tensors')} of a decoder"
         )
-    refuse_body(config)
     try:
         with torch.device("meta"):
-            decoder = Decoder(config)
+            decoder = build_model(config)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise _another_decoder(checkpoint, error) from None
     if adapter is not None:
@@ -352,17 +364,21 @@ _Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
 
 
 def _read_checkpoint(
-    checkpoint: Path, manifest: Manifest, adapter: Path | None, shared: Mapping[str, Tensor]
-) -> tuple[Decoder, Set[str]]:
+    checkpoint: Path,
+    manifest: Manifest,
+    config: DecoderConfig,
+    adapter: Path | None,
+    shared: Mapping[str, Tensor],
+) -> tuple[LanguageModel, Set[str]]:
     """Returns the decoder of a checkpoint, and the names of its tensors that are those of its base.
 
     Args:
         checkpoint: The checkpoint.
         manifest: Its manifest.
+        config: The shape in its recipe.
         adapter: The directory of adapters in PEFT's format to add; None for those of the checkpoint alone.
         shared: Tensors of the base that are in memory.
     """
-    config = _read_run_config(checkpoint, manifest)
     adapter_config = read_adapter_config(manifest.recipe, f"the recipe in {checkpoint}")
     names = {name.removeprefix(DECODER_PREFIX) for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
     in_base, is_nf4 = names, bool(list_nf4_tensors(manifest))
@@ -372,11 +388,11 @@ def _read_checkpoint(
     if adapter is not None:
         if adapter_config is not None:
             raise UserError(f"{checkpoint} holds adapters itself: give its base, beside which others can be loaded")
-        adapter_config = read_peft_config(adapter, find_family(config))
+        adapter_config = read_peft_config(adapter, find_names(config))
         decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config, is_nf4=is_nf4)
         shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
         made = fingerprint(manifest, DECODER_PREFIX)
-        added = read_adapters(adapter, adapter_config, find_family(config), shapes=shapes, base_fingerprint=made)
+        added = read_adapters(adapter, adapter_config, find_names(config), shapes=shapes, base_fingerprint=made)
         in_base = names - added.keys()
     else:
         decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config, is_nf4=is_nf4)

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 
 
 class SharedBases:
@@ -20,7 +20,7 @@ class SharedBases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loads: dict[str, threading.Lock] = {}
-        self._decoders: WeakKeyDictionary[Decoder, tuple[str, frozenset[str]]] = WeakKeyDictionary()
+        self._decoders: WeakKeyDictionary[LanguageModel, tuple[str, frozenset[str]]] = WeakKeyDictionary()
 
     @contextmanager
     def loading(self, key: str) -> Iterator[Mapping[str, Tensor]]:
@@ -34,7 +34,7 @@ class SharedBases:
         with load:
             yield self._find(key)
 
-    def add(self, key: str, decoder: Decoder, names: Collection[str]) -> None:
+    def add(self, key: str, decoder: LanguageModel, names: Collection[str]) -> None:
         """Adds a loaded decoder.
 
         Args:

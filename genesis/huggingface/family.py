@@ -6,7 +6,7 @@ Tensors keep their layout, because the decoder pairs rotary halves as transforme
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,30 @@ IMPORTED_AS: Final = "imported_as"
 """The entry of an imported checkpoint's identity with the `model_type` of its family."""
 _STACKED: Final = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
 """The stacks of all experts in files that have them, to the decoder's stacks, which follow in dimension 1."""
+
+
+class TensorNames(Protocol):
+    """How the names of a model's tensors become those of transformers, and back."""
+
+    @property
+    def model_type(self) -> str:
+        """The value of this key in `config.json`."""
+
+    @property
+    def block_prefix(self) -> str:
+        """The beginning of the names in a block whose stacks of experts may have adapters, up to the block's number."""
+
+    def their_name(self, name: str) -> str:
+        """Returns transformers' name of our parameter `name`."""
+
+    def our_name(self, name: str) -> str:
+        """Returns our name of transformers' parameter `name`."""
+
+    def is_dropped(self, name: str) -> bool:
+        """Returns whether a tensor belongs to another model in the same files."""
+
+    def unwrap(self, name: str) -> str:
+        """Returns the name that transformers' parameter `name` has in a model without others."""
 
 
 @dataclass(frozen=True)

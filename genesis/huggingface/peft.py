@@ -19,7 +19,7 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.huggingface.directory import read_json, reads_directory
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, TensorNames
 from genesis.huggingface.weights import open_tensors
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
 from genesis.model.expert_adapter import ADAPTER_SUFFIX, DOWN, GATE_UP
@@ -29,6 +29,8 @@ CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 FINGERPRINT: Final = "genesis_base"
 """The key of the base's fingerprint in the header of the safetensors file."""
+BASE_FORMAT: Final = "genesis_base_format"
+"""The key of how the base holds its weights: `nf4`, or `plain`."""
 _PREFIX: Final = "base_model.model."
 _SUFFIXES: Final = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EXPERTS: Final = "mlp.experts"
@@ -81,7 +83,7 @@ def fingerprint(manifest: Manifest, prefix: str) -> str:
     return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
-def name_adapter_tensor(name: str, family: Family, *, is_nested: bool = False) -> str:
+def name_adapter_tensor(name: str, family: TensorNames, *, is_nested: bool = False) -> str:
     """Returns PEFT's name of an adapter's tensor, or of another tensor that is trained together with adapters.
 
     Args:
@@ -105,7 +107,7 @@ def name_adapter_tensor(name: str, family: Family, *, is_nested: bool = False) -
     return f"{_PREFIX}{_name_module(layer, family)}.{_SUFFIXES[tensor]}"
 
 
-def name_adapter_tensors_of_peft(names: Collection[str], family: Family) -> dict[str, str]:
+def name_adapter_tensors_of_peft(names: Collection[str], family: TensorNames) -> dict[str, str]:
     """Returns PEFT's name of each tensor of a model's adapters, and of those that are trained together with them.
 
     Args:
@@ -150,18 +152,18 @@ def _is_of_experts(name: str) -> bool:
     return name.rpartition(".")[0].endswith(ADAPTER_SUFFIX)
 
 
-def name_tied_output(family: Family) -> str:
+def name_tied_output(family: TensorNames) -> str:
     """Returns PEFT's name of the output weight, which PEFT stores in addition to a trained embedding tied to it."""
-    return _PREFIX + family.tensors[OUTPUT_WEIGHT]
+    return _PREFIX + family.their_name(OUTPUT_WEIGHT)
 
 
-def _name_module(layer: str, family: Family) -> str:
+def _name_module(layer: str, family: TensorNames) -> str:
     return family.their_name(f"{layer}.weight").removesuffix(".weight")
 
 
 def build_adapter_config(
     config: AdapterConfig,
-    family: Family,
+    family: TensorNames,
     *,
     layers: Collection[str],
     linears: Collection[str],
@@ -185,7 +187,7 @@ def build_adapter_config(
     Raises:
         UserError: PEFT would put adapters on other weights than the decoder has them.
     """
-    fused = next((layer for layer in layers if len(family.list_fused(_in_files(layer, family))) > 1), None)
+    fused = _find_fused(layers, family)
     if fused is not None:
         raise UserError(
             f"models of type {family.model_type} hold {fused} with others in one tensor, which has one adapter in "
@@ -221,16 +223,19 @@ def build_adapter_config(
     }
 
 
-def _in_files(layer: str, family: Family) -> str:
-    """Returns the family's name, within a block, of the weight of a linear layer."""
-    return family.block_tensors[f"{layer.split('.', 2)[2]}.weight"]
+def _find_fused(layers: Iterable[str], family: TensorNames) -> str | None:
+    """Returns a layer that the files of a family hold in one tensor with others; None if there is none."""
+    if not isinstance(family, Family):  # models of transformers are trained as they are
+        return None
+    names = {layer: family.block_tensors[f"{layer.split('.', 2)[2]}.weight"] for layer in layers}
+    return next((layer for layer, name in names.items() if len(family.list_fused(name)) > 1), None)
 
 
-def _leaf(layer: str, family: Family) -> str:
+def _leaf(layer: str, family: TensorNames) -> str:
     return _name_module(layer, family).rpartition(".")[2]
 
 
-def _name_parameters(experts: Collection[str], stacks: Collection[str], family: Family) -> list[str]:
+def _name_parameters(experts: Collection[str], stacks: Collection[str], family: TensorNames) -> list[str]:
     """Returns PEFT's targets for stacks of experts: one for all blocks where all have the adapter."""
     found = set()
     for target, parameter in _STACK_PARAMETERS.items():
@@ -242,7 +247,7 @@ def _name_parameters(experts: Collection[str], stacks: Collection[str], family: 
     return sorted(found)
 
 
-def _name_parameter(stack: str, family: Family) -> str:
+def _name_parameter(stack: str, family: TensorNames) -> str:
     """Returns PEFT's name of a stack of experts, such as `blocks.0.feed_forward.experts.down`."""
     number, target = stack.split(".")[1], stack.rpartition(".")[2]
     return f"{family.block_prefix}.{number}.{_EXPERTS}.{_STACK_PARAMETERS[target]}"
@@ -254,7 +259,7 @@ def is_adapter_export(directory: Path) -> bool:
 
 
 @reads_directory
-def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
+def read_peft_config(directory: Path, family: TensorNames) -> AdapterConfig:
     """Returns the options of adapters in PEFT's format; the layers are those that the file of weights has.
 
     Args:
@@ -288,7 +293,7 @@ def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
     return AdapterConfig(**options | given)
 
 
-def _name_of_text_model(path: Path, names: Iterable[str], family: Family) -> dict[str, str]:
+def _name_of_text_model(path: Path, names: Iterable[str], family: TensorNames) -> dict[str, str]:
     """Returns the names of a file's tensors by those that they have beside the text model alone.
 
     Adapters trained beside a model that also reads images have longer names. Those of its vision tower are left out, as
@@ -309,7 +314,7 @@ def _name_of_text_model(path: Path, names: Iterable[str], family: Family) -> dic
     return found
 
 
-def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any]) -> set[str]:
+def _find_stacks(names: Iterable[str], family: TensorNames, content: Mapping[str, Any]) -> set[str]:
     """Returns the decoder's names of the stacks of experts that have adapters in a file."""
     found: dict[str, set[bool]] = {}
     for match in filter(None, (_match_experts(name, family) for name in names)):
@@ -322,13 +327,13 @@ def _find_stacks(names: Iterable[str], family: Family, content: Mapping[str, Any
     return stacks
 
 
-def _match_experts(name: str, family: Family) -> re.Match[str] | None:
+def _match_experts(name: str, family: TensorNames) -> re.Match[str] | None:
     """Returns the block and the wrapper of a tensor of an adapter of experts."""
     start = re.escape(f"{_PREFIX}{family.block_prefix}.")
     return re.fullmatch(rf"{start}(\d{{1,6}})\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_[AB]\.weight", name)
 
 
-def _find_targets(number: str, family: Family, content: Mapping[str, Any]) -> set[str]:
+def _find_targets(number: str, family: TensorNames, content: Mapping[str, Any]) -> set[str]:
     # In a model that also reads images, a target may begin within the name of the text model.
     listed = [re.sub(r"^(model\.)?language_model\.", "", one) for one in content.get("target_parameters") or []]
     stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
@@ -345,7 +350,7 @@ def _drop_suffix(name: str) -> str:
 def read_adapters(
     directory: Path,
     config: AdapterConfig,
-    family: Family,
+    family: TensorNames,
     *,
     shapes: Mapping[str, tuple[int, ...]],
     base_fingerprint: str,
@@ -368,15 +373,17 @@ def read_adapters(
     path = directory / WEIGHTS_NAME
     try:
         with open_tensors(path) as file:
-            made_for = (file.metadata() or {}).get(FINGERPRINT)
+            metadata = file.metadata() or {}
             names = _name_of_text_model(path, file.keys(), family)
             tensors = {own: file.get_tensor(name) for own, name in names.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    made_for = metadata.get(FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint:
+        kind = {"nf4": " in NF4", "plain": " that is not in NF4"}.get(metadata.get(BASE_FORMAT, ""), "")
         raise UserError(
-            f"the adapters in {directory} were trained beside a base with fingerprint {made_for[:_HASH_SHOWN]}, and "
-            f"this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
+            f"the adapters in {directory} were trained beside a base{kind} with fingerprint {made_for[:_HASH_SHOWN]}, "
+            f"and this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
         )
     theirs = {theirs: ours for ours, theirs in name_adapter_tensors_of_peft(shapes.keys(), family).items()}
     embedding, output = name_adapter_tensor(EXTRA_TENSORS["embedding"], family), name_tied_output(family)

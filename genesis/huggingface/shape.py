@@ -9,7 +9,7 @@ from genesis.base.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.ernie4_5 import ERNIE4_5
-from genesis.huggingface.family import Family, attention_of
+from genesis.huggingface.family import Family, TensorNames, attention_of
 from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
 from genesis.huggingface.granite import GRANITE, GRANITE_HYBRID
@@ -39,6 +39,7 @@ from genesis.huggingface.qwen3_moe import OLMOE, QWEN3_MOE
 from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, refuse_body
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
+from genesis.model.foreign.config import PREFIX, TransformersConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 
@@ -146,6 +147,46 @@ def find_family(config: DecoderConfig) -> Family:
             f"{' and '.join(differences)}; export as --format safetensors"
         )
     return closest
+
+
+class BodyNames:
+    """The `TensorNames` of a model of transformers, whose tensors have its own names behind a prefix.
+
+    Args:
+        model_type: Its type.
+    """
+
+    block_prefix = ""  # stacks of experts have no adapters there
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+    def their_name(self, name: str) -> str:
+        """Returns the name without the prefix."""
+        return name.removeprefix(PREFIX)
+
+    def our_name(self, name: str) -> str:
+        """Returns the name with the prefix."""
+        return PREFIX + name
+
+    def is_dropped(self, name: str) -> bool:
+        """False: a body has no others beside it."""
+        return False
+
+    def unwrap(self, name: str) -> str:
+        """Returns the name itself."""
+        return name
+
+
+def find_names(config: DecoderConfig) -> TensorNames:
+    """Returns the names of a model's tensors in transformers.
+
+    Raises:
+        UserError: No family has the parts of a decoder.
+    """
+    if isinstance(config.body, TransformersConfig):
+        return BodyNames(config.body.config["model_type"])
+    return find_family(config)
 
 
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def list_nf4_tensors(manifest: Manifest) -> set[str]:
     return {
         name.removeprefix(DECODER_PREFIX)
         for name, record in manifest.tensors.items()
-        if name.startswith(DECODER_PREFIX) and _is_bytes(name) and record.torch_dtype == torch.uint8
+        if name.startswith(DECODER_PREFIX) and is_of_nf4(name) and record.torch_dtype == torch.uint8
     }
 
 
@@ -33,8 +33,10 @@ def list_weights(manifest: Manifest) -> dict[str, tuple[int, ...]]:
         if name.removeprefix(DECODER_PREFIX) not in of_bytes:
             shapes[name] = record.shape
         elif name.endswith(f".{BYTES[0]}"):
-            num_rows, num_bytes = record.shape
-            shapes[name.removesuffix(BYTES[0]) + _WEIGHT[1:]] = (num_rows, 2 * num_bytes)
+            *rows, num_bytes = record.shape
+            layer = name.removesuffix(f".{BYTES[0]}")
+            # A stack of experts is a parameter itself, and no layer that has one.
+            shapes[layer if len(rows) > 1 else layer + _WEIGHT] = (*rows, 2 * num_bytes)
     return shapes
 
 
@@ -55,5 +57,6 @@ def read_stored(path: Path, manifest: Manifest, weights: Iterable[str]) -> dict[
     return read
 
 
-def _is_bytes(name: str) -> bool:
+def is_of_nf4(name: str) -> bool:
+    """Returns whether a name is that of a tensor that holds a part of a weight in NF4."""
     return name.rpartition(".")[2] in BYTES

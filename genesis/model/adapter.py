@@ -30,6 +30,7 @@ from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
 from genesis.model.language_model import LanguageModel
 from genesis.model.nf4 import BLOCK, BYTES, Nf4Linear, Nf4Weight, dequantise
+from genesis.model.nf4_experts import Nf4Experts
 from genesis.model.part import ADAPTERS, MATRICES, VECTORS, ParameterGroup, Part, check_counts
 from genesis_callbacks.base.local_shards import local_shards
 
@@ -314,7 +315,8 @@ def attach_adapters(
         plain = decoder.get_submodule(name)
         assert isinstance(plain, Experts)
         targets = tuple(target for target in STACKS if f"{name}.{target}" in stacks)
-        experts = AdaptedExperts(plain, targets, rank=config.rank, scaling=config.scaling)
+        kind = Nf4Experts if isinstance(plain, Nf4Experts) else AdaptedExperts
+        experts = kind(plain, targets, rank=config.rank, scaling=config.scaling)
         decoder.set_submodule(name, experts)
         adapted |= {f"{name}.{target}": adapter for target, adapter in experts.list_adapters().items()}
     for extra in config.also_train:
@@ -330,7 +332,7 @@ def use_format(decoder: LanguageModel, base: BaseFormat) -> None:
 
 
 def use_nf4(decoder: LanguageModel) -> None:
-    """Replaces the linear layers of the blocks by layers of bytes, whose values a restore must give, in place.
+    """Replaces the linear layers and the experts of the blocks by bytes, whose values a restore must give, in place.
 
     Raises:
         UserError: A layer cannot be in NF4.
@@ -338,23 +340,30 @@ def use_nf4(decoder: LanguageModel) -> None:
     check_nf4(decoder)
     for name, layer in find_linears(decoder).items():
         decoder.set_submodule(name, Nf4Linear(layer))
+    for name, experts in {stack.rpartition(".")[0]: one for stack, one in find_stacks(decoder).items()}.items():
+        decoder.set_submodule(name, Nf4Experts(experts))
 
 
 def check_nf4(decoder: LanguageModel) -> None:
     """Refuses a decoder that cannot have its linear layers in NF4.
 
     Raises:
-        UserError: The width of a layer is no multiple of the block, or there are routed experts.
+        UserError: The width of a layer is no multiple of the block.
     """
-    remedy = "import it with --dtype bfloat16"
-    for name, layer in find_linears(decoder).items():
-        if layer.in_features % BLOCK:
+    for name in list_nf4_weights(decoder):
+        width = decoder.get_parameter(name).shape[-1]
+        if width % BLOCK:
             raise UserError(
-                f"NF4 takes widths that are multiples of {BLOCK}, and {name} reads {layer.in_features}: {remedy}"
+                f"NF4 takes widths that are multiples of {BLOCK}, and {name.removesuffix('.weight')} reads {width}: "
+                "import it with --dtype bfloat16"
             )
-    stack = next(iter(find_stacks(decoder)), None)
-    if stack is not None:
-        raise UserError(f"NF4 takes linear layers, and {stack} is a stack of routed experts: {remedy}")
+
+
+def list_nf4_weights(decoder: LanguageModel) -> list[str]:
+    """Returns the names of the weights that a base in NF4 has in 4 bits: linear layers of the blocks, and experts."""
+    stacks = {stack.rpartition(".")[0]: stack.rpartition(".")[2] for stack in find_stacks(decoder)}
+    of_experts = [f"{experts}.{name}" for experts in stacks for names in STACKS.values() for name in names]
+    return [f"{name}.weight" for name in find_linears(decoder)] + of_experts
 
 
 @contextmanager
@@ -380,7 +389,9 @@ def read_plain_state(decoder: nn.Module) -> dict[str, Tensor]:
     layers = {name: module for name, module in decoder.named_modules() if isinstance(module, Nf4Weight)}
     held = {f"{name}.{tensor}" for name in layers for tensor in BYTES}
     state = {name: tensor for name, tensor in decoder.state_dict().items() if name not in held}
-    return state | {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    return state | {
+        f"{name}.weight" if isinstance(one, nn.Linear) else name: one.weight for name, one in layers.items()
+    }
 
 
 def select_layers(decoder: LanguageModel, config: AdapterConfig) -> dict[str, nn.Linear]:

@@ -413,7 +413,7 @@ class Decoder(LanguageModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         refuse_body(config)
-        super().__init__(config.num_layers)
+        super().__init__(config.num_layers, config.max_seq_len)
         self.config = config
         self._mixers = config.list_mixers()
         mixers = {layer: mixer for mixer, layers in self._mixers for layer in layers}

@@ -137,28 +137,34 @@ class AdaptedExperts(Experts):
 
     def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
         """Returns the outputs of the base plus the adapters' updates; see `Experts.forward`."""
-        if not self.is_on:
-            return super().forward(rows, counts)
-        rows = rows.to(self.find_dtype(rows.device)).contiguous()
-        is_grouped = self._is_grouped(rows)
-        gate, up, down = (_local(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down))
-        gated = multiply_by_expert(rows, gate, counts, is_grouped)
-        upped = multiply_by_expert(rows, up, counts, is_grouped)
-        if self.gate_up_adapter is not None:
-            to_gate, to_up = self._adapt(self.gate_up_adapter, rows, counts).chunk(2, dim=1)
+        return self._run(rows, counts, self.list_adapters()) if self.is_on else super().forward(rows, counts)
+
+    def _run(
+        self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"], adapters: Mapping[str, ExpertAdapter]
+    ) -> Float[Tensor, "N D"]:
+        rows = rows.to(self.find_dtype(rows)).contiguous()
+        gated, upped = (self._multiply_stack(name, rows, counts) for name in STACKS[GATE_UP])
+        if GATE_UP in adapters:
+            to_gate, to_up = self._adapt(adapters[GATE_UP], rows, counts).chunk(2, dim=1)
             gated, upped = gated + to_gate, upped + to_up
         inner = _swiglu(gated, upped)
-        out = multiply_by_expert(inner, down, counts, is_grouped)
-        return out if self.down_adapter is None else out + self._adapt(self.down_adapter, inner, counts)
+        out = self._multiply_stack(DOWN, inner, counts)
+        return out + self._adapt(adapters[DOWN], inner, counts) if DOWN in adapters else out
+
+    def _multiply_stack(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Returns each row times its expert's matrix in a stack of the base."""
+        weight = _local(getattr(self, name)).to(rows.dtype)
+        return multiply_by_expert(rows, weight, counts, self.is_grouped(rows))
 
     def _adapt(self, adapter: ExpertAdapter, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the update of an adapter, computed in the dtype of the adapter unless autocast gives another."""
         is_cast = torch.is_autocast_enabled(rows.device.type)
         wide = rows if is_cast else rows.to(adapter.lora_A.dtype)
-        update: Tensor = adapter(wide, counts, self._is_grouped(wide))
+        update: Tensor = adapter(wide, counts, self.is_grouped(wide))
         return update.to(rows.dtype)
 
-    def _is_grouped(self, rows: Tensor) -> bool:
+    def is_grouped(self, rows: Tensor) -> bool:
+        """Returns whether one kernel computes the products of all experts."""
         return self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, rows.dtype, self.gate))
 
 
@@ -240,7 +246,8 @@ def _(rows: Tensor, weight: Tensor, counts: Tensor, is_grouped: bool) -> Tensor:
 
 
 @torch.library.custom_op("genesis::multiply_by_expert_rows_backward", mutates_args=())
-def _backward_rows(grad: Tensor, weight: Tensor, counts: Tensor, is_grouped: bool) -> Tensor:
+def backward_rows(grad: Tensor, weight: Tensor, counts: Tensor, is_grouped: bool) -> Tensor:
+    """Returns the gradient of the rows of `multiply_by_expert`, by that of its result."""
     grad = grad.contiguous()
     if is_grouped:
         ends = find_ends(counts)
@@ -248,7 +255,7 @@ def _backward_rows(grad: Tensor, weight: Tensor, counts: Tensor, is_grouped: boo
     return _loop(grad, weight, counts)
 
 
-@_backward_rows.register_fake
+@backward_rows.register_fake
 def _(grad: Tensor, weight: Tensor, counts: Tensor, is_grouped: bool) -> Tensor:
     return grad.new_empty(len(grad), weight.shape[2])
 
@@ -294,7 +301,7 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, weight, counts = ctx.saved_tensors
     return (
-        None if weight is None else _backward_rows(grad, weight, counts, ctx.is_grouped),
+        None if weight is None else backward_rows(grad, weight, counts, ctx.is_grouped),
         None if rows is None else _backward_weight(grad, rows, counts, ctx.is_grouped),
         None,
         None,

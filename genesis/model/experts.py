@@ -7,6 +7,7 @@ one. Both are one operator for autograd and torch.compile, so that a compiled bl
 which the host must know for a loop.
 """
 
+import math
 from typing import Any, Final, Literal
 
 import torch
@@ -70,12 +71,12 @@ class Experts(Part):
         return 6 * self._count_weights(self.num_active)
 
     def _count_weights(self, num_experts: int) -> int:
-        return num_experts * sum(weight[0].numel() for weight in (self.gate, self.up, self.down))
+        return num_experts * sum(math.prod(weight.shape[1:]) for weight in (self.gate, self.up, self.down))
 
-    def find_dtype(self, device: torch.device) -> torch.dtype:
-        """Returns the dtype of the products: that of autocast, or the weights' own."""
-        is_cast = torch.is_autocast_enabled(device.type)
-        return torch.get_autocast_dtype(device.type) if is_cast else self.gate.dtype
+    def find_dtype(self, x: Tensor) -> torch.dtype:
+        """Returns the dtype of the products of rows like `x`: that of autocast, or the weights' own."""
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        return torch.get_autocast_dtype(x.device.type) if is_cast else self.gate.dtype
 
     def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
         """Returns the experts' outputs for rows that are sorted by expert.
@@ -84,7 +85,7 @@ class Experts(Part):
             rows: The inputs. Rows behind those of the last expert belong to no expert; their outputs are zeros.
             counts: The number of rows of each expert.
         """
-        dtype = self.find_dtype(rows.device)
+        dtype = self.find_dtype(rows)
         is_grouped = self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, dtype, self.gate))
         held = [
             weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.gate, self.up, self.down)

@@ -34,13 +34,15 @@ class LanguageModel(nn.Module, ABC):
         copies: The names of parameters of which another rank holds the same, so that it is not counted twice.
         softcap: The bound c of logits, which are then `c * tanh(hidden @ output_weight.T / c)`; None without a bound.
         router_names: The last names of linear layers that choose experts, which get no adapters.
+        max_seq_len: The longest context in tokens.
     """
 
     softcap: float | None = None
     router_names: Sequence[str] = ("router",)
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_seq_len: int) -> None:
         super().__init__()
+        self.max_seq_len = max_seq_len
         self.blocks_elsewhere: dict[int, Any] = {}
         self.copies: frozenset[str] = frozenset()
         self.groups: Sequence[range] = [range(num_blocks)]

@@ -127,7 +127,7 @@ def _apply_token_losses(
     return losses
 
 
-def _bound(logits: Tensor, softcap: float | None) -> Tensor:
+def bound_logits(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns the logits within the bound, in float32, or unchanged without one."""
     return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
@@ -183,7 +183,7 @@ class _SumCrossEntropy(torch.autograd.Function):
                 continue
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
-            logits = _bound(chunk @ low_weight.t(), softcap)
+            logits = bound_logits(chunk @ low_weight.t(), softcap)
             probs, log_normaliser = normalise(logits)
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
             if grad_hidden is None:
@@ -227,7 +227,7 @@ class _TokenLosses(torch.autograd.Function):
         is_fused = softcap is None and _is_fused(kind_of(hidden.device))
         for run in split_chunks(len(labels), weight):
             target = labels[run, None]
-            logits = _bound(hidden[run].to(dtype) @ low_weight.t(), softcap)
+            logits = bound_logits(hidden[run].to(dtype) @ low_weight.t(), softcap)
             if is_fused:
                 losses[run] = fuse(lose_rows)(logits, target).squeeze(1)
                 continue
@@ -265,7 +265,7 @@ class _TokenLosses(torch.autograd.Function):
                     continue
                 is_ignored = target == IGNORE_INDEX
                 target = target.masked_fill(is_ignored, 0)
-                logits = _bound(chunk @ low_weight.t(), ctx.softcap)
+                logits = bound_logits(chunk @ low_weight.t(), ctx.softcap)
                 probs, _ = normalise(logits)
                 # d(-log p)/d(logits) = softmax - onehot. The factors come before the cast: in float16 their product
                 # with the scale of a loss may be all that keeps a gradient from being 0.

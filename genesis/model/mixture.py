@@ -350,7 +350,7 @@ class Mixture(FeedForward):
         tokens = x.flatten(0, -2)
         order = sort_by_expert(routing.experts, self.config.num_experts)
         # Cast before the copies are made, not after.
-        rows = spread(tokens.to(self.experts.find_dtype(x.device)), order)
+        rows = spread(tokens.to(self.experts.find_dtype(x)), order)
         if self.exchange is None:
             made = self.experts(rows, order.counts)
             shared = self._run_shared(x)

@@ -1,11 +1,13 @@
 """Frozen weights in 4 bits (NF4): linear layers whose weight is four tensors of bytes, and their products.
 
-O  output width     I  input width, a multiple of 64
+O  output width     I  input width, a multiple of 64     G  experts, whose weights are a stack
 
 packed      uint8 [O, I / 2]     two codes a byte, the first in the high bits; a code names one of 16 values
 scales      uint8 [O, I / 64]    one code for each block of 64 weights of a row: its largest magnitude, less `offset`
 scale_max   uint8 [N, 4]         the largest magnitude of each 256 scales, float32 as bytes
 offset      uint8 [1, 4]         the mean of all scales, float32 as bytes
+
+Those of a stack have its first dimension, too; scales of scales and the offset are of all its weights.
 
 Codes, blocks and values are those of bitsandbytes' NF4 with double quantisation. The tensors are plain bytes: digests,
 sharding by rows, saves and resumes treat them as they treat any other tensor, and no cast of a module can round them.
@@ -15,6 +17,7 @@ References:
     Dettmers et al., QLoRA, arXiv:2305.14314. Dettmers et al., 8-bit Optimizers, arXiv:2110.02861 (the scales' codes).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
@@ -74,25 +77,29 @@ def _list_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 # ---- from weights to bytes
 
 
-def list_shapes(out_features: int, in_features: int) -> dict[str, tuple[int, int]]:
-    """Returns the shapes of the four tensors that hold a weight [out_features, in_features]."""
-    num_blocks = out_features * (in_features // BLOCK)
+def list_shapes(*sizes: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the four tensors that hold a weight [O, I], or a stack of weights [G, O, I]."""
+    *rows, in_features = sizes
+    num_blocks = math.prod(rows) * (in_features // BLOCK)
     return {
-        "packed": (out_features, in_features // 2),
-        "scales": (out_features, in_features // BLOCK),
+        "packed": (*rows, in_features // 2),
+        "scales": (*rows, in_features // BLOCK),
         "scale_max": (-(-num_blocks // _NESTED), 4),
         "offset": (1, 4),
     }
 
 
-def quantise(weight: Float[Tensor, "O I"]) -> dict[str, UInt8[Tensor, "..."]]:
-    """Returns the four tensors of bytes that hold a weight. Each code is the nearest one.
+def quantise(weight: Float[Tensor, "*G O I"]) -> dict[str, UInt8[Tensor, "..."]]:
+    """Returns the four tensors of bytes that hold a weight, or a stack of them. Each code is the nearest one.
 
     Raises:
         ValueError: The width is no multiple of the block, or a weight is not finite.
     """
-    if weight.ndim != 2 or weight.shape[1] % BLOCK:
+    if weight.ndim not in (2, 3) or weight.shape[-1] % BLOCK:
         raise ValueError(f"{tuple(weight.shape)} is no matrix whose width is a multiple of {BLOCK}")
+    if weight.ndim == 3:  # one matrix of all rows
+        held = quantise(weight.flatten(0, 1))
+        return {name: held[name].view(shape) for name, shape in list_shapes(*weight.shape).items()}
     shapes = list_shapes(*weight.shape)
     packed = torch.empty(shapes["packed"], dtype=torch.uint8)
     largest = torch.empty(shapes["scales"], dtype=torch.float32)
@@ -128,14 +135,14 @@ def _encode(blocks: Tensor, code: tuple[float, ...]) -> tuple[Tensor, Tensor]:
 # ---- from bytes to weights
 
 
-def dequantise(tensors: Mapping[str, UInt8[Tensor, "..."]], dtype: torch.dtype) -> Float[Tensor, "O I"]:
+def dequantise(tensors: Mapping[str, UInt8[Tensor, "..."]], dtype: torch.dtype) -> Float[Tensor, "*G O I"]:
     """Returns the weight that four tensors hold, by their names in `BYTES`; float32 arithmetic, cast once."""
     weight: Tensor = torch.ops.genesis.nf4_weight(*(tensors[name] for name in BYTES), dtype)
     return weight
 
 
-def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) -> Float[Tensor, "rows I"]:
-    """Returns some rows of the weight that four tensors hold, float32, in the memory of these rows."""
+def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) -> Float[Tensor, "..."]:
+    """Returns rows of a weight, or weights of a stack, held by four tensors: float32, and no others in memory."""
     pairs, code = _list_tables(tensors["packed"].device)
     largest = _read_largest(tensors["scales"], tensors["scale_max"], tensors["offset"], code)
     return _scale(tensors["packed"][rows], largest[rows], pairs, torch.float32)
@@ -162,7 +169,7 @@ def _dequantise(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tenso
 
 def allocate_weight(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns an empty tensor like the weight that four tensors hold."""
-    return packed.new_empty((len(packed), 2 * packed.shape[1]), dtype=dtype)
+    return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
 
 
 _define(f"nf4_weight({_BYTES}, ScalarType dtype)", _dequantise, allocate_weight)
@@ -191,7 +198,7 @@ def _read_largest(scales: Tensor, scale_max: Tensor, offset: Tensor, code: Tenso
 def _scale(packed: Tensor, largest: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     # One look-up of 8 bytes for each byte, in the place of two shifts and two look-ups of 4.
     values = torch.nn.functional.embedding(packed.int(), pairs)
-    return (values.view(-1, BLOCK) * largest.view(-1, 1)).view(len(packed), -1).to(dtype)
+    return (values.view(-1, BLOCK) * largest.reshape(-1, 1)).view(*packed.shape[:-1], -1).to(dtype)
 
 
 # ---- products
@@ -239,8 +246,14 @@ class Nf4Weight(nn.Module):
     scale_max: nn.Parameter
     offset: nn.Parameter
 
+    def hold_bytes(self, *sizes: int, device: torch.device) -> None:
+        """Registers the four tensors that hold a weight, or a stack, of these sizes, without values."""
+        for name, shape in list_shapes(*sizes).items():
+            empty = torch.empty(shape, dtype=torch.uint8, device=device)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
     @property
-    def weight(self) -> Float[Tensor, "O I"]:
+    def weight(self) -> Float[Tensor, "*G O I"]:
         """The weight, computed again in float32."""
         return dequantise({name: getattr(self, name) for name in BYTES}, torch.float32)
 
@@ -252,22 +265,10 @@ class Nf4Weight(nn.Module):
         return out if bias is None else out + bias.to(out.dtype)
 
 
-class Nf4Linear(Nf4Weight, nn.Linear, Part):  # type: ignore[override]  # no parameter `weight`
-    """A frozen linear layer whose weight is four tensors of bytes.
-
-    Args:
-        layer: The layer whose place it takes, for its shape, its device and its bias.
-    """
+class Nf4Part(Nf4Weight, Part):
+    """A frozen part whose weight is four tensors of bytes."""
 
     draws_random_numbers = False
-
-    def __init__(self, layer: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = layer.bias
-        for name, shape in list_shapes(self.out_features, self.in_features).items():
-            empty = torch.empty(shape, dtype=torch.uint8, device=layer.weight.device)
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def init_weights(self, initial: InitialValues) -> None:
         """Refuses: a weight of bytes has no initial values.
@@ -283,8 +284,22 @@ class Nf4Linear(Nf4Weight, nn.Linear, Part):  # type: ignore[override]  # no par
 
     @property
     def flops_per_token(self) -> int:
-        """0: the part around this layer counts the weight."""
+        """0: the part around this one counts the weight."""
         return 0
+
+
+class Nf4Linear(Nf4Part, nn.Linear):  # type: ignore[override]  # no parameter `weight`
+    """A frozen linear layer whose weight is four tensors of bytes.
+
+    Args:
+        layer: The layer whose place it takes, for its shape, its device and its bias.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias
+        self.hold_bytes(self.out_features, self.in_features, device=layer.weight.device)
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns `x W' + b`."""

@@ -48,6 +48,23 @@ def check_optimizer_offload(run: RunOptions, share: float) -> None:
         )
 
 
+def check_has_plain_experts(run: RunOptions, num_ranks: int) -> None:
+    """Checks that ranks can share the experts of a run's base.
+
+    Args:
+        run: The run.
+        num_ranks: `expert_parallel`, at least 2.
+
+    Raises:
+        UserError: They are in NF4.
+    """
+    if run.has_nf4:
+        raise UserError(
+            f"expert_parallel is {num_ranks}, and the base is in NF4, whose experts have scales in common: set it to "
+            "1, and shard the model by FSDP2 alone"
+        )
+
+
 def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, context_ranks: int = 1) -> None:
     """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
 

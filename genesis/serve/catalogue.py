@@ -15,7 +15,7 @@ from genesis.generate.checkpoint_reference import LATEST, Reference, read_refere
 from genesis.huggingface.directory import PROOF_NAME, is_export
 from genesis.huggingface.peft import CONFIG_NAME as ADAPTER_NAME
 from genesis.huggingface.peft import is_adapter_export, read_peft_config
-from genesis.huggingface.shape import find_family
+from genesis.huggingface.shape import find_names
 from genesis.model.recipe import build_decoder_config
 from genesis.serve.errors import ApiError
 from genesis_callbacks.base.manifest import read_committed_hash
@@ -211,7 +211,7 @@ class _Adapter:
             decoder = build_decoder_config(
                 (manifest.recipe.get("model") or {}).get("decoder"), where=f"the recipe in {base}"
             )
-            read_peft_config(self._path, find_family(decoder))
+            read_peft_config(self._path, find_names(decoder))
             return
         found, wanted = read_manifest(self._path).base, read_committed_hash(base)
         if found is None or found.manifest_hash != wanted:

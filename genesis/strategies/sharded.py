@@ -26,6 +26,7 @@ from genesis.objectives.objective import Head, HeadResult, Objective, prepare
 from genesis.objectives.run_options import (
     RunOptions,
     check_context_share,
+    check_has_plain_experts,
     check_optimizer_offload,
     check_pipeline,
     check_tensor_share,
@@ -238,6 +239,7 @@ class Sharded(ModelParallelStrategy):
                 f"another library ({type(run.decoder.body).__name__}): set it to 1, and shard the model by FSDP2 alone"
             )
         if degrees.ep > 1:
+            check_has_plain_experts(run, degrees.ep)
             check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)

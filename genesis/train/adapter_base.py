@@ -10,8 +10,8 @@ from torch import Tensor
 from genesis.base.errors import UserError, check_is_named
 from genesis.generate.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.huggingface.peft import fingerprint, read_adapters
-from genesis.huggingface.shape import find_family
-from genesis.huggingface.stored import list_nf4_tensors
+from genesis.huggingface.shape import find_names
+from genesis.huggingface.stored import is_of_nf4, list_nf4_tensors
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, BaseFormat, attach_adapters
 from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
@@ -103,10 +103,13 @@ def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) 
     path = reference.find_checkpoint(level="quick")
     found = read_committed_hash(path)
     if found != recorded.manifest_hash:
+        was_nf4 = any(is_of_nf4(name) for name in recorded.names)
+        kind = "in NF4" if was_nf4 else "not in NF4"
+        other = f" {kind}" if bool(list_nf4_tensors(read_manifest(path))) != was_nf4 else ""
         raise UserError(
             f"model.adapter.base is {path} with manifest {found[:_HASH_SHOWN]}, and the adapters in {continued} belong "
-            f"to the base {recorded.path} with manifest {recorded.manifest_hash[:_HASH_SHOWN]}: give that base, or "
-            "train new adapters in another run_dir"
+            f"to the base {recorded.path}{other} with manifest {recorded.manifest_hash[:_HASH_SHOWN]}: give that base, "
+            "or train new adapters in another run_dir"
         )
     return path
 
@@ -123,7 +126,7 @@ def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: Adapt
         decoder = build_model(decoder_config)
         attach_adapters(decoder, config, base.format)
     shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
-    family = find_family(decoder_config)
+    family = find_names(decoder_config)
     made = fingerprint(read_manifest(base.path), DECODER_PREFIX)
     return read_adapters(Path(config.start), config, family, shapes=shapes, base_fingerprint=made)
 

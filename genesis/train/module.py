@@ -181,16 +181,14 @@ class GenesisModule(pl.LightningModule):
                 "length: remove it"
             )
 
-    def configure_model(self) -> None:
-        """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
+    def build_decoder(self) -> LanguageModel:
+        """Returns the model with its adapters on the meta device, as each rank builds it.
 
-        Lightning does not report here whether a restore follows; `is_restored` does.
+        Raises:
+            UserError: The model cannot be built, cannot have the adapters, or does not fit the objective.
         """
-        if self.decoder is not None:
-            return
         with torch.device("meta"):
             decoder = build_model(self.decoder_config)
-            decoder.attention_kernel = self.attention
             if decoder.softcap is not None and not self.objective.bounds_logits:
                 raise UserError(
                     f"the model bounds its logits by {decoder.softcap:g}, which the losses of "
@@ -200,6 +198,17 @@ class GenesisModule(pl.LightningModule):
                 attach_adapters(decoder, self.adapter_config, self.base_format)
             else:
                 use_format(decoder, self.base_format)
+        return decoder
+
+    def configure_model(self) -> None:
+        """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
+
+        Lightning does not report here whether a restore follows; `is_restored` does.
+        """
+        if self.decoder is not None:
+            return
+        decoder = self.build_decoder()
+        decoder.attention_kernel = self.attention
 
         def wrap() -> None:
             if self.float8 is not None:

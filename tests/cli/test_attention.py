@@ -100,6 +100,8 @@ def test_the_best_kernel_runs_and_one_line_has_the_reasons_against_better_ones(l
         f"attention runs by mask; not by fa4: {old.format('9.0')}; not by flex: {old.format('8.0')}; not by flash: "
         f"{old.format('8.0')}"
     )
+    assert resolve_attention("auto", HOPPER, None, is_shown=False) == "flex"
+    assert lines == [], "a model of another library attends by itself"
     assert resolve_attention("auto", CPU, None) == "flash"
     assert lines == [], "a CPU has no better kernel"
 

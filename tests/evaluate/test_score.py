@@ -13,8 +13,10 @@ from genesis.evaluate import score
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
+from genesis.model.language_model import LanguageModel
 from tests.linear_faults import FORWARD_FAULTS
 from tests.mixtures import LINEAR, MIXTURES, build_sharp, mix
+from tests.model.foreign.models import configure, make_theirs, wrap
 from tests.tiny_runs import SHAPE, build_decoder
 
 VOCAB_SIZE = 40
@@ -44,7 +46,7 @@ def draw(chooser: random.Random, length: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def score_slowly(decoder: Decoder, request: Request) -> Score:
+def score_slowly(decoder: LanguageModel, request: Request) -> Score:
     logits = decoder(torch.tensor([request.context + request.continuation[:-1]]))[0]
     logprobs = logits[len(request.context) - 1 :].log_softmax(dim=-1)
     asked = torch.tensor(request.continuation)
@@ -53,14 +55,14 @@ def score_slowly(decoder: Decoder, request: Request) -> Score:
 
 
 @torch.no_grad()
-def continue_greedily(decoder: Decoder, context: tuple[int, ...], length: int) -> tuple[int, ...]:
+def continue_greedily(decoder: LanguageModel, context: tuple[int, ...], length: int) -> tuple[int, ...]:
     ids = list(context)
     for _ in range(length):
         ids.append(int(decoder(torch.tensor([ids]))[0, -1].argmax()))
     return tuple(ids[len(context) :])
 
 
-def make_requests(decoder: Decoder) -> list[Request]:
+def make_requests(decoder: LanguageModel) -> list[Request]:
     """Contexts alone, with short and long common beginnings, one the beginning of another; continuations likewise."""
     chooser = random.Random(0)
     head = draw(chooser, 2 * MIN_HEAD_TOKENS)
@@ -99,6 +101,16 @@ def test_mixtures_and_linear_layers_are_scored_like_one_forward_for_each_request
     other = build_sharp(mix(decoder.config, name))
     requests = make_requests(other)[::2]
     check(Scorer(other, 200).score(requests), [score_slowly(other, request) for request in requests])
+
+
+@pytest.mark.parametrize(("kind", "documents"), [("gemma2", "packed"), ("llama", "rows")])
+def test_a_model_of_transformers_is_scored_without_a_cache(kind: str, documents: str) -> None:
+    other = wrap(make_theirs(configure(kind, max_position_embeddings=256)), documents=documents).eval()
+    requests = make_requests(other)[::2]
+    wanted = [score_slowly(other, request) for request in requests]
+    num_scored: list[int] = []
+    check(Scorer(other, 200).score(requests, num_scored.append), wanted)
+    assert sum(num_scored) == len(set(requests))
 
 
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)

@@ -5,15 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from genesis.base.errors import RunEndedError, UserError
 from genesis.export import foreign
+from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.foreign import import_foreign
+from genesis.generate.load import load_decoder
+from genesis.model.adapter import AdapterConfig
 from genesis.model.recipe import build_decoder_config
+from genesis.train.adapter_base import find_adapter_base, read_start
 from genesis_callbacks.base.manifest import read_manifest
 from tests.model.foreign.models import configure, make_theirs
+from tests.tiny_runs import save_adapted
 
 
 @pytest.mark.parametrize(("kind", "documents"), [("gemma3_text", "packed"), ("granite", "packed"), ("falcon", "rows")])
@@ -33,6 +39,43 @@ def test_a_model_comes_back_with_every_tensor_and_its_logits(tmp_path: Path, kin
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.state_dict().items())
     ids = torch.arange(20)[None]
     torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.each
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("phi3", {"rank": 4, "include": ["*.qkv_proj", "*.down_proj"]}),
+        ("gpt_oss", {"rank": 2, "dora": True, "include": ["*.1.*.o_proj"]}),
+    ],
+)
+def test_peft_loads_adapters_beside_a_model_of_transformers(tmp_path: Path, kind: str, adapter: dict[str, Any]) -> None:
+    make_theirs(configure(kind)).save_pretrained(tmp_path / "theirs")
+    import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    base = tmp_path / "run/checkpoints/step-00000000"
+    model = load_decoder(base, allows_body=True).model
+    shape = {
+        **dict.fromkeys(("num_heads", "num_kv_heads", "ffn_dim")),
+        **read_manifest(base).recipe["model"]["decoder"],
+    }
+    tuned = save_adapted(tmp_path / "tuned/checkpoints", base, model, {}, shape=shape, **adapter)
+    proof = export_adapter(tuned, tmp_path / "out", AdapterExportOptions(base_name=str(tmp_path / "theirs")))
+    assert proof["logits"]["largest_change_by_the_adapters"] > 100 * proof["logits"]["tolerance"]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    adapted: Any = PeftModel.from_pretrained(theirs, str(tmp_path / "out")).eval()
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        ours = load_decoder(tuned, allows_body=True).model(ids)
+        torch.testing.assert_close(ours, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    found = find_adapter_base(str(base), None)
+    again = AdapterConfig(start=str(tmp_path / "out"), **adapter)
+    config = build_decoder_config(shape, "the manifest")
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in read_start(again, config, found).items())
+    (tmp_path / "theirs/config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=f"a model of type llama, and the adapters fit one of type {kind}"):
+        export_adapter(tuned, tmp_path / "no", AdapterExportOptions(base_name=str(tmp_path / "theirs")))
 
 
 def test_a_directory_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from genesis.base.errors import RunEndedError, UserError
 from genesis.export import importing
@@ -117,6 +117,31 @@ def test_peft_has_the_logits_of_adapters_beside_the_exported_base(base: Path, tu
 
 
 @pytest.mark.slow
+def test_experts_in_4_bits_are_proved_and_their_adapters_are_merged(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    theirs: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**sizes, **heads, **experts))
+    theirs.save_pretrained(tmp_path / "theirs")
+    proof = import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False, is_nf4=True)
+    assert proof["weights"]["num_quantised"] > 2 * 4 * 3 * 64 * 64, "experts and linear layers"
+    checkpoint = tmp_path / "run/checkpoints/step-00000000"
+    records = read_manifest(checkpoint).tensors
+    assert records["model.decoder.blocks.0.feed_forward.experts.down.packed"].shape == (4, 64, 32)
+    assert records["model.decoder.blocks.0.feed_forward.router.weight"].torch_dtype == torch.float32
+    decoder = load_decoder(checkpoint).decoder
+    adapter = {"rank": 4, "alpha": 8.0, "include_experts": ["*"]}
+    shape = dict.fromkeys(("num_heads", "num_kv_heads", "ffn_dim")) | dump_decoder_config(decoder.config)
+    tuned = save_adapted(tmp_path / "tuned/checkpoints", checkpoint, decoder, {}, shape=shape, **adapter)
+    merged = export_checkpoints([tuned], tmp_path / "merged", ExportOptions(is_merged=True))
+    assert merged["adapters"]["largest_difference"] <= merged["adapters"]["tolerance"]
+    export_checkpoints([checkpoint], tmp_path / "base", ExportOptions())
+    peft = export_adapter(tuned, tmp_path / "peft", AdapterExportOptions(base_name=str(tmp_path / "base")))
+    assert peft["logits"]["largest_change_by_the_adapters"] > 100 * peft["logits"]["tolerance"]
+
+
+@pytest.mark.slow
 def test_adapters_of_one_format_of_a_base_are_refused_beside_another(
     model: Path, base: Path, tuned: Path, tmp_path: Path
 ) -> None:
@@ -127,8 +152,10 @@ def test_adapters_of_one_format_of_a_base_are_refused_beside_another(
     own = find_adapter_base(str(base), None)
     assert read_start(config, load_decoder(base).decoder.config, own)
     other = find_adapter_base(str(tmp_path / "plain"), None)
-    with pytest.raises(UserError, match="give the base that they belong to"):
+    with pytest.raises(UserError, match=r"beside a base in NF4 with .*: give the base that they belong to"):
         read_start(config, load_decoder(base).decoder.config, other)
+    with pytest.raises(UserError, match=r"belong to the base \S+ in NF4 with manifest .*: give that base"):
+        find_adapter_base(str(tmp_path / "plain"), tuned)
 
 
 def test_a_width_that_has_no_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:

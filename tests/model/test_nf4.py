@@ -1,5 +1,6 @@
 """Weights in NF4: the nearest codes, exact products, and bytes alone between them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from torch.nn.functional import linear
 from genesis.base.errors import UserError
 from genesis.model.adapter import (
     BASE_FORMATS,
-    AdaptedNf4Linear,
     AdapterConfig,
     BaseFormat,
     adapters_off,
     attach_adapters,
     init_adapters,
+    list_nf4_weights,
     read_plain_state,
     use_nf4,
 )
@@ -33,6 +34,7 @@ VALUES = (
 SHAPE = DecoderConfig(
     vocab_size=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, max_seq_len=32, dropout=0.0
 )
+MIXTURE = replace(SHAPE, ffn_dim=None, feed_forward=MixtureConfig(num_experts=4, top_k=2, ffn_dim=64))
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
@@ -55,10 +57,11 @@ def quantised(decoder: Decoder, config: AdapterConfig | None, base: BaseFormat =
     else:
         attach_adapters(other, config, base)
     plain = decoder.state_dict()
-    layers = {name for name, module in other.named_modules() if isinstance(module, Nf4Linear | AdaptedNf4Linear)}
-    state = {name: tensor for name, tensor in plain.items() if name.removesuffix(".weight") not in layers}
-    for name in layers:
-        state |= {f"{name}.{tensor}": held for tensor, held in quantise(plain[f"{name}.weight"]).items()}
+    weights = list_nf4_weights(decoder)
+    state = {name: tensor for name, tensor in plain.items() if name not in weights}
+    for name in weights:
+        held = quantise(plain[name])
+        state |= {f"{name.removesuffix('.weight')}.{tensor}": values for tensor, values in held.items()}
     other.load_state_dict(state, strict=False)
     if config is not None:
         init_adapters(other, seed=0)
@@ -106,6 +109,9 @@ def test_rows_alone_are_the_rows_of_the_whole() -> None:
     held = quantise(draw(70, 128))
     whole = dequantise(held, torch.float32)
     assert torch.equal(dequantise_rows(held, slice(13, 41)), whole[13:41])
+    stack = quantise(draw(5, 14, 128))
+    assert torch.equal(dequantise(stack, torch.float32), whole.view(5, 14, 128))
+    assert torch.equal(dequantise_rows(stack, slice(1, 3)), whole.view(5, 14, 128)[1:3])
 
 
 def test_the_number_of_threads_changes_no_byte() -> None:
@@ -190,13 +196,25 @@ def test_the_compiled_weight_has_the_bits_of_the_eager_one() -> None:
 # ---- decoders
 
 
-@pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"dora": True, "dropout": 0.2}], ids=["lora", "dora", "drop"])
-def test_adapters_beside_bytes_train_as_beside_the_dequantised_weights(adapter: dict[str, Any]) -> None:
-    decoder = Decoder(SHAPE)
+@pytest.mark.parametrize(
+    ("adapter", "shape"),
+    [
+        ({}, SHAPE),
+        ({"dora": True}, SHAPE),
+        ({"dora": True, "dropout": 0.2}, SHAPE),
+        ({}, MIXTURE),
+        ({"include_experts": ("*",), "exclude": ()}, MIXTURE),
+    ],
+    ids=["lora", "dora", "drop", "experts", "adapted-experts"],
+)
+def test_adapters_beside_bytes_train_as_beside_the_dequantised_weights(
+    adapter: dict[str, Any], shape: DecoderConfig
+) -> None:
+    decoder = Decoder(shape)
     decoder.init_weights(3)
-    config = AdapterConfig(rank=4, exclude=("*.down",), **adapter)
+    config = AdapterConfig(**{"rank": 4, "exclude": ("*.down",), **adapter})
     ours = quantised(decoder, config, BaseFormat(is_nf4=True))
-    theirs = Decoder(SHAPE)
+    theirs = Decoder(shape)
     attach_adapters(theirs, config)
     plain = read_plain_state(ours)
     theirs.load_state_dict(plain)
@@ -243,8 +261,8 @@ def test_linear_layers_of_the_blocks_are_bytes_and_nothing_else_is() -> None:
     [
         ({"dim": 96}, "widths that are multiples of 64, and blocks.0.attention.query reads 96"),
         (
-            {"ffn_dim": None, "feed_forward": MixtureConfig(num_experts=4, top_k=2, ffn_dim=64)},
-            "blocks.0.feed_forward.experts.gate_up is a stack of routed experts",
+            {"ffn_dim": None, "feed_forward": MixtureConfig(num_experts=4, top_k=2, ffn_dim=32)},
+            "widths that are multiples of 64, and blocks.0.feed_forward.experts.down reads 32",
         ),
     ],
 )

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from genesis.export.importing import save_weights
-from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat, find_linears, is_adapter_tensor
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat, is_adapter_tensor, list_nf4_weights
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.mixture import MixtureConfig
 from genesis.model.nf4 import quantise
 from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
@@ -30,7 +31,9 @@ DORA = {**DORA_ALONE, "also_train": ("embedding",)}
 
 
 def choose_shape(base: BaseFormat, shape: DecoderConfig = DECODER) -> DecoderConfig:
-    return replace(shape, dim=64, ffn_dim=64) if base.is_nf4 else shape
+    if not base.is_nf4:
+        return shape
+    return replace(shape, dim=64, ffn_dim=None, feed_forward=MixtureConfig(num_experts=4, top_k=2, ffn_dim=64))
 
 
 def make_base(
@@ -41,9 +44,9 @@ def make_base(
     decoder.init_weights(0)
     directory.mkdir()
     state = decoder.to(base.dtype).state_dict()
-    for name in find_linears(decoder) if base.is_nf4 else ():
-        held = quantise(state.pop(f"{name}.weight"))
-        state |= {f"{name}.{tensor}": values for tensor, values in held.items()}
+    for name in list_nf4_weights(decoder) if base.is_nf4 else ():
+        held = quantise(state.pop(name))
+        state |= {f"{name.removesuffix('.weight')}.{tensor}": values for tensor, values in held.items()}
     return save_weights(state, shape, open_tokenizer(corpus), directory / "checkpoints")
 
 

@@ -4,10 +4,13 @@ import json
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from genesis.base.errors import UserError
 from genesis.model.language_model import BodyConfig, BodyShape, LanguageModel
+
+PREFIX: Final = "model."
+"""What stands before transformers' own names of tensors."""
 
 
 @dataclass(frozen=True)

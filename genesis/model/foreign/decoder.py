@@ -28,8 +28,6 @@ from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGro
 
 T = TypeVar("T")
 
-PREFIX: Final = "model."
-"""What stands before transformers' own names of tensors."""
 _ROWS: Final = "set model.decoder.body.init_args.documents to rows, which gives each document a padded row of its own"
 _ROUTER: Final = "router"
 """The name of the statistics of all routers together."""
@@ -55,14 +53,19 @@ def read_config(content: Mapping[str, Any]) -> Any:
         )
     with blaming(f"config.json of {kind}", "correct it"):
         config = CONFIG_MAPPING[kind].from_dict(given)
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if config.is_encoder_decoder:
         raise UserError(
-            f"{kind} is no causal language model of transformers, which alone can be trained: choose another"
+            f"{kind} has an encoder and a decoder, and here each token is predicted from those before it alone: choose "
+            "a model without an encoder, or train this one with transformers itself"
         )
     if config.get_text_config(decoder=True) is not config:
         raise UserError(
             f"{kind} has several towers: save its language model alone by transformers "
             "(`model.get_decoder()` has its weights), and import that"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{kind} is no causal language model of transformers, which alone can be trained: choose another"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UserError(
@@ -131,7 +134,7 @@ class TransformersDecoder(LanguageModel):
 
     def __init__(self, body: TransformersConfig, shape: BodyShape) -> None:
         config = read_config(body.config)
-        super().__init__(config.num_hidden_layers)
+        super().__init__(config.num_hidden_layers, shape.max_seq_len)
         self.body_config, self.theirs = body, config
         _check_shape(shape, find_shape(config))
         self.model = model = _build_theirs(body, config)

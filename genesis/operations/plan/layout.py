@@ -14,6 +14,7 @@ from genesis.objectives.objective import Objective
 from genesis.objectives.run_options import (
     RunOptions,
     check_context_share,
+    check_has_plain_experts,
     check_optimizer_offload,
     check_pipeline,
     check_tensor_share,
@@ -209,6 +210,8 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         row_block=workload.optimizer.row_block,
     )
     check_optimizer_offload(run, layout.optimizer_offload)
+    if layout.expert_parallel > 1:
+        check_has_plain_experts(run, layout.expert_parallel)
     if layout.tensor_parallel > 1:
         num_free = layout.ranks_per_shard_group // layout.context_parallel
         check_tensor_share(run, layout.tensor_parallel, num_free, layout.context_parallel)

@@ -6,8 +6,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from genesis.model.decoder import DecoderConfig, build_model
-from genesis.model.foreign.config import TransformersConfig
-from genesis.model.foreign.decoder import PREFIX, TransformersDecoder, find_shape
+from genesis.model.foreign.config import PREFIX, TransformersConfig
+from genesis.model.foreign.decoder import TransformersDecoder, find_shape
 
 _SHAPE: Final = {
     "hidden_size": 32,

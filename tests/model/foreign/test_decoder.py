@@ -177,7 +177,9 @@ def test_the_auxiliary_loss_joins_the_sum_of_the_step() -> None:
     [
         ({"model_type": "nothing_known"}, "never run"),
         ({"model_type": "gemma3"}, "several towers"),
-        ({"model_type": "t5"}, "no causal language model"),
+        ({"model_type": "llava"}, "several towers"),
+        ({"model_type": "t5"}, "has an encoder and a decoder"),
+        ({"model_type": "vit"}, "no causal language model"),
         ({"model_type": "gemma3n_text"}, "num_kv_shared_layers"),
         (
             {

@@ -249,7 +249,7 @@ def bind_scope(
         error_type=CheckpointError,
     )
     return ranks.attempt_and_gather(
-        "binding the scope of saves",
+        "comparing the model with its base",
         lambda: _bind(scope, live, level, verified) if ranks.is_first else None,
         error_type=CheckpointError,
     )[0]

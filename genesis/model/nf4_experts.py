@@ -1,0 +1,153 @@
+"""Routed experts whose frozen stacks are bytes (NF4): their products, with or without adapters.
+
+N  rows, sorted by expert     G  experts     I  input width, a multiple of 64     O  output width
+
+A stack is dequantised whole for each of its products, and forgotten.
+"""
+
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from genesis.model.expert_adapter import STACKS, AdaptedExperts, backward_rows, multiply_by_expert
+from genesis.model.experts import Experts
+from genesis.model.initial import InitialValues
+from genesis.model.nf4 import BYTES, Nf4Part, dequantise
+from genesis.model.part import ParameterGroup
+
+_STACKS: Final = tuple(chain.from_iterable(STACKS.values()))
+
+
+@torch.library.custom_op("genesis::nf4_by_expert", mutates_args=())
+def _multiply(
+    rows: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale_max: Tensor,
+    offset: Tensor,
+    counts: Tensor,
+    is_grouped: bool,
+) -> Tensor:
+    weight = dequantise(dict(zip(BYTES, (packed, scales, scale_max, offset), strict=True)), rows.dtype)
+    return multiply_by_expert(rows, weight, counts, is_grouped)
+
+
+@_multiply.register_fake
+def _(
+    rows: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale_max: Tensor,
+    offset: Tensor,
+    counts: Tensor,
+    is_grouped: bool,
+) -> Tensor:
+    return rows.new_empty(len(rows), packed.shape[1])
+
+
+@torch.library.custom_op("genesis::nf4_by_expert_backward", mutates_args=())
+def _multiply_gradient(
+    grad: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale_max: Tensor,
+    offset: Tensor,
+    counts: Tensor,
+    is_grouped: bool,
+) -> Tensor:
+    weight = dequantise(dict(zip(BYTES, (packed, scales, scale_max, offset), strict=True)), grad.dtype)
+    return backward_rows(grad, weight, counts, is_grouped)
+
+
+@_multiply_gradient.register_fake
+def _(
+    grad: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    scale_max: Tensor,
+    offset: Tensor,
+    counts: Tensor,
+    is_grouped: bool,
+) -> Tensor:
+    return grad.new_empty(len(grad), 2 * packed.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *tensors, ctx.is_grouped = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _multiply_gradient(grad, *ctx.saved_tensors, ctx.is_grouped), *(None,) * 6
+
+
+_multiply.register_autograd(_differentiate, setup_context=_keep)
+
+
+class Nf4Stack(Nf4Part):
+    """The frozen matrices of all experts, [G, O, I], as four tensors of bytes.
+
+    Args:
+        stack: The parameter whose place it takes, for its shape and its device.
+
+    Attributes:
+        shape: The shape of the stack.
+    """
+
+    def __init__(self, stack: Tensor) -> None:
+        super().__init__()
+        self.shape = stack.shape
+        self.hold_bytes(*stack.shape, device=stack.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes."""
+        return self.packed.device
+
+    def multiply_by_expert(
+        self, rows: Float[Tensor, "N I"], counts: Int64[Tensor, " G"], is_grouped: bool
+    ) -> Float[Tensor, "N O"]:
+        """Returns each row times the matrix of its expert; see `genesis.model.expert_adapter.multiply_by_expert`."""
+        out: Tensor = _multiply(rows.contiguous(), *(getattr(self, name) for name in BYTES), counts, is_grouped)
+        return out
+
+
+class Nf4Experts(AdaptedExperts):
+    """Experts whose stacks are bytes, with adapters or without.
+
+    Args:
+        base: The experts whose place they take.
+        targets: See `AdaptedExperts`, as for the other arguments.
+        rank: See there.
+        scaling: See there.
+    """
+
+    def __init__(self, base: Experts, targets: tuple[str, ...] = (), *, rank: int = 1, scaling: float = 1.0) -> None:
+        super().__init__(base, targets, rank=rank, scaling=scaling)
+        for name in _STACKS:
+            stack = getattr(base, name)
+            if isinstance(stack, nn.Parameter):
+                delattr(self, name)
+                setattr(self, name, Nf4Stack(stack))
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Does nothing: a stack of bytes refuses to be initialized."""
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns nothing: the stacks are parts of their own."""
+        return {}
+
+    def find_dtype(self, x: Tensor) -> torch.dtype:
+        """Returns the dtype of the products: that of autocast, or that of the rows."""
+        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+    def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
+        """Returns the outputs of the experts; see `Experts.forward`."""
+        return self._run(rows, counts, self.list_adapters() if self.is_on else {})
+
+    def _multiply_stack(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        stack: Nf4Stack = getattr(self, name)
+        return stack.multiply_by_expert(rows, counts, self.is_grouped(rows))
