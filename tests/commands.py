@@ -233,7 +233,7 @@ def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -
     is_known = options.keys() <= {"stdin", "stdout", "stderr", "cwd", "env", "start_new_session"}
     reads_bytes = not text and PIPE in (options.get("stdout"), options.get("stderr"))
     is_forked = is_known and not reads_bytes and python == sys.executable and "--parent" not in words
-    if not is_forked or not (words[0] == "-m" or words[0].endswith(".py")):
+    if not is_forked or not (words[:1] == ["-m"] or "".join(words[:1]).endswith(".py")):
         return subprocess.Popen(command, text=text, **options)
     program, *arguments = words[1:] if words[0] == "-m" else words
     if options.get("stdin") == DEVNULL:

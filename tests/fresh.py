@@ -13,6 +13,10 @@ from pathlib import Path
 SIGNALS = ("SIGINT", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGHUP", "SIGUSR1")
 
 
+def _read_words(name: str) -> list[str]:
+    return Path("/proc/self", name).read_text().rstrip("\0").split("\0")
+
+
 def describe() -> dict[str, object]:
     main = sys.modules["__main__"]
     return {
@@ -21,6 +25,8 @@ def describe() -> dict[str, object]:
         "cwd": os.getcwd(),  # noqa: PTH109
         "path": sys.path[0],
         "environment": {name: value for name, value in os.environ.items() if name != "LC_CTYPE"},
+        "shown words": _read_words("cmdline")[1:],
+        "shown environment": sorted(word for word in _read_words("environ") if not word.startswith("LC_CTYPE=")),
         "stdin": (os.isatty(0), sys.stdin.read()),
         "descriptors": sorted(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()),
         "signals": {name: str(signal.getsignal(getattr(signal, name))) for name in SIGNALS},

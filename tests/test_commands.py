@@ -38,6 +38,20 @@ def test_a_forked_command_sees_and_ends_as_a_started_one(end: str, tmp_path: Pat
     assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
 
 
+def test_what_a_forked_command_starts_is_forked_too_with_a_session_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("import os; print(os.getppid(), os.getsid(0) == os.getpid())")
+    (tmp_path / "outer.py").write_text(
+        "import os, sys\n"
+        "from genesis.base.processes import start_program\n"
+        "print(os.getppid(), flush=True)\n"
+        "sys.exit(start_program([sys.executable, 'inner.py'], start_new_session=True).wait())"
+    )
+    done = run_module(str(tmp_path / "outer.py"), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    server, *found = done.stdout.split()
+    assert found == [server, "True"]
+
+
 def loaded_modules() -> set[str]:
     return set(sys.modules)
 
