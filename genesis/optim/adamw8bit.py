@@ -99,9 +99,10 @@ class AdamW8bit(AdamW):
             if compiled is not None:
                 compiled(weight, gradient, *moments, step, rate, *codes, *fixed)
                 continue
+            update: Callable[..., None] = update_rows
             num_rows = max(1, _CHUNK * len(weight) // weight.numel())
             for rows in zip(*(one.split(num_rows) for one in (weight, gradient, *moments)), strict=True):
-                update_rows(*rows, step, rate, *codes, *fixed)
+                update(*rows, step, rate, *codes, *fixed)
 
 
 class Code(NamedTuple):
@@ -159,7 +160,8 @@ def update_rows(
 
     def divide(values: Tensor) -> Tensor:
         """Returns values [..., W] as blocks [..., S, block], with zeros behind the last ones."""
-        return pad(values.float(), (0, -width % block)).unflatten(-1, (-1, block))
+        padded = pad(values.float(), (0, -width % block))
+        return padded.reshape(*padded.shape[:-1], -1, block)
 
     def join(blocks: Tensor) -> Tensor:
         return blocks.flatten(-2)[..., :width]

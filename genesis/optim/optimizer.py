@@ -124,12 +124,6 @@ class GroupedOptimizer(Optimizer):
         kinds = {parameter.device.type for parameter in group["params"]}
         return bool(kinds) and not any(map(is_host, kinds))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; moments keep their own types, which torch would cast to those of the parameters."""
         super().load_state_dict(state_dict)
@@ -139,6 +133,12 @@ class GroupedOptimizer(Optimizer):
                     if moment in self.state[parameter]:
                         given = state_dict["state"][number][moment]
                         self.state[parameter][moment] = given.to(parameter.device, copy=True)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
