@@ -1,6 +1,5 @@
 """`genesis generate`."""
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,8 @@ from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
+from genesis_callbacks.base.json_text import load_json
+from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES, read_file
 
 _DESCRIPTION = """Continues prompts with the model of a checkpoint, and prints tokens as they are generated. Several
 prompts are generated in one batch and printed one below the other. --prompt_ids continues token ids and prints ids,
@@ -136,7 +137,7 @@ def _read_schema(path: Path) -> dict[str, Any]:
         UserError: The file cannot be read, or is no JSON object.
     """
     try:
-        schema = json.loads(path.read_text())
+        schema = load_json(read_file(path, MAX_TEXT_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read --json_schema {path}: {error}; give a file with a JSON schema") from None
     if not isinstance(schema, dict):

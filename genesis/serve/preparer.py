@@ -162,7 +162,8 @@ class Preparer:
         """
         grammar = asked.grammar
         if asked.must_call:
-            grammar = write_choice(find_form(facts.chat_template), asked.tools, facts.tokenizer)
+            form = find_form(facts.chat_template)
+            grammar = await asyncio.to_thread(write_choice, form, asked.tools, facts.tokenizer)
         if grammar is None:
             return None
         if facts.tokenizer is None:

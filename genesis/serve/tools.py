@@ -8,8 +8,9 @@ import json
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, cast
 
 from genesis.generate.grammar import write_schema
 from genesis.serve.held import count_held
@@ -165,10 +166,13 @@ class ToolReader:
         return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
-def find_symbols(form: ToolForm, tokenizer: Tokenizer | None) -> dict[int, str]:
+def find_symbols(form: ToolForm, tokenizer: Tokenizer | None) -> Mapping[int, str]:
     """Returns the spelling of the signs that are control symbols of a tokenizer, by their ids."""
-    if tokenizer is None:
-        return {}
+    return {} if tokenizer is None else _find_symbols(form, cast("Hashable", tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _find_symbols(form: ToolForm, tokenizer: Any) -> Mapping[int, str]:
     signs = {form.begin, form.end, *form.symbols}
     return {
         token: piece for token, piece in enumerate(tokenizer.pieces) if piece in signs and tokenizer.is_control(token)

@@ -160,3 +160,20 @@ def test_bad_input_is_one_line_with_the_value(arguments, message, run, tmp_path)
     with pytest.raises(UserError, match=message) as error:
         main([*arguments(run, tmp_path), "--device", "cpu"])
     assert "\n" not in str(error.value)
+
+
+def test_a_text_follows_the_schema_in_a_file(run, tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}')
+    command = [str(run), "--prompt", "alpha", "--json_schema", str(schema), "--max_new_tokens", "55", "--seed", "3"]
+    assert main([*command, "--min_p", "0.1", "--repetition_penalty", "1.1"]) == 0
+    text = capsys.readouterr().out.strip().removeprefix("alpha").lstrip()
+    assert text.startswith("{")
+    for content, message in (
+        ("[1]", "is no JSON object"),
+        ('{"type": "wizard"}', "Invalid type: wizard"),
+        ("{", "cannot read"),
+    ):
+        schema.write_text(content)
+        with pytest.raises(UserError, match=message):
+            main(command)

@@ -151,7 +151,8 @@ def test_chats_of_right_and_wrong_types_are_answered_or_refused_by_a_field(serve
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("chat_template_kwargs", {"last": "\ud800"}), ("tools", [{"a": "\ud800"}])]
+    ("field", "value"),
+    [("chat_template_kwargs", {"last": "\ud800"}), ("tools", [{"name": "f", "description": "\ud800"}])],
 )
 def test_half_a_character_in_what_the_template_prints_is_refused(server, field, value):
     indent = {"chat_template_kwargs": {"indent": 1}} if field == "tools" else {}

@@ -74,7 +74,8 @@ def test_an_echo_comes_with_the_probabilities_of_prompt_and_text(run: Path, load
     assert offsets == sorted(offsets)
     assert all(0 <= offset <= len("class alpha") for offset in offsets)
     assert choice["logprobs"]["text_offset"][len(offsets)] == len("class alpha")
-    assert alone[1]["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    counts = {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+    assert alone[1]["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_prompts_of_ids_and_a_full_context_are_scored(tmp_path: Path) -> None:
