@@ -203,7 +203,8 @@ def _print_chat(console: Console, corpus: Path, manifest: CorpusManifest) -> Non
         return
     chat = manifest.chat
     today = "" if chat.date is None else f", with the date {chat.date}"
-    console.print(f"chat template {chat.template_name}{today}; learned: {chat.labels}", highlight=False)
+    line = f"chat template {chat.template_name}{today}; learned: {chat.labels}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(_describe_turn_ends(corpus), highlight=False, markup=False)
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)

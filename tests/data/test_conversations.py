@@ -389,7 +389,10 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     config.write_text(json.dumps(recipe))
     assert prepare_main(["--config", str(config)]) == 0
     printed = capsys.readouterr()
-    assert "chat template of the tokenizer, with the date 2026-01-31; learned: assistant" in printed.out
+    line = (
+        "chat template chatml.jinja, has_tools=False (genesis.chat.templates, in place of the model's), with the date "
+    )
+    assert line + "2026-01-31; learned: assistant\n" in printed.out
     assert "chat: 2 conversations; 1 skipped as bad" in printed.out
     assert "skip.jsonl, line 2: the conversation is empty" in printed.err
     assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
@@ -399,8 +402,9 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     # What is learned includes the variables.
     learned = find_recorded(directory / "corpora" / "command")
     assert learned is not None
-    assert learned.read_text() == write_defaults(CHATML, {"enable_thinking": False})
-    assert find_stop_ids(open_tokenizer(directory / "tokenizer"), learned) == {2, 4}
+    tokenizer = open_tokenizer(directory / "tokenizer")
+    assert build_prompt_form(learned.read_text(), tokenizer) == write_defaults(CHATML, {"enable_thinking": False})
+    assert find_stop_ids(tokenizer, learned) == {2, 4}
 
 
 @pytest.mark.usefixtures("here")
