@@ -351,7 +351,7 @@ def find_fit(process: ForkedCommand) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_call_that_was_killed_in_every_part_ends_as_one_that_was_not(call: Any, straight: Path) -> None:
     log, out = call.home / "killed.log", call.home / "killed"
     parts = ("import ", "data prepare ", "validate ", "fit ", "export ", "export ")
@@ -393,7 +393,7 @@ def test_a_call_that_was_killed_in_every_part_ends_as_one_that_was_not(call: Any
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_result_answers_in_transformers(straight: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(straight / "model")
     ids = tokenizer.apply_chat_template(
