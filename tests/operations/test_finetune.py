@@ -343,16 +343,15 @@ def wait_for(process: ForkedCommand, is_there: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def kill_fit(process: ForkedCommand) -> None:
-    """Kills the child that trains, and not the process that waits for it."""
+def find_fit(process: ForkedCommand) -> list[int]:
+    """Returns the process that trains, a child of the one that waits for it."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (child,) = (int(pid) for pid in children if b"fit" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
-    os.kill(child, signal.SIGKILL)
+    return [int(pid) for pid in children if b"fit" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_call_that_was_killed_in_every_part_ends_as_one_that_was_not(call: Any, straight: Path) -> None:
     log, out = call.home / "killed.log", call.home / "killed"
     parts = ("import ", "data prepare ", "validate ", "fit ", "export ", "export ")
@@ -362,7 +361,8 @@ def test_a_call_that_was_killed_in_every_part_ends_as_one_that_was_not(call: Any
         process = call("killed")
         wait_for(process, lambda: f"$ genesis {part}".encode() in log.read_bytes()[begin:] and is_there())
         if status == 137:
-            kill_fit(process)
+            wait_for(process, lambda: bool(find_fit(process)))
+            os.kill(find_fit(process)[0], number)
         else:
             process.send_signal(number)
         assert process.wait(300) == status, log.read_text()[begin:]
@@ -393,7 +393,7 @@ def test_a_call_that_was_killed_in_every_part_ends_as_one_that_was_not(call: Any
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_result_answers_in_transformers(straight: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(straight / "model")
     ids = tokenizer.apply_chat_template(
