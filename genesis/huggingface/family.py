@@ -370,7 +370,7 @@ def _split(name: str, tensor: Tensor, parts: Sequence[str], config: DecoderConfi
     sizes = [heads.get(part, len(tensor) // len(parts) if tensor.ndim else 0) for part in parts]
     if tensor.ndim != 2 or sum(sizes) != len(tensor):
         raise UserError(f"{name} is {list(tensor.shape)}, which are not the rows that config.json requires")
-    return dict(zip(parts, tensor.split(sizes), strict=True))
+    return dict(zip(parts, torch.split(tensor, sizes), strict=True))
 
 
 def _find_key(names: Mapping[str, str], value: str) -> str | None:

@@ -144,12 +144,12 @@ def _read_rope(path: Path, key: str, rope: Any, content: Mapping[str, Any], allo
 
 def _read_magnitude(path: Path, key: str, rope: Mapping[str, Any]) -> dict[str, float]:
     """Returns the factor of rotated queries and keys that follows from two others; nothing without both of them."""
-    values = [rope.get(name) for name in (*_MAGNITUDES, "factor")]
+    values: list[Any] = [rope.get(name) for name in (*_MAGNITUDES, "factor")]
     if not all(values):
         return {}
     if not all(type(value) in (int, float) and value > 0 for value in values):
         raise UserError(f"{path}: {key} is {rope!r}; {' and '.join(_MAGNITUDES)} must be numbers above 0")
-    above, below, factor = values
+    above, below, factor = map(float, values)
     growth = 0.1 * math.log(max(factor, 1.0))
     return {"attention_factor": (growth * above + 1.0) / (growth * below + 1.0)}
 
@@ -157,7 +157,7 @@ def _read_magnitude(path: Path, key: str, rope: Mapping[str, Any]) -> dict[str, 
 def find_context(rope: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
     """Returns the longest context: with the kind "dynamic", `max_position_embeddings` is that before the scaling."""
     scaling, longest = rope.get("rope_scaling") or {}, content["max_position_embeddings"]
-    factor = scaling.get("factor")
+    factor: Any = scaling.get("factor")
     if scaling.get("kind") != "dynamic" or type(longest) is not int or type(factor) not in (int, float):
         return longest
     return int(longest * factor)
@@ -201,7 +201,7 @@ def read_multipliers(path: Path, content: Mapping[str, Any], family: Family, hea
     """
     found: dict[str, Any] = {}
     for key, (field, power) in family.multipliers.items():
-        value = content.get(key)
+        value: Any = content.get(key)
         if type(value) not in (int, float) or not 0.0 < value < math.inf:
             raise UserError(f"{path}: {key} is {value!r}; it must be a finite number above 0")
         found[field] = float(value) ** power

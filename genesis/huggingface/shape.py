@@ -88,8 +88,8 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     wrapped = [one for one in FAMILIES if one.wrapped_type == content.get("model_type") is not None]
     if wrapped and isinstance(content.get("text_config"), dict):
         inner = content["text_config"].get("model_type")
-        family = next((one for one in wrapped if one.model_type == inner), wrapped[0])
-        content = {**content["text_config"], "model_type": family.model_type} | {
+        text = next((one for one in wrapped if one.model_type == inner), wrapped[0])
+        content = {**content["text_config"], "model_type": text.model_type} | {
             key: content[key] for key in ("tie_word_embeddings", "quantization_config") if key in content
         }
     family = next((family for family in FAMILIES if family.model_type == content.get("model_type")), None)
