@@ -237,7 +237,7 @@ def _describe_body(decoder: DecoderConfig, adapter: AdapterConfig | None) -> str
         f"the model is of another library ({type(decoder.body).__name__}), whose blocks a plan does not measure. "
         f"Weights, gradients and two moments of {numbered(trained, 'trained parameters')} take "
         f"{16e-9 * trained:.2f} GB in float32, and {numbered(frozen, 'frozen ones')} {4e-9 * frozen:.2f} GB, or half "
-        "in bfloat16; activations are on top: train with --trainer.max_steps 3, and read memory/peak_bytes in metrics.csv"
+        "in bfloat16; activations are extra: train with --trainer.max_steps 3 and read memory/peak_bytes in metrics.csv"
     )
 
 
