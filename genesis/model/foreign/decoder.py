@@ -154,10 +154,9 @@ class TransformersDecoder(LanguageModel):
             delattr(owner, last)
             vars(owner)[last] = _TiedHead(table)
             self._head = self._table
-        body = model.get_decoder()
-        self._body = self._names[model.base_model if body is model else body]
+        self._body = self._names[model.get_decoder()]
         self._blocks_name = self._find_blocks()
-        self._takes = set(inspect.signature(type(self.get_submodule(self._body)).forward).parameters)
+        self._takes = set(inspect.signature(type(model.get_decoder()).forward).parameters)
         self._scale, self.softcap = _find_head_form(config)
         self._mark_float32()
 
