@@ -5,12 +5,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from genesis.base.determinism import check_deterministic
 from genesis.base.errors import UserError, numbered
 from genesis.data.sizes import resolve_recipe
-from genesis.model.adapter import BASE_FORMATS
+from genesis.generate.checkpoint_reference import read_reference
+from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat, attach_adapters
 from genesis.model.attend.table import AUTO, FLASH, FLEX, KERNELS
-from genesis.model.decoder import DecoderConfig, refuse_body
+from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.float8 import check_float8
 from genesis.model.precision import FULL, MIXED
 from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config, read_float8_options
@@ -24,6 +27,7 @@ from genesis.optim.recipe import read_algorithm
 from genesis.recipe.options import Options
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis.recipe.run_length import count_steps_of_tokens
+from genesis.train.adapter_base import find_adapter_base
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
@@ -111,25 +115,21 @@ def read_recipe(
     assumptions: list[str] = []
     recipe.check_classes()
     decoder = build_decoder_config(recipe.get("model.decoder"), where=f"{where}: model.decoder")
-    refuse_body(decoder)
+    adapter = read_adapter_config(recipe.content, where)
+    if decoder.body is not None:
+        raise UserError(f"{where}: {_describe_body(decoder, adapter)}")
     if decoder.num_layers > _MOST_LAYERS:
         raise UserError(
             f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"
         )
     check_choices(recipe, decoder)
-    adapter = read_adapter_config(recipe.content, where)
     is_cpu = recipe.get("trainer.accelerator") == _CPU
     precision = _read_precision(recipe, assumptions, is_cpu=is_cpu)
-    base = BASE_FORMATS["float32"]
-    if adapter is not None:
-        if base_dtype is None:
-            base_dtype = "bfloat16" if precision.startswith("bf16") else "float32"
-            assumptions.append(f"the frozen base is in {base_dtype}; --base_dtype has the choice")
-        base = BASE_FORMATS[base_dtype]
-    elif base_dtype is not None:
+    if adapter is None and base_dtype is not None:
         raise UserError(
             f"--base_dtype is {base_dtype}, but {where} has no adapters, so that no weights are frozen: leave it out"
         )
+    base = BASE_FORMATS["float32"] if adapter is None else _choose_base(recipe, base_dtype, precision, assumptions)
     objective = find_objective(recipe.get("model.objective"))
     num_ranks = num_ranks or _read_devices(recipe, assumptions)
     if num_ranks > MOST_RANKS:
@@ -196,6 +196,49 @@ def read_recipe(
         packing=recipe.get("data.packing"),
         prefetch_windows=recipe.count("data.prefetch_windows", least=0),
         assumptions=tuple(assumptions),
+    )
+
+
+def _choose_base(recipe: ResolvedRecipe, given: str | None, precision: str, assumptions: list[str]) -> BaseFormat:
+    """Returns the format of the frozen base: as given, that of the checkpoint if it is here, or the usual one."""
+    found = None if given is not None else _find_base_format(recipe)
+    if found is not None:
+        kind = "NF4" if found.is_nf4 else str(found.dtype).removeprefix("torch.")
+        assumptions.append(f"the frozen base is in {kind}, as its checkpoint is; --base_dtype has the choice")
+        return found
+    if given is None:
+        given = "bfloat16" if precision.startswith("bf16") else "float32"
+        assumptions.append(f"the frozen base is in {given}; --base_dtype has the choice")
+    return BASE_FORMATS[given]
+
+
+def _find_base_format(recipe: ResolvedRecipe) -> BaseFormat | None:
+    """Returns the format of the checkpoint of the base; None if it is not here."""
+    named = [path for key in ("model.adapter.base", "ckpt_path") if isinstance(path := recipe.get(key), str)]
+    for path in named:
+        try:
+            checkpoint = read_reference(path).find_checkpoint(level=None)
+            return find_adapter_base(None, checkpoint).format
+        except UserError:  # a plan may be made elsewhere than the training
+            continue
+    return None
+
+
+def _describe_body(decoder: DecoderConfig, adapter: AdapterConfig | None) -> str:
+    """Returns why a model of another library has no plan, and what is known of its memory."""
+    with torch.device("meta"):
+        model = build_model(decoder)
+        if adapter is not None:
+            attach_adapters(model, adapter)
+    trained, frozen = (
+        sum(one.numel() for one in model.parameters() if one.requires_grad == is_trained)
+        for is_trained in (True, False)
+    )
+    return (
+        f"the model is of another library ({type(decoder.body).__name__}), whose blocks a plan does not measure. "
+        f"Weights, gradients and two moments of {numbered(trained, 'trained parameters')} take "
+        f"{16e-9 * trained:.2f} GB in float32, and {numbered(frozen, 'frozen ones')} {4e-9 * frozen:.2f} GB, or half "
+        "in bfloat16; activations are extra: train with --trainer.max_steps 3 and read memory/peak_bytes in metrics.csv"
     )
 
 

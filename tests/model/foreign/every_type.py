@@ -1,4 +1,4 @@
-"""Tiny models of every causal type that transformers has, and what becomes of each: it trains, or is refused."""
+"""Tiny models of every causal type that transformers has, each imported and trained, or refused in a line."""
 
 import signal
 import warnings
