@@ -145,7 +145,8 @@ def test_moments_of_8_bits_are_updated_on_the_device_and_add_no_wait(
     assert ours["syncs"] == exact["syncs"], ours["lines"]
     states = "optimizer state on cuda"
     assert ours["memory"].keys() == exact["memory"].keys()
-    assert ours["memory"][states] < 0.75 * exact["memory"][states]  # the embedding keeps float32
+    if combination.strategy != "zero1":  # whose states are in an optimizer of its own
+        assert ours["memory"][states] < 0.75 * exact["memory"][states]  # the embedding keeps float32
 
 
 CLIPPED = [
