@@ -313,7 +313,7 @@ def test_a_row_on_which_the_template_exceeds_a_limit_is_named_and_never_skipped(
     monkeypatch.setattr(pool, "SECONDS", 0.1)
     template = directory / "power.jinja"
     powers = "{% set x = 9 %}" + "{% set x = x**64 %}" * 9
-    template.write_text("{% if messages[0].content == 'evil' %}" + powers + "{% endif %}" + CHATML)
+    template.write_text("{% if messages[0].content == 'evil' %}" + powers + "{% endif %}A chat:\n" + CHATML)
     evil = [{"role": "user", "content": "evil"}, {"role": "assistant", "content": "so"}]
     write_lines(directory / "evil.jsonl", [{"messages": chat} for chat in (CHATS[0], evil, CHATS[1], evil)])
     chat = ChatOptions(template=template, on_bad_row="skip")
