@@ -285,7 +285,9 @@ def test_a_bad_row_is_one_line_with_its_place_or_skipped_and_counted(directory: 
     record, reason = BAD[case]
     write_lines(directory / f"{case}.jsonl", [{"messages": CHATS[0]}, record, {"messages": CHATS[1]}])
     template = directory / "strict.jinja"
-    template.write_text("{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML)
+    template.write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}A chat:\n" + CHATML
+    )
     options = options_for(
         directory, f"{case}.jsonl", name=f"bad-{case}", chat=ChatOptions(template=template), validation_fraction=0.0
     )
