@@ -285,7 +285,9 @@ def test_a_bad_row_is_one_line_with_its_place_or_skipped_and_counted(directory: 
     record, reason = BAD[case]
     write_lines(directory / f"{case}.jsonl", [{"messages": CHATS[0]}, record, {"messages": CHATS[1]}])
     template = directory / "strict.jinja"
-    template.write_text("{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML)
+    template.write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}A chat:\n" + CHATML
+    )
     options = options_for(
         directory, f"{case}.jsonl", name=f"bad-{case}", chat=ChatOptions(template=template), validation_fraction=0.0
     )
@@ -313,7 +315,7 @@ def test_a_row_on_which_the_template_exceeds_a_limit_is_named_and_never_skipped(
     monkeypatch.setattr(pool, "SECONDS", 0.1)
     template = directory / "power.jinja"
     powers = "{% set x = 9 %}" + "{% set x = x**64 %}" * 9
-    template.write_text("{% if messages[0].content == 'evil' %}" + powers + "{% endif %}" + CHATML)
+    template.write_text("{% if messages[0].content == 'evil' %}" + powers + "{% endif %}A chat:\n" + CHATML)
     evil = [{"role": "user", "content": "evil"}, {"role": "assistant", "content": "so"}]
     write_lines(directory / "evil.jsonl", [{"messages": chat} for chat in (CHATS[0], evil, CHATS[1], evil)])
     chat = ChatOptions(template=template, on_bad_row="skip")
