@@ -1,4 +1,4 @@
-"""What llama.cpp has of each family: the keys and the tensors of a GGUF file, from the family's names in transformers.
+"""The keys and the tensors of a GGUF file, for each family that llama.cpp has, from its names in transformers.
 
 The package `gguf` knows the file's name of a tensor by the name that the family has in transformers, and the keys
 follow from `config.json`. What is left for the tables here is how llama.cpp differs: the order of rows that it rotates,
