@@ -98,6 +98,10 @@ def _export_gguf(arguments: Namespace) -> int:
     proof = export_gguf(checkpoints, arguments.out, _read_options(arguments, "gguf", kind))
     print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {kind}")
     print_proof(proof)
+    if proof["num_of_16_bits"] and kind != "f16":
+        print(f"{numbered(proof['num_of_16_bits'], 'matrices')} in 16 bits: their rows are no multiple of 32 values")
+    if proof["num_other_stops"]:
+        print(f"stops: llama.cpp stops at all but {proof['num_other_stops']} of the tokens that end a text")
     _print_llama_cpp(proof, is_asked=arguments.proof != "weights")
     return 0
 

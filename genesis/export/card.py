@@ -49,7 +49,7 @@ llama-cli -m THIS_DIRECTORY/FILE.gguf
 llama-server -m THIS_DIRECTORY/FILE.gguf
 ```
 
-`proof.json` lists the comparisons with the checkpoint, and says whether llama.cpp itself has loaded the file.""",
+`proof.json` lists the comparisons with the checkpoint, and llama.cpp's own result if it has loaded the file.""",
 }
 
 _USE_OF_IDS: Final = """```python

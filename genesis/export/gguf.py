@@ -152,7 +152,7 @@ def plan_file(sources: Sequence[Source], family: Family, config: DecoderConfig, 
 
 
 def describe_reading(reading: Reading, config: DecoderConfig) -> GgufTokenizer:
-    """Returns what a file says of how a model reads and ends texts.
+    """Returns the tokenizer and the template of a file, by which a model reads and ends texts.
 
     Raises:
         UserError: There is no tokenizer, or llama.cpp has none like it.

@@ -1,4 +1,4 @@
-"""What llama.cpp has of each family: the keys and the tensors of a GGUF file, from the family's names in transformers.
+"""The keys and the tensors of a GGUF file, for each family that llama.cpp has, from its names in transformers.
 
 The package `gguf` knows the file's name of a tensor by the name that the family has in transformers, and the keys
 follow from `config.json`. What is left for the tables here is how llama.cpp differs: the order of rows that it rotates,
@@ -96,7 +96,7 @@ _NO_WINDOW: Final = {"sliding_window": (None,)}
 _NO_WINDOWS: Final = {"use_sliding_window": (False,)}
 _AS_WIDE: Final = ("attention_width", "hidden_size")
 _ALL_HEADS: Final = ("num_key_value_heads", "num_attention_heads")
-_LINEAR: Final = {"equal": (("linear_key_head_dim", "linear_value_head_dim"),)}
+_ONE_WIDTH: Final = ("linear_key_head_dim", "linear_value_head_dim")
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True),
     "mistral": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, only=_NO_WINDOW),
@@ -115,8 +115,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "dots1": Architecture(MODEL_ARCH.DOTS1, only=_NO_WINDOWS, equal=(_ALL_HEADS,), has_output=True),
     "glm4_moe": Architecture(MODEL_ARCH.GLM4_MOE),
-    "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, **_LINEAR),
-    "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, **_LINEAR),
+    "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, equal=(_ONE_WIDTH,)),
+    "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, equal=(_ONE_WIDTH,)),
 }
 """By `model_type`: the families that llama.cpp has."""
 

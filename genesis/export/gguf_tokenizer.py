@@ -51,7 +51,7 @@ merges, to llama.cpp's name of them."""
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a file says of a tokenizer.
+    """The keys of a file about a tokenizer.
 
     Args:
         model: llama.cpp's name of the kind.
@@ -101,7 +101,7 @@ class GgufTokenizer:
 def describe_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, max_seq_len: int, template: str | None, stops: frozenset[int]
 ) -> GgufTokenizer:
-    """Returns what a file says of a tokenizer.
+    """Returns the keys of a file about a tokenizer.
 
     Args:
         tokenizer: The tokenizer.

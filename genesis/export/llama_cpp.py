@@ -62,7 +62,7 @@ class LlamaCpp:
         return ids
 
     def encode_framed(self, text: str) -> list[int]:
-        """Returns the ids of a text as users give it: with bos, if the file says so, and with control symbols."""
+        """Returns the ids of a text as users give it: with bos, if the file asks for it, and with control symbols."""
         asked = {"content": text, "add_special": True, "parse_special": True}
         ids: list[int] = self._ask("tokenize", asked)["tokens"]
         return ids
@@ -77,12 +77,12 @@ class LlamaCpp:
         return prompt
 
     def score(self, prompt: Sequence[int], following: int, num_likely: int) -> tuple[float, dict[int, float]]:
-        """Returns the logarithm of the probability of an id behind a prompt, and those of the likeliest ids.
+        """Returns the logarithm of the probability of an id behind a prompt, and those of the most likely ids.
 
         Args:
             prompt: The ids.
             following: The id, of a whole text: llama.cpp gives no probabilities where it chooses half a character.
-            num_likely: Number of the likeliest ids.
+            num_likely: Number of the most likely ids.
         """
         asked = {"n_predict": 1, "n_probs": num_likely, "ignore_eos": True, "logit_bias": [[following, _FORCED]]}
         (found,) = self._ask("completion", {"prompt": list(prompt), **asked})["completion_probabilities"]
@@ -91,7 +91,7 @@ class LlamaCpp:
         return found["logprob"], {one["id"]: one["logprob"] for one in found["top_logprobs"]}
 
     def generate(self, prompt: Sequence[int], num_new: int) -> list[int]:
-        """Returns the likeliest next tokens behind a prompt, up to one that ends a text."""
+        """Returns the most likely next tokens behind a prompt, up to one that ends a text."""
         greedy = {"temperature": 0.0, "samplers": ["temperature"], "return_tokens": True}
         ids: list[int] = self._ask("completion", {"prompt": list(prompt), "n_predict": num_new, **greedy})["tokens"]
         return ids

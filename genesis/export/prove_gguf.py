@@ -28,7 +28,7 @@ _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "gguf")
 
 
 class Proved(NamedTuple):
-    """What is proved.
+    """A file, and the model that it must hold.
 
     Attributes:
         path: The file.

@@ -1,7 +1,7 @@
 """The proof of a GGUF file by llama.cpp itself, in a separate process that also does what `prove_gguf` does.
 
 tokenizer    the ids of the test texts and the bytes of each id are ours; so are the ids of a conversation, or the
-             proof says that they are not
+             proof lists both
 llama_cpp    the probabilities of next tokens are those of our decoder with the file's weights, up to the rounding with
              which llama.cpp multiplies in this type; the loss is compared with that of the checkpoint's weights
 generation   greedy text parts from our decoder's only where two tokens are equally likely up to that rounding
@@ -127,7 +127,7 @@ def _compare_scores(
             f"{difference:.3g}, more than rounding in {kind} explains ({allowed:.3g} nats)"
         )
     result = {
-        "compared": "probabilities of the likeliest tokens, with genesis in float32 and the weights of the file",
+        "compared": "probabilities of the most likely tokens, with genesis in float32 and the weights of the file",
         "num_places": len(places),
         "longest_context": max(end for _, end in places),
         "num_same_choice": num_same_choice,
