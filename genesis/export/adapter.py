@@ -129,7 +129,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         decoder = build_model(config)
     layers, linears = select_layers(decoder, adapter), find_linears(decoder)
     if config.body is not None:  # PEFT looks for names in the whole model, routers and output weight included
-        linears = dict(decoder.named_modules())  # type: ignore[arg-type]  # only names are read
+        linears = dict(decoder.named_modules())
     experts, stacks = select_experts(decoder, adapter), find_stacks(decoder)
     base, base_manifest = find_base(checkpoint, manifest.base)
     extras = {DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in adapter.also_train}

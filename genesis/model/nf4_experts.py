@@ -59,7 +59,8 @@ def _multiply_gradient(
     is_grouped: bool,
 ) -> Tensor:
     weight = dequantise(dict(zip(BYTES, (packed, scales, scale_max, offset), strict=True)), grad.dtype)
-    return backward_rows(grad, weight, counts, is_grouped)
+    of_rows: Tensor = backward_rows(grad, weight, counts, is_grouped)
+    return of_rows
 
 
 @_multiply_gradient.register_fake
