@@ -25,7 +25,7 @@ MAY_START = {
 }
 """Children of multiprocessing are not here: it gives each of them an empty standard input."""
 MAY_OPEN = {
-    "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM"},
+    "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM", "AutoModelForImageTextToText"},
     "genesis/export/foreign.py": {"AutoModelForCausalLM"},
     "genesis/model/foreign/decoder.py": {"AutoModelForCausalLM"},
     "genesis/export/prove_adapter.py": {"PeftModel"},  # it opens weights for a given model, and has no such option

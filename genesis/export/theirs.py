@@ -39,8 +39,9 @@ def load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
     """
     with _without_code(directory) as data:
         model_type = read_json(directory / CONFIG_NAME).get("model_type")
-        has_text_class = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        load: Any = (AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText).from_pretrained
+        load: Any = AutoModelForCausalLM.from_pretrained
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            load = AutoModelForImageTextToText.from_pretrained
         closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
         model, report = load(data, dtype=torch.float32, output_loading_info=True, **closed)
     return model, report

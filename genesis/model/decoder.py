@@ -47,6 +47,12 @@ SHORT_FIELDS: Final = {
     "norm_eps": ("norm", "eps"),
 }
 """Fields of `DecoderConfig` that set a field of a part's configuration if that configuration is not given."""
+_OUTPUT_NORMS: Final = {
+    "before": (None, None),
+    "after": ("attention_norm", "feed_forward_norm"),
+    "both": ("attention_output_norm", "feed_forward_output_norm"),
+}
+"""The norms of the outputs of mixer and feed-forward part, for each placement of norms."""
 _MIXTURE_PARTS: Final = ("router", "experts")
 """The parts of a mixture that are listed by themselves; the rest of it is dense."""
 
@@ -356,7 +362,8 @@ class Block(nn.Module):
         share = self.mixer_share
         update = self.sequence_mixer(given if share is None else share.gather(given), metadata, cache)
         update = update if share is None else share.scatter(update)
-        x = self._join(x, update, "attention")
+        after_mixer, after_feed_forward = _OUTPUT_NORMS[self._placement]
+        x = self._join(x, update, after_mixer)
         # After the mixer, whose keys, values or states need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
@@ -365,13 +372,11 @@ class Block(nn.Module):
         share = self.feed_forward_share
         update, statistics = self.feed_forward(given if share is None else share.gather(given), counted)
         update = update if share is None else share.scatter(update)
-        return self._join(x, update, "feed_forward"), statistics
+        return self._join(x, update, after_feed_forward), statistics
 
-    def _join(self, x: Tensor, update: Tensor, part: str) -> Tensor:
-        """Returns the residual stream with the output of a part."""
-        if self._placement != "before":
-            update = getattr(self, f"{part}_norm" if self._placement == "after" else f"{part}_output_norm")(update)
-        update = self.dropout(update)
+    def _join(self, x: Tensor, update: Tensor, norm: str | None) -> Tensor:
+        """Returns the residual stream with the output of a part, to which the norm of this name applies."""
+        update = self.dropout(update if norm is None else self.get_submodule(norm)(update))
         return x + update if self.residual_scale == 1.0 else torch.add(x, update, alpha=self.residual_scale)
 
 
