@@ -134,7 +134,8 @@ class Batch:
         read_tokens: Number of tokens of prompts that a forward reads, with padding; a longer prompt is read by itself.
             None to read all new prompts together.
         head: The head that computes logits, as `Decoder.forward` takes it.
-        has_blocks: Whether whole blocks of a prompt are read one by one, as `PrefixStore` needs it.
+        has_blocks: Whether whole blocks of a prompt are read one by one, as `PrefixStore` needs it; no model does so
+            whose keys depend on the length of the text.
         store: The blocks that were computed before; None to compute all.
     """
 
@@ -166,7 +167,7 @@ class Batch:
         self._newcomers: list[_Row] = []
         self._num_added = 0
         self._prefix, self._read_tokens, self._head = list(prefix), read_tokens, head
-        self._has_blocks, self._store = has_blocks, store
+        self._has_blocks, self._store = has_blocks and not decoder.config.reads_length, store
         if prefix:
             self._read_prefix()
 

@@ -246,10 +246,14 @@ class DecoderConfig:
 
         A state cannot go back to an earlier token, and keys may depend on the length of the whole text.
         """
-        return any(
-            mixer.reads_length or any(tensor.is_state for tensor in mixer.cache_tensors(self.dim))
-            for mixer, _ in self.list_mixers()
+        return self.reads_length or any(
+            tensor.is_state for mixer, _ in self.list_mixers() for tensor in mixer.cache_tensors(self.dim)
         )
+
+    @property
+    def reads_length(self) -> bool:
+        """Whether the keys of a text depend on its length, so that its parts cannot be read one by one."""
+        return any(mixer.reads_length for mixer, _ in self.list_mixers())
 
     def list_proofs(self) -> tuple[KernelProof, ...]:
         """Returns the proofs of the kernels of all mixers, each once."""

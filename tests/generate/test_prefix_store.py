@@ -10,6 +10,7 @@ from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.prefix_store import PrefixStore, name_blocks
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.decoder import Decoder
+from genesis.model.rotary import RopeScaling
 from tests.generate.slow import NO_STOP, slow_greedy
 from tests.mixtures import build_sharp, mix
 
@@ -107,3 +108,16 @@ def test_a_name_says_what_is_in_a_block_and_before_it() -> None:
     assert name_blocks([*text, 9])[:2] == name_blocks(text)
     assert not set(name_blocks([9, *text[1:]])) & set(name_blocks(text))
     assert not set(name_blocks(text, "other")) & set(name_blocks(text))
+
+
+@torch.no_grad()
+def test_a_model_whose_keys_depend_on_the_length_reads_prompts_whole(decoder: Decoder) -> None:
+    attention = replace(
+        decoder.config.parts.attention, rope_scaling=RopeScaling(4.0, original_seq_len=2 * BLOCK, kind="dynamic")
+    )
+    scaled = build_sharp(
+        replace(decoder.config, attention=attention, num_heads=None, num_kv_heads=None, rope_theta=500_000.0)
+    )
+    found = run(scaled, PrefixStore(10**9), num_rows=1)
+    assert num_stored(found) == [0] * len(PROMPTS)
+    assert [[token.id for token in text] for text in found][-1] == slow_greedy(scaled, PROMPTS[-1], 6)
