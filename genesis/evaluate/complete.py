@@ -59,7 +59,7 @@ def complete(
     stops = _StopFinder(tokenizer, options.stop)
     stop_ids = tokenizer.stop_ids | options.stop_ids
     head = build_head(decoder)
-    for group in plan_groups(prompts, can_share=not decoder.config.keeps_states):
+    for group in plan_groups(prompts, can_share=decoder.config.can_share_beginnings):
         requests = [
             Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]) for index in group.prompts
         ]

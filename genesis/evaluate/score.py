@@ -29,6 +29,7 @@ from genesis.evaluate.plan import (
     plan_context,
     plan_whole,
 )
+from genesis.model.attend.metadata import mark_padding
 from genesis.model.decoder import Decoder
 from genesis.model.kv_cache import KVCache
 from genesis.model.language_model import LanguageModel
@@ -89,7 +90,7 @@ class Scorer:
         if not isinstance(self.decoder, Decoder):
             self._score_whole(gather_contexts(list(numbers)), on_progress)
             plain, heads = Head((), ()), []
-        elif not self.decoder.config.keeps_states:
+        elif self.decoder.config.can_share_beginnings:
             plain, *heads = find_heads(gather_contexts(list(numbers)))
         else:  # a state cannot go back to an earlier token, where another continuation begins
             plain, heads = Head((), keep_apart(list(numbers))), []
@@ -166,7 +167,11 @@ class Scorer:
         head = partial(score_targets, which=which, tokens=send(tokens, device), softcap=self.decoder.softcap)
         input_ids, unique = send(input_ids, device), send(unique, device)
         if isinstance(self.decoder, Decoder):
-            found = self.decoder(input_ids, cache=cache, logits_to_keep=unique, head=head)
+            documents = None
+            if self.decoder.config.reads_length:
+                assert cache is None, "texts whose keys depend on their length are computed whole"
+                documents = send(mark_padding([len(row.tokens) for row in rows]), device)
+            found = self.decoder(input_ids, document_ids=documents, cache=cache, logits_to_keep=unique, head=head)
         else:
             found = self.decoder(input_ids, head=lambda hidden, weight: head(hidden.flatten(0, 1)[unique], weight))
         logprobs, is_most_likely = found

@@ -26,6 +26,7 @@ from genesis.generate.logit_changes import LogitChanges
 from genesis.generate.prefix_store import BLOCK_TOKENS, PrefixStore, name_blocks
 from genesis.generate.sample import RowSampler
 from genesis.generate.sampling_options import SamplingOptions
+from genesis.model.attend.metadata import mark_padding
 from genesis.model.decoder import Decoder
 from genesis.model.language_model import project
 
@@ -307,10 +308,17 @@ class Batch:
             line[: len(text)] = torch.tensor(text)
         last = torch.arange(len(texts)) * input_ids.shape[1] + lengths - 1
         cache = None if self._cache is None else self._cache.view(start, start + len(texts))
+        documents = None
         if cache is not None:
             cache.expect(lengths)
+        elif self._decoder.config.reads_length:
+            documents = send(mark_padding(lengths.tolist()), self._device)
         logits: Tensor = self._decoder(
-            send(input_ids, self._device), cache=cache, logits_to_keep=send(last, self._device), head=self._head
+            send(input_ids, self._device),
+            document_ids=documents,
+            cache=cache,
+            logits_to_keep=send(last, self._device),
+            head=self._head,
         )
         if cache is not None:
             cache.advance(lengths)

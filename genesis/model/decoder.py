@@ -241,14 +241,13 @@ class DecoderConfig:
         return found
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether texts cannot share what a cache holds of the tokens with which they begin.
+    def can_share_beginnings(self) -> bool:
+        """Whether texts can share what a cache holds of the tokens with which they begin.
 
         A state cannot go back to an earlier token, and keys may depend on the length of the whole text.
         """
-        return self.reads_length or any(
-            tensor.is_state for mixer, _ in self.list_mixers() for tensor in mixer.cache_tensors(self.dim)
-        )
+        has_states = any(tensor.is_state for of_layer in self.cache_tensors for tensor in of_layer)
+        return not has_states and not self.reads_length
 
     @property
     def reads_length(self) -> bool:
@@ -516,7 +515,10 @@ class Decoder(LanguageModel):
     def embed(self, input_ids: Int64[Tensor, "B S"]) -> Float[Tensor, "B S D"]:
         """Returns the residual stream before the first block, of this rank's tokens."""
         embedded: Tensor = self.embedding(input_ids if self.context is None else self.context.cut(input_ids))
-        return embedded if self.config.scales is None else embedded * self.config.scales.embedding
+        if self.config.scales is None:
+            return embedded
+        # Rounded to the weight's type, as Gemma multiplies: 50.596 is 50.5 in bfloat16.
+        return embedded * embedded.new_full((), self.config.scales.embedding)
 
     def prepare(
         self,

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from genesis.evaluate.plan import Request
+from genesis.evaluate.score import Scorer
+from genesis.generate.batch import Batch
+from genesis.generate.batch import Request as Prompt
+from genesis.generate.sampling_options import SamplingOptions
 from genesis.huggingface.directory import CONFIG_NAME
 from genesis.huggingface.shape import find_family, read_shape, write_shape
 from genesis.model.decoder import Decoder
@@ -94,4 +99,17 @@ def test_the_length_of_a_text_alone_turns_its_positions(kind: str, tmp_path: Pat
     found = ours(rows, cache=cache)
     torch.testing.assert_close(found[0], alone[0][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1, :100], alone[1][0], rtol=1e-4, atol=1e-4)
-    assert ours.config.keeps_states
+    assert not ours.config.can_share_beginnings
+
+    texts = [ids[0, :long].tolist(), ids[0, long:].tolist()]
+    requests = [Request(tuple(text[:-2]), tuple(text[-2:])) for text in texts]
+    together = Scorer(ours, batch_tokens=4 * long).score(requests)
+    for score, request in zip(together, requests, strict=True):
+        assert score.log_likelihood == pytest.approx(Scorer(ours).score([request])[0].log_likelihood, abs=1e-3)
+
+    running = Batch(ours, 2, set(), num_slots=long + 8, has_cache=False)
+    for text in texts:
+        running.add(Prompt(text, 1, SamplingOptions(temperature=0.0)))
+    for token, text in zip(sorted(running.step(), key=lambda token: token.request), texts, strict=True):
+        wanted = ours(torch.tensor([text]))[0, -1].log_softmax(-1).max()
+        assert token.log_prob == pytest.approx(float(wanted), abs=1e-3)

@@ -4,6 +4,7 @@ B  sequences of a micro-batch     S  tokens of a sequence     L  slots of a key-
 H  query heads                    K  key and value heads      E  width of a head
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,6 +139,11 @@ def document_lengths(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]
     ends = pad(_is_start(document_ids)[:, 1:], (0, 1), value=True)
     last: Tensor = torch.where(ends, index, len(index)).flip(1).cummin(dim=1).values.flip(1)
     return last - index + document_positions(document_ids) + 1
+
+
+def mark_padding(lengths: Sequence[int]) -> Int32[Tensor, "B S"]:
+    """Returns the documents of rows of these lengths, padded to the longest: 0 for its tokens, 1 behind them."""
+    return (torch.arange(max(lengths)) >= torch.tensor(lengths).unsqueeze(1)).to(torch.int32)
 
 
 def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:
