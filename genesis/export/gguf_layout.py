@@ -75,6 +75,9 @@ class Architecture:
     Args:
         arch: llama.cpp's number of its model.
         turns_neighbours: Whether it rotates neighbouring rows of a head together, and not those of the two halves.
+        computes: Fields of `AttentionConfig` and of `DecoderConfig` that models of the family may set or leave out, and
+            that it computes.
+        scalings: The kinds of scaled rotary wavelengths that it computes.
         only: Key of `config.json` to the values that it computes.
         equal: Pairs of keys whose values must be equal.
         has_output: Whether it asks for an output matrix also where this is the embedding.
@@ -82,6 +85,8 @@ class Architecture:
 
     arch: MODEL_ARCH
     turns_neighbours: bool = False
+    computes: frozenset[str] = frozenset()
+    scalings: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal: Sequence[tuple[str, str]] = ()
     has_output: bool = False
@@ -92,17 +97,19 @@ class Architecture:
         return MODEL_ARCH_NAMES[self.arch]
 
 
-_NO_WINDOW: Final = {"sliding_window": (None,)}
-_NO_WINDOWS: Final = {"use_sliding_window": (False,)}
+_ALWAYS: Final = frozenset({"head_dim", "rope_scaling"})
+"""Options of attention that every model has, the latter as far as `Architecture.scalings` goes."""
 _AS_WIDE: Final = ("attention_width", "hidden_size")
 _ALL_HEADS: Final = ("num_key_value_heads", "num_attention_heads")
 _ONE_WIDTH: Final = ("linear_key_head_dim", "linear_value_head_dim")
+# llama.cpp has factors of single wavelengths for this model alone.
+_LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=("llama3",))
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "llama": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True),
-    "mistral": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, only=_NO_WINDOW),
-    "mixtral": Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, only=_NO_WINDOW),
-    "qwen2": Architecture(MODEL_ARCH.QWEN2, only=_NO_WINDOWS, equal=(_AS_WIDE,)),
-    "qwen3": Architecture(MODEL_ARCH.QWEN3, only=_NO_WINDOWS),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2": Architecture(MODEL_ARCH.QWEN2, equal=(_AS_WIDE,)),
+    "qwen3": Architecture(MODEL_ARCH.QWEN3),
     "qwen3_moe": Architecture(
         MODEL_ARCH.QWEN3MOE, only={"norm_topk_prob": (True,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
     ),
@@ -111,12 +118,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         MODEL_ARCH.OLMOE, only={"norm_topk_prob": (False,)}, equal=(_AS_WIDE, _ALL_HEADS), has_output=True
     ),
     "smollm3": Architecture(
-        MODEL_ARCH.SMOLLM3, turns_neighbours=True, only={**_NO_WINDOWS, "no_rope_layer_interval": (4,)}
+        MODEL_ARCH.SMOLLM3,
+        turns_neighbours=True,
+        computes=frozenset({"no_rope_every"}),
+        only={"no_rope_layer_interval": (4,)},
     ),
-    "dots1": Architecture(MODEL_ARCH.DOTS1, only=_NO_WINDOWS, equal=(_ALL_HEADS,), has_output=True),
-    "glm4_moe": Architecture(MODEL_ARCH.GLM4_MOE),
-    "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, equal=(_ONE_WIDTH,)),
-    "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, equal=(_ONE_WIDTH,)),
+    "dots1": Architecture(MODEL_ARCH.DOTS1, equal=(_ALL_HEADS,), has_output=True),
+    "glm4_moe": Architecture(MODEL_ARCH.GLM4_MOE, computes=frozenset({"rotary_dim"})),
+    "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
+    "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
 }
 """By `model_type`: the families that llama.cpp has."""
 
@@ -134,10 +144,10 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     content = write_shape(family, config)
     content["head_dim"] = attention_of(config).head_width(config.dim)
     content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
-    content["rope_type"] = content["rope_parameters"]["rope_type"]
-    # llama.cpp has factors of single wavelengths for this model alone.
-    scalings = ("default", "llama3") if found.arch == MODEL_ARCH.LLAMA else ("default",)
-    for key, values in {"rope_type": scalings, **found.only}.items():
+    unknown = find_uncomputed(found, family, config)
+    if unknown is not None:
+        raise UserError(f"llama.cpp's {found.name} would ignore {unknown}: {instead}")
+    for key, values in found.only.items():
         if content[key] not in values:
             wanted = " or ".join(map(repr, values))
             raise UserError(
@@ -150,6 +160,24 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
                 f"{content[other]}: {instead}"
             )
     return found, content
+
+
+def find_uncomputed(architecture: Architecture, family: Family, config: DecoderConfig) -> str | None:
+    """Returns an option of a decoder that llama.cpp would ignore, with its value; None if there is none.
+
+    Only options in which models of the family differ are looked at: the others belong to llama.cpp's model.
+    """
+    attention = attention_of(config)
+    known = architecture.computes | _ALWAYS
+    for name in sorted(family.free - known):
+        if getattr(attention, name) is not None:
+            return f"attention.{name} {getattr(attention, name)!r}"
+    if config.scales is not None and "scales" not in known:
+        return f"scales {config.scales}"
+    scaling = attention.rope_scaling
+    if scaling is not None and scaling.kind not in architecture.scalings:
+        return f"attention.rope_scaling of the kind {scaling.kind!r}"
+    return None
 
 
 def describe_model(
@@ -267,9 +295,10 @@ def rotary_factors(config: DecoderConfig) -> Tensor:
     """Returns by how much the wavelengths are scaled, each of them: llama.cpp divides the frequencies by it."""
     attention = attention_of(config)
     width = attention.rotary_dim or attention.head_width(config.dim)
-    frequencies = attention.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    assert attention.rope_scaling is not None, "the file has the factors only then"
-    return (frequencies / attention.rope_scaling.scale(frequencies)).float()
+    periods = attention.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    scaling = attention.rope_scaling
+    assert scaling is not None, "the file has the factors only then"
+    return (1.0 / (periods * scaling.scale(periods, attention.rope_theta, torch.zeros(1, 1).long()))).float()
 
 
 def _find_name(names: TensorNameMap, theirs: str) -> str:
