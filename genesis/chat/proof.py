@@ -1,8 +1,8 @@
 """Proves a template on short conversations: what its tags mark is what the assistant writes after each prompt.
 
-Without tags, the turns of each conversation are found by rendering its beginnings (`genesis.chat.turns`), which is a
-proof by itself. Tags are taken at their word there, so they are compared here with the same rule. Another template than
-the model's own is compared with it.
+Without tags, the turns of each conversation are found by rendering its beginnings, which is a proof by itself. Tags
+are taken at their word there, so they are compared here with the same rule. Another template than the model's own is
+compared with it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -56,10 +56,11 @@ class MixtureTable:
 
     def find_differences(self, config: MixtureConfig, num_layers: int) -> list[str]:
         """Returns what these keys cannot describe of a mixture, as a text for each option."""
-        if self.shared_count is not None and config.shared_ffn_dim is None:
+        if config.shared_ffn_dim is None and (self.shared_count or self.shared_width):
             # transformers expects the weights of shared experts, even if there are none of them.
             others = self.find_differences(replace(config, shared_ffn_dim=config.ffn_dim), num_layers)
-            return ["feed_forward.shared_ffn_dim is None, not a multiple of ffn_dim", *others]
+            wanted = "a multiple of ffn_dim" if self.shared_count else "a width"
+            return [f"feed_forward.shared_ffn_dim is None, not {wanted}", *others]
         unread = [*TRAINING_FIELDS]
         if config.num_dense_layers == 0 and config.mixture_every == 1:
             unread.append("dense_ffn_dim")  # no layer has it

@@ -60,9 +60,8 @@ def compile_each_shape(
         is_rounded: Whether each product and each sum is rounded, as on a CPU; otherwise a GPU rounds `a * b + c` once.
     """
     torch._dynamo.config.recompile_limit = max(_MAX_FORMS, torch._dynamo.config.recompile_limit)
-    compiled: Callable[..., Any] = torch.compile(
-        function, fullgraph=fullgraph, dynamic=False, options={"emulate_precision_casts": True} if is_rounded else None
-    )
+    options: dict[str, Any] = {"options": {"emulate_precision_casts": True}} if is_rounded else {}
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=fullgraph, dynamic=False, **options)
     return compiled
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from genesis.base.errors import RunEndedError, UserError
+from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.generate.grammar import MAX_GRAMMAR_CHARS, TokenGrammar, compile_grammar
 from genesis.serve.connections import MAX_CONNECTIONS
@@ -173,8 +173,8 @@ class Preparer:
             )
         if len(grammar) > MAX_GRAMMAR_CHARS:  # that of many tools
             raise ApiError(
-                f"tool_choice asks for a grammar of {len(grammar):,} characters, {MAX_GRAMMAR_CHARS:,} are the most: "
-                'name one tool, or set it to "auto"',
+                f"tool_choice asks for a grammar of {numbered(len(grammar), 'characters')}, and {MAX_GRAMMAR_CHARS:,} "
+                'are the most: name one tool, or set it to "auto"',
                 param="tool_choice",
             )
         job = Job(asked, asked.is_chat, self._max_texts, facts._replace(tokenizer=None), grammar=grammar)

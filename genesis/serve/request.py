@@ -290,7 +290,9 @@ def _read_grammar(fields: Fields) -> tuple[str | None, str | None]:
         refuse("structured_outputs", "is given with response_format: remove one of both")
     for name, grammar in given:
         if len(grammar) > MAX_GRAMMAR_CHARS:
-            refuse(name, f"has {len(grammar):,} characters, {MAX_GRAMMAR_CHARS:,} are the most: make it smaller")
+            refuse(
+                name, f"has {numbered(len(grammar), 'characters')}, {MAX_GRAMMAR_CHARS:,} are the most: make it smaller"
+            )
         if not _is_unicode(grammar):
             refuse(name, "contains a lone surrogate, which is not a character")
     return given[0] if given else (None, None)

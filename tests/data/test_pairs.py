@@ -317,6 +317,7 @@ def test_a_template_that_writes_the_prompt_in_two_ways_is_refused(directory: Pat
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
         "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     options = options_for(directory, out=tmp_path, chat=ChatOptions(template=template))
     with pytest.raises(UserError, match=r"pairs.jsonl, line 1: .*writes the prompt of the pair in two ways"):
