@@ -1,7 +1,9 @@
 """Turns a client's conversation into the text after which the model writes the next turn."""
 
 import datetime
+from contextlib import suppress
 from functools import lru_cache
+from typing import Final
 
 from genesis.base.errors import RunEndedError, UserError
 from genesis.chat.options import ChatOptions
@@ -10,6 +12,9 @@ from genesis.chat.template import ChatTemplate, ConversationError, EndlessTempla
 from genesis.serve.errors import ApiError
 from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer
+
+
+_CALLS: Final = "tool_calls"
 
 
 def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> str:
@@ -23,7 +28,7 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
         template: The text of the model's chat template; None if it has none.
 
     Raises:
-        ApiError: The model has no chat template, or it refuses the conversation.
+        ApiError: The model has no chat template, or it refuses the conversation, or writes no tools or calls of them.
     """
     if tokenizer is None:
         raise ApiError(
@@ -41,13 +46,33 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
     try:
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
-        return renderer.write_prompt(prompt.messages, prompt.tools)
+        text = renderer.write_prompt(prompt.messages, prompt.tools)
+        _refuse_left_out(renderer, prompt, text)
+        return text
     except (ConversationError, EndlessTemplateError) as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
     except UserError as error:
         raise ApiError(str(error), param="chat_template_kwargs" if prompt.variables else "messages") from None
     except RunEndedError as error:
         raise ApiError(str(error), status=503, code="not_rendered") from None
+
+
+def _refuse_left_out(renderer: ChatRenderer, prompt: ChatPrompt, text: str) -> None:
+    """Refuses tools, and calls of them, that the template does not write: the model would never see them.
+
+    Many templates leave out the reasoning of earlier turns on purpose, so that it may be sent.
+    """
+    parts = [("tools", bool(prompt.tools), prompt.messages, None)]
+    plain = [
+        {**{key: message[key] for key in message if key != _CALLS}, "content": message.get("content") or ""}
+        for message in prompt.messages
+    ]
+    parts.append((_CALLS, any(message.get(_CALLS) for message in prompt.messages), tuple(plain), prompt.tools))
+    for name, is_given, messages, tools in parts:
+        with suppress(ConversationError):  # a template that fails without them writes them
+            if is_given and renderer.write_prompt(messages, tools) == text:
+                param = "tools" if name == "tools" else "messages"
+                raise ApiError(f"the model's chat template writes no {name}: remove them", param=param)
 
 
 @lru_cache(maxsize=16)
