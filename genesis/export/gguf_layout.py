@@ -114,6 +114,8 @@ _ALL_HEADS: Final = ("num_key_value_heads", "num_attention_heads")
 _ONE_WIDTH: Final = ("linear_key_head_dim", "linear_value_head_dim")
 # llama.cpp has factors of single wavelengths for this model alone.
 _LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=("llama3", "linear", "yarn"))
+_YARN: Final = {"has_whole_bounds": (True,), "beta_fast": (None, 32.0), "beta_slow": (None, 1.0)}
+"""Options of YaRN to the values that llama.cpp has: it does not read the bounds of a file."""
 _WINDOWS: Final = frozenset({"sliding_window", "window_layers", "window_rope_theta"})
 _GEMMA_62_LAYERS: Final = 62
 """Number of layers of the Gemma 3 for which llama.cpp divides the width of the model by the number of heads."""
@@ -209,8 +211,9 @@ def find_uncomputed(architecture: Architecture, family: Family, config: DecoderC
     scaling = attention.rope_scaling
     if scaling is not None and scaling.kind not in architecture.scalings:
         return f"attention.rope_scaling.kind is {scaling.kind!r}"
-    if scaling is not None and not scaling.has_whole_bounds:
-        return "attention.rope_scaling.has_whole_bounds is False"
+    for name, known in _YARN.items():
+        if scaling is not None and getattr(scaling, name) not in known:
+            return f"attention.rope_scaling.{name} is {getattr(scaling, name)!r}"
     if architecture.arch == MODEL_ARCH.GEMMA3:
         width = config.dim / attention.num_heads if config.num_layers == _GEMMA_62_LAYERS else _head_width(config)
         if not math.isclose(attention.softmax_scale or _head_width(config) ** -0.5, width**-0.5, rel_tol=1e-6):
@@ -282,11 +285,6 @@ def _describe_scaling(scaling: RopeScaling) -> dict[str, tuple[Any, GGUFValueTyp
             Keys.Rope.SCALING_ORIG_CTX_LEN: (scaling.original_seq_len, _UINT),
             Keys.Rope.SCALING_ATTN_FACTOR: (magnitude, _FLOAT),
         }
-        betas = {
-            Keys.Rope.SCALING_YARN_BETA_FAST: scaling.beta_fast,
-            Keys.Rope.SCALING_YARN_BETA_SLOW: scaling.beta_slow,
-        }
-        keys |= {key: (beta, _FLOAT) for key, beta in betas.items() if beta is not None}
     return keys
 
 

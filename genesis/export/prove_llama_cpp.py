@@ -53,6 +53,8 @@ _QUANTISED_SHARE: Final = 0.02
 """The same for other types, where it is rounded to 8 bits."""
 _MIXTURE_SHARE: Final = 0.1
 """The same with experts: rounding lets a router that is almost undecided choose others."""
+_SMALLEST: Final = 1e-6
+"""A divergence in nats that float32 itself rounds, of a model whose probabilities are almost equal."""
 _NUM_PLACES: Final = 32
 _NUM_LIKELY: Final = 256
 _PROMPT_TOKENS: Final = 16
@@ -128,7 +130,7 @@ def _compare_scores(
             losses.append(-loss)
     feed_forward = config.parts.feed_forward
     quantised = _MIXTURE_SHARE if isinstance(feed_forward, MixtureConfig) else _QUANTISED_SHARE
-    allowed = SHARES.get(kind, quantised) * from_equal
+    allowed = max(SHARES.get(kind, quantised) * from_equal, _SMALLEST)
     is_gelu = isinstance(feed_forward, DenseConfig) and feed_forward.activation != "silu"
     tolerance = (_GELU_TOLERANCE if is_gelu else TOLERANCE) * max(1.0, largest)
     if not divergence <= allowed or (kind == "f32" and not difference <= tolerance):

@@ -49,7 +49,6 @@ LINEAR = {
     **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
     **{"linear_value_head_dim": 32, "full_attention_interval": 2},
 }
-BETAS = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 GEMMA3 = {
     **{"num_hidden_layers": 7, "sliding_window": 40, "head_dim": 32, "query_pre_attn_scalar": 32},
@@ -67,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "llama, linear": ("llama", {"rope_parameters": LINEAR_ROPE}),
-    "mistral, yarn": ("mistral", {"sliding_window": None, "rope_parameters": YARN | BETAS}),
+    "mistral, yarn": ("mistral", {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 1.3}}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32, "norm_topk_prob": False}),
@@ -305,6 +304,7 @@ def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: P
         *(
             ({"attention": AttentionConfig(4, 2, rope_scaling=scaling)}, f"rope_scaling.{words}")
             for words, scaling in {
+                "beta_fast is 16.0": replace(SCALING, beta_fast=16.0),
                 "has_whole_bounds is False": replace(SCALING, has_whole_bounds=False),
                 "kind is 'dynamic'": replace(SCALING, kind="dynamic"),
             }.items()
