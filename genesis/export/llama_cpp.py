@@ -13,6 +13,7 @@ from typing import Any, Final
 import xllamacpp
 
 from genesis.base.errors import UserError
+from genesis_callbacks.base.json_text import load_json
 
 _TIMEOUT_SECONDS: Final = 600
 _FORCED: Final = 1e4
@@ -101,6 +102,6 @@ class LlamaCpp:
         request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
         try:
             with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as response:
-                return json.load(response)
+                return load_json(response.read())
         except urllib.error.HTTPError as error:
             raise UserError(f"llama.cpp answers /{path} with {error.read()[:200].decode(errors='replace')}") from None
