@@ -186,6 +186,7 @@ TEXTS = {
         "_in",
         "_kept",
         "_ms",
+        "_norm",
         "_parallel",
         "_proj",
         "_reader",

@@ -29,6 +29,7 @@ from genesis.huggingface.family import Family, attention_of
 from genesis.huggingface.shape import write_shape
 from genesis.model.decoder import DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX
+from genesis.model.rotary import RopeScaling
 
 _UINT, _FLOAT, _BOOL = GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.BOOL
 KEYS: Final[Mapping[str, tuple[str, GGUFValueType]]] = {
@@ -56,6 +57,10 @@ KEYS: Final[Mapping[str, tuple[str, GGUFValueType]]] = {
     "linear_key_head_dim": (Keys.SSM.STATE_SIZE, _UINT),
     "linear_num_key_heads": (Keys.SSM.GROUP_COUNT, _UINT),
     "linear_num_value_heads": (Keys.SSM.TIME_STEP_RANK, _UINT),
+    "embedding_multiplier": (Keys.LLM.EMBEDDING_SCALE, _FLOAT),
+    "residual_multiplier": (Keys.LLM.RESIDUAL_SCALE, _FLOAT),
+    "attention_multiplier": (Keys.Attention.SCALE, _FLOAT),
+    "logits_scaling": (Keys.LLM.LOGIT_SCALE, _FLOAT),
 }
 """Key of `config.json`, to the key of the file and the type of its value."""
 _TURNED: Final = (".self_attn.q_proj.", ".self_attn.k_proj.")
@@ -78,6 +83,9 @@ class Architecture:
         computes: Fields of `AttentionConfig` and of `DecoderConfig` that models of the family may set or leave out, and
             that it computes.
         scalings: The kinds of scaled rotary wavelengths that it computes.
+        window_every: Each layer whose number, from 1, is a multiple of this has no window, and all others have it, with
+            wavelengths that are not scaled; None if no layer has a window.
+        window_theta: The base of the wavelengths in layers with the window; None for that of the others.
         only: Key of `config.json` to the values that it computes.
         equal: Pairs of keys whose values must be equal.
         has_output: Whether it asks for an output matrix also where this is the embedding.
@@ -86,7 +94,9 @@ class Architecture:
     arch: MODEL_ARCH
     turns_neighbours: bool = False
     computes: frozenset[str] = frozenset()
-    scalings: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ("linear", "yarn")
+    window_every: int | None = None
+    window_theta: float | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal: Sequence[tuple[str, str]] = ()
     has_output: bool = False
@@ -103,17 +113,42 @@ _AS_WIDE: Final = ("attention_width", "hidden_size")
 _ALL_HEADS: Final = ("num_key_value_heads", "num_attention_heads")
 _ONE_WIDTH: Final = ("linear_key_head_dim", "linear_value_head_dim")
 # llama.cpp has factors of single wavelengths for this model alone.
-_LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=("llama3",))
+_LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=("llama3", "linear", "yarn"))
+_YARN: Final = {"has_whole_bounds": (True,), "beta_fast": (None, 32.0), "beta_slow": (None, 1.0)}
+"""Options of YaRN to the values that llama.cpp has: it does not read the bounds of a file."""
+_WINDOWS: Final = frozenset({"sliding_window", "window_layers", "window_rope_theta"})
+_GEMMA_62_LAYERS: Final = 62
+"""Number of layers of the Gemma 3 for which llama.cpp divides the width of the model by the number of heads."""
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
     "qwen2": Architecture(MODEL_ARCH.QWEN2, equal=(_AS_WIDE,)),
     "qwen3": Architecture(MODEL_ARCH.QWEN3),
+    "granite": Architecture(MODEL_ARCH.GRANITE, turns_neighbours=True, computes=frozenset({"scales", "softmax_scale"})),
+    "ministral3": Architecture(
+        MODEL_ARCH.MISTRAL3, turns_neighbours=True, computes=frozenset({"query_growth"}), scalings=("yarn",)
+    ),
+    # It rotates neighbours, as the family does.
+    "ernie4_5": Architecture(MODEL_ARCH.ERNIE4_5),
+    "gemma3_text": Architecture(
+        MODEL_ARCH.GEMMA3,
+        computes=_WINDOWS | {"scales", "softmax_scale"},
+        scalings=("linear",),
+        window_every=6,
+        window_theta=10_000.0,
+    ),
+    "qwen2_moe": Architecture(
+        MODEL_ARCH.QWEN2MOE,
+        only={"norm_topk_prob": (False,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,), "qkv_bias": (True,)},
+        equal=(_AS_WIDE,),
+        has_output=True,
+    ),
     "qwen3_moe": Architecture(
         MODEL_ARCH.QWEN3MOE, only={"norm_topk_prob": (True,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)}
     ),
     "olmo2": Architecture(MODEL_ARCH.OLMO2, equal=(_AS_WIDE,), has_output=True),
+    "olmo3": Architecture(MODEL_ARCH.OLMO2, computes=_WINDOWS, window_every=4, equal=(_AS_WIDE,), has_output=True),
     "olmoe": Architecture(
         MODEL_ARCH.OLMOE, only={"norm_topk_prob": (False,)}, equal=(_AS_WIDE, _ALL_HEADS), has_output=True
     ),
@@ -142,11 +177,11 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     if found is None:
         raise UserError(f"no GGUF can be written of {family.model_type}, only of {', '.join(ARCHITECTURES)}: {instead}")
     content = write_shape(family, config)
-    content["head_dim"] = attention_of(config).head_width(config.dim)
+    content["head_dim"] = _head_width(config)
     content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
     unknown = find_uncomputed(found, family, config)
     if unknown is not None:
-        raise UserError(f"llama.cpp's {found.name} would ignore {unknown}: {instead}")
+        raise UserError(f"llama.cpp's {found.name} would compute something else, because {unknown}: {instead}")
     for key, values in found.only.items():
         if content[key] not in values:
             wanted = " or ".join(map(repr, values))
@@ -163,21 +198,46 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
 
 
 def find_uncomputed(architecture: Architecture, family: Family, config: DecoderConfig) -> str | None:
-    """Returns an option of a decoder that llama.cpp would ignore, with its value; None if there is none.
+    """Returns an option of a decoder that llama.cpp would ignore, as a text; None if there is none.
 
     Only options in which models of the family differ are looked at: the others belong to llama.cpp's model.
     """
     attention = attention_of(config)
-    known = architecture.computes | _ALWAYS
-    for name in sorted(family.free - known):
+    for name in sorted(family.free - _ALWAYS - architecture.computes):
         if getattr(attention, name) is not None:
-            return f"attention.{name} {getattr(attention, name)!r}"
-    if config.scales is not None and "scales" not in known:
-        return f"scales {config.scales}"
+            return f"attention.{name} is {getattr(attention, name)!r}"
+    if config.scales is not None and "scales" not in architecture.computes:
+        return f"scales is {config.scales}"
     scaling = attention.rope_scaling
     if scaling is not None and scaling.kind not in architecture.scalings:
-        return f"attention.rope_scaling of the kind {scaling.kind!r}"
+        return f"attention.rope_scaling.kind is {scaling.kind!r}"
+    for name, known in _YARN.items():
+        if scaling is not None and getattr(scaling, name) not in known:
+            return f"attention.rope_scaling.{name} is {getattr(scaling, name)!r}"
+    if architecture.arch == MODEL_ARCH.GEMMA3:
+        width = config.dim / attention.num_heads if config.num_layers == _GEMMA_62_LAYERS else _head_width(config)
+        if not math.isclose(attention.softmax_scale or _head_width(config) ** -0.5, width**-0.5, rel_tol=1e-6):
+            return f"attention.softmax_scale is {attention.softmax_scale}, and not 1 / sqrt({width:g})"
+    return _find_other_windows(architecture, config)
+
+
+def _find_other_windows(architecture: Architecture, config: DecoderConfig) -> str | None:
+    attention, every = attention_of(config), architecture.window_every
+    if every is None:
+        return None
+    layers = range(config.num_layers)
+    if [attention.has_window(layer) for layer in layers] != [(layer + 1) % every != 0 for layer in layers]:
+        have = [layer for layer in layers if attention.has_window(layer)]
+        return f"attention.window_layers is {have}, and not all layers but each {every}th"
+    wanted = architecture.window_theta or attention.rope_theta
+    unscaled = attention.rope_theta if attention.rope_scaling is None else None
+    if (attention.window_rope_theta or unscaled) != wanted:
+        return f"attention.window_rope_theta is {attention.window_rope_theta}, and not {wanted}"
     return None
+
+
+def _head_width(config: DecoderConfig) -> int:
+    return attention_of(config).head_width(config.dim)
 
 
 def describe_model(
@@ -185,10 +245,16 @@ def describe_model(
 ) -> dict[str, tuple[Any, GGUFValueType]]:
     """Returns the keys of a file about the model, each with the value and its type."""
     keys = {key: (content[theirs], kind) for theirs, (key, kind) in KEYS.items() if theirs in content}
-    head_dim = content["head_dim"]
-    rotated = attention_of(config).rotary_dim or head_dim
+    attention, head_dim = attention_of(config), content["head_dim"]
+    rotated = attention.rotary_dim or head_dim
     keys |= {Keys.Attention.KEY_LENGTH: (head_dim, _UINT), Keys.Attention.VALUE_LENGTH: (head_dim, _UINT)}
     keys[Keys.Rope.DIMENSION_COUNT] = (rotated, _UINT)
+    if attention.sliding_window is not None:
+        keys[Keys.Attention.SLIDING_WINDOW] = (attention.sliding_window, _UINT)
+    if attention.query_growth is not None:
+        keys[Keys.Attention.TEMPERATURE_SCALE] = (attention.query_growth, _FLOAT)
+    if attention.rope_scaling is not None:
+        keys |= _describe_scaling(attention.rope_scaling)
     if "n_group" in content:
         keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(ExpertGatingFuncType.SIGMOID), _UINT)
         if (
@@ -202,6 +268,24 @@ def describe_model(
     if architecture.arch in (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE):
         keys[Keys.Rope.DIMENSION_SECTIONS] = (_IMAGE_AXES, GGUFValueType.ARRAY)
     return {key.format(arch=architecture.name): value for key, value in keys.items()}
+
+
+def _describe_scaling(scaling: RopeScaling) -> dict[str, tuple[Any, GGUFValueType]]:
+    """Returns the keys about scaled wavelengths; the kind "llama3" has a tensor instead."""
+    if scaling.kind == "llama3":
+        return {}
+    keys: dict[str, tuple[Any, GGUFValueType]] = {
+        Keys.Rope.SCALING_TYPE: (scaling.kind, GGUFValueType.STRING),
+        Keys.Rope.SCALING_FACTOR: (scaling.factor, _FLOAT),
+    }
+    if scaling.kind == "yarn":
+        # llama.cpp multiplies this by YaRN's own factor.
+        magnitude = scaling.magnitude / replace(scaling, attention_factor=None).magnitude
+        keys |= {
+            Keys.Rope.SCALING_ORIG_CTX_LEN: (scaling.original_seq_len, _UINT),
+            Keys.Rope.SCALING_ATTN_FACTOR: (magnitude, _FLOAT),
+        }
+    return keys
 
 
 # ---- tensors
@@ -285,7 +369,7 @@ def plan_tensors(
         if is_output and name != output and architecture.has_output:
             found.append(StoredTensor(ours, output, shape, chosen))
     scaling = attention_of(config).rope_scaling
-    if scaling is not None:
+    if scaling is not None and scaling.kind == "llama3":
         num_factors = (attention_of(config).rotary_dim or content["head_dim"]) // 2
         found.append(StoredTensor(None, "rope_freqs.weight", (num_factors,), GGMLQuantizationType.F32))
     return found
@@ -294,7 +378,7 @@ def plan_tensors(
 def rotary_factors(config: DecoderConfig) -> Tensor:
     """Returns by how much the wavelengths are scaled, each of them: llama.cpp divides the frequencies by it."""
     attention = attention_of(config)
-    width = attention.rotary_dim or attention.head_width(config.dim)
+    width = attention.rotary_dim or _head_width(config)
     periods = attention.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     scaling = attention.rope_scaling
     assert scaling is not None, "the file has the factors only then"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from genesis.base.errors import UserError
+from genesis.export import gguf
 from genesis.export.export import ExportOptions
 from genesis.export.gguf import export_gguf
 from genesis.export.gguf_layout import ARCHITECTURES, find_architecture
@@ -23,9 +25,10 @@ from genesis.export.texts import SCRIPTS
 from genesis.huggingface.shape import FAMILIES, find_family
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import DecoderConfig, Scales
-from tests.export.test_families import LLAMA3, SHAPE
+from genesis.model.feed_forward import DenseConfig
+from genesis.model.norm import NormConfig
+from tests.export.test_families import LLAMA3, SCALED, SHAPE, YARN
 
-YARN = RopeScaling(8.0, original_seq_len=64, kind="yarn")
 EXPRESSIONS = {name: expressions[0] for (expressions, _), name in PRE_TOKENIZERS.items()}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -46,12 +49,34 @@ LINEAR = {
     **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
     **{"linear_value_head_dim": 32, "full_attention_interval": 2},
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+GEMMA3 = {
+    **{"num_hidden_layers": 7, "sliding_window": 40, "head_dim": 32, "query_pre_attn_scalar": 32},
+    "tie_word_embeddings": True,
+}
+
+
+def divide_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the positions of a model whose layers with a window have plain ones."""
+    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "llama, linear": ("llama", {"rope_parameters": LINEAR_ROPE}),
+    "mistral, yarn": ("mistral", {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 1.3}}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32, "norm_topk_prob": False}),
+    "granite": ("granite", SCALED | {"logits_scaling": 0.5}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 32}),
+    "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
+    "gemma3_text": ("gemma3_text", GEMMA3),
+    "gemma3_text, linear": ("gemma3_text", GEMMA3 | {"rope_parameters": divide_rope(LINEAR_ROPE)}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 40}),
+    "olmo3, yarn": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 40, "rope_parameters": divide_rope(YARN)}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"head_dim": 32}),
     "olmo2": ("olmo2", {"tie_word_embeddings": True}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
@@ -62,7 +87,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
 }
 
-REFUSED = {"ernie4_5", "gemma3_text", "granite", "ministral", "ministral3", "olmo3", "phi3", "qwen2_moe"}
+SCALING = RopeScaling(8.0, original_seq_len=64, kind="yarn")
+GEMMA_PARTS: dict[str, Any] = {
+    "norm": NormConfig(1e-6, placement="both", has_offset=True),
+    "feed_forward": DenseConfig(96, "gelu_tanh"),
+    "scales": Scales(embedding=8.0),
+}
+GEMMA: dict[str, Any] = {
+    **{"qk_norm": "head", "qk_norm_has_offset": True, "sliding_window": 8, "window_layers": (0, 1, 2, 3)},
+    "window_rope_theta": 1e4,
+}
+REFUSED = {"ministral", "phi3"}
 """The families of which no GGUF is written."""
 
 
@@ -251,7 +286,7 @@ def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: P
     [
         (
             {"attention": AttentionConfig(4, 2, sliding_window=8)},
-            "llama.cpp's llama would ignore attention.sliding_window 8",
+            "llama.cpp's llama would compute something else, because attention.sliding_window is 8",
         ),
         ({"attention": AttentionConfig(4, 2, no_rope_every=3)}, "no_rope_layer_interval 4 only, and this one has 3"),
         (
@@ -260,34 +295,49 @@ def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: P
                     4, 2, qk_norm="head", head_dim=16, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
                 )
             },
-            "qwen3 would ignore attention.rope_scaling of the kind 'llama3'",
+            "attention.rope_scaling.kind is 'llama3'",
         ),
         (
             {"attention": AttentionConfig(4, 2, has_qkv_bias=True, head_dim=32)},
             "has attention_width and hidden_size of one size, and the model 128 and 64",
         ),
-        (
-            {"attention": AttentionConfig(4, 2, rope_scaling=RopeScaling(8.0, original_seq_len=64, kind="dynamic"))},
-            "llama would ignore attention.rope_scaling of the kind 'dynamic'",
-        ),
         *(
-            ({"attention": attention}, f"no GGUF can be written of {family}")
-            for family, attention in {
-                "ernie4_5": AttentionConfig(4, 2, has_interleaved_rope=True),
-                "granite": AttentionConfig(4, 2, softmax_scale=0.1),
-                "ministral": AttentionConfig(4, 2, sliding_window=8, window_layers=(0,)),
-                "ministral3": AttentionConfig(4, 2, rope_scaling=YARN, query_growth=0.1),
-                "phi3": AttentionConfig(4, 2, rotary_dim=8),
+            ({"attention": AttentionConfig(4, 2, rope_scaling=scaling)}, f"rope_scaling.{words}")
+            for words, scaling in {
+                "beta_fast is 16.0": replace(SCALING, beta_fast=16.0),
+                "has_whole_bounds is False": replace(SCALING, has_whole_bounds=False),
+                "kind is 'dynamic'": replace(SCALING, kind="dynamic"),
             }.items()
         ),
-        ({"attention": AttentionConfig(4, 2), "scales": Scales(embedding=2.0)}, "no GGUF can be written of granite"),
+        (
+            {"attention": AttentionConfig(4, 2, rope_scaling=SCALING, query_growth=0.1, sliding_window=8)},
+            "mistral3 would compute something else, because attention.sliding_window is 8",
+        ),
+        ({"attention": AttentionConfig(4, 2, rotary_dim=8)}, "no GGUF can be written of phi3"),
+        (
+            {"attention": AttentionConfig(4, 2, sliding_window=8, window_layers=(0,))},
+            "no GGUF can be written of ministral",
+        ),
+        *(
+            (GEMMA_PARTS | {"attention": AttentionConfig(4, 2, **options)}, words)
+            for options, words in (
+                (
+                    GEMMA | {"window_layers": (0, 1)},
+                    "attention.window_layers is .0, 1., and not all layers but each 6th",
+                ),
+                (GEMMA | {"window_rope_theta": 5e3}, "attention.window_rope_theta is 5000.0, and not 10000.0"),
+                (GEMMA | {"window_rope_theta": None}, "attention.window_rope_theta is None, and not 10000.0"),
+                (GEMMA | {"softmax_scale": 0.2}, r"attention.softmax_scale is 0.2, and not 1 / sqrt\(16\)"),
+            )
+        ),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused_with_the_way_that_works(
     changes: dict[str, Any], words: str
 ) -> None:
-    shape: dict[str, Any] = {"vocab_size": 90, "dim": 64, "num_layers": 4, "ffn_dim": 96, "max_seq_len": 512}
-    config = DecoderConfig(**shape, norm_eps=1e-6, **changes)
+    shape: dict[str, Any] = {"vocab_size": 90, "dim": 64, "num_layers": 4, "max_seq_len": 512}
+    plain = {"norm": NormConfig(1e-6), "feed_forward": DenseConfig(96)}
+    config = DecoderConfig(**(shape | plain | changes))
     with pytest.raises(UserError, match=words) as error:
         find_architecture(find_family(config), config)
     assert "leave out --gguf" in str(error.value)
@@ -308,6 +358,25 @@ def test_llama_cpp_computes_a_family_as_we_do(name: str, tmp_path: Path) -> None
     assert proof["tokenizer"]["num_different"] == 0
     assert proof["chat"]["is_equal"]
     assert proof["generation"]["num_equal"] == proof["generation"]["num_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.each
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q5_1", "q4_1", "q4_0"])
+def test_rows_in_a_wrong_order_are_no_rounding_of_a_type(
+    kind: str, llama: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    prover = pytest.importorskip("genesis.export.prove_llama_cpp")
+
+    def prove_here(request: dict[str, Any], _: str) -> dict[str, Any]:
+        """Proves in this process, which has the wrong table: the bytes are then those that it gives."""
+        return {"status": prover.main([json.dumps(request)])}
+
+    monkeypatch.setitem(ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], turns_neighbours=False))
+    monkeypatch.setattr(gguf, "run_proof_of", prove_here)
+    write(llama[1], tmp_path / "tiny", kind, asks_llama_cpp=True)
+    problem = json.loads(capsys.readouterr().out.splitlines()[-1])["problem"]
+    assert f"more than rounding in {kind} explains" in problem
 
 
 def test_every_family_has_an_architecture_or_is_known_to_have_none() -> None:
