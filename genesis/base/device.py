@@ -243,6 +243,11 @@ def name_collectives(kind: str) -> str:
         return "none"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a device or the host had no memory left, which torch on a CPU tells in the message alone."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def _find_module(kind: str) -> Any | None:
     """Returns torch's module for a kind of device; None for the CPU and for a kind that this torch does not know."""
     if is_host(kind):
