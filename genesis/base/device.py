@@ -244,7 +244,7 @@ def name_collectives(kind: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a device or the host had no memory left, which torch on a CPU tells in the message alone."""
+    """Returns whether a device or the host had no memory left; for a CPU only the message of torch names it."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
