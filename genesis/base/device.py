@@ -243,6 +243,11 @@ def name_collectives(kind: str) -> str:
         return "none"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a device or the host had no memory left; for a CPU only the message of torch names it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def _find_module(kind: str) -> Any | None:
     """Returns torch's module for a kind of device; None for the CPU and for a kind that this torch does not know."""
     if is_host(kind):

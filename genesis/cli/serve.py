@@ -25,7 +25,7 @@ from genesis.serve.server import Server, bind, serve
 _TOKEN_VARIABLE = "GENESIS_TOKEN"
 _DEFAULT_PORT = 8000
 _CACHE_SHARE = 0.5
-"""The share of the available memory that full caches may take by default."""
+"""The share of the available memory that full caches and beginnings of prompts may take by default."""
 _DESCRIPTION = """Serves the checkpoints of runs, including new ones while a run trains: a web page to watch a model
 learn, and OpenAI's /v1/completions, /v1/chat/completions and /v1/models for any OpenAI client. By default only this
 machine can connect; other addresses require a token.
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     catalogue = Catalogue(arguments.model, adapters)
     text_bytes = _count_text_bytes(catalogue, limits.max_models, dtype)
     if arguments.max_concurrent is None and is_host(device):
-        limits = replace(limits, max_concurrent=_count_texts(text_bytes, available_memory()))
+        limits = replace(limits, max_concurrent=_count_texts(text_bytes, limits.prefix_bytes, available_memory()))
     if arguments.chat_template is not None:
         read_template(arguments.chat_template)  # a mistake in the file ends the command before a client waits
 
@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
         line = f"{url} serves {numbered(count, 'models')} of {', '.join(map(str, arguments.model))}"
         line += f"; a model continues up to {numbered(limits.max_concurrent, 'texts')} at a time"
         if text_bytes:
-            line += f", with caches of up to {text_bytes * limits.max_concurrent / 1e9:,.2f} GB"
+            cache_bytes = text_bytes * limits.max_concurrent + limits.prefix_bytes
+            line += f", with caches of up to {cache_bytes / 1e9:,.2f} GB"
         ended_by = serve(
             lambda: Server(catalogue, load, guard, limits, has_chat),
             sock,
@@ -133,15 +134,15 @@ def _count_text_bytes(catalogue: Catalogue, max_models: int, dtype: torch.dtype)
     return max(sizes, default=0) * min(max_models, len(catalogue.entries()))
 
 
-def _count_texts(text_bytes: int, available_bytes: int | None) -> int:
-    """Returns how many texts a model generates together by default, so that the caches fit the available memory.
+def _count_texts(text_bytes: int, prefix_bytes: int, available_bytes: int | None) -> int:
+    """Returns how many texts a model generates together by default, so that all caches fit the available memory.
 
-    >>> [_count_texts(10**9, available) for available in (10**12, 8 * 10**9, 10**9, None)]
+    >>> [_count_texts(10**9, 5 * 10**8, available) for available in (10**12, 9 * 10**9, 10**9, None)]
     [16, 4, 1, 16]
     """
     if available_bytes is None or not text_bytes:
         return Limits.max_concurrent
-    return max(1, min(Limits.max_concurrent, int(_CACHE_SHARE * available_bytes) // text_bytes))
+    return max(1, min(Limits.max_concurrent, (int(_CACHE_SHARE * available_bytes) - prefix_bytes) // text_bytes))
 
 
 def _build_parser() -> Parser:
@@ -179,7 +180,7 @@ def _build_parser() -> Parser:
         "--max_concurrent",
         type=int,
         help=f"texts that a model generates together; default {limits.max_concurrent}, or fewer on a CPU if the caches "
-        f"of full contexts would take more than {_CACHE_SHARE:.0%}% of the available memory",
+        f"of full contexts and --prefix_cache_gb would take more than {_CACHE_SHARE:.0%}% of the available memory",
     )
     add(
         "--max_queue",
@@ -197,8 +198,8 @@ def _build_parser() -> Parser:
         "--prefix_cache_gb",
         type=float,
         default=limits.prefix_bytes / 1e9,
-        help="memory of each model for computed beginnings of prompts, which prompts with the same beginning use; "
-        f"default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
+        help="memory for computed beginnings of prompts, which prompts with the same beginning use; each of "
+        f"--max_models has an equal share; default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
     )
     add("--max_request_seconds", type=float, default=limits.max_request_seconds, help="time limit of a request")
     add(

@@ -20,7 +20,7 @@ from jaxtyping import Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genesis.base.device import send
+from genesis.base.device import is_out_of_memory, send
 from genesis.base.errors import UserError, numbered
 from genesis.generate.logit_changes import LogitChanges
 from genesis.generate.prefix_store import BLOCK_TOKENS, PrefixStore, name_blocks
@@ -74,6 +74,13 @@ class Request:
     num_top_logprobs: int = 0
     grammar: Grammar | None = None
     scope: str = ""
+
+
+class OutOfMemoryError(UserError):
+    """The memory was not enough to read a prompt; other texts go on."""
+
+    def __init__(self) -> None:
+        super().__init__("the memory is not enough to read the prompt: shorten it, or try again")
 
 
 class NewToken(NamedTuple):
@@ -210,25 +217,29 @@ class Batch:
         """Returns the next token of every text, and removes the texts that end with it."""
         # Two forwards: running texts give one token each, new ones a whole prompt, and padding the former to the
         # length of a prompt would cost far more than a second call.
-        logits = []
+        logits: list[Tensor] = []
+        failed: list[NewToken] = []
         num_old = len(self._rows)
         if num_old:
             logits.append(self._continue())
         if self._newcomers:
-            self._rows += self._newcomers
-            self._newcomers, self._sampler = [], None
-            if self._has_blocks:
-                for index in range(num_old, len(self._rows)):
-                    self._read_blocks(index)
+            newcomers, self._newcomers, self._sampler = self._newcomers, [], None
+            for row in newcomers:
+                self._rows.append(row)
+                if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
+                    self._leave(len(self._rows) - 1, is_number=False)
+                    failed.append(
+                        NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True, failure=OutOfMemoryError())
+                    )
             logits += [self._read(start, stop) for start, stop in self._plan_reads(num_old)]
         if not logits:
-            return []
+            return failed
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         # From the end: a row that leaves is replaced by the last one, which has been visited by then.
         for index in reversed(range(len(tokens))):
             if tokens[index].is_last:
                 self._leave(index, is_number=not math.isnan(tokens[index].log_prob))
-        return tokens
+        return tokens + failed
 
     def _leave(self, index: int, *, is_number: bool = True) -> None:
         last = self._rows.pop()
@@ -263,23 +274,46 @@ class Batch:
         first.advance(len(self._prefix))
         self._cache.share()
 
+    def _read_blocks(self, index: int) -> bool:
+        """Reads the whole blocks of a new row's prompt, or takes them from the store.
+
+        Where memory ends, the store is dropped, and the prompt is read again without it.
+
+        Returns:
+            Whether the memory was enough.
+        """
+        assert self._cache is not None
+        for has_store in (True, False):
+            try:
+                self._try_blocks(index, self._store if has_store else None)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return True
+            # Behind the handler, which keeps the tensors of the failed forward.
+            if self._store is None:
+                return False
+            self._store.clear()
+            self._cache.free_row(index, is_number=False)  # some layers may have written a block that others have not
+        return False
+
     @torch.no_grad()
-    def _read_blocks(self, index: int) -> None:
-        """Reads the whole blocks of a new row's prompt, or takes them from the store."""
+    def _try_blocks(self, index: int, store: PrefixStore | None) -> None:
         assert self._cache is not None
         row, cache = self._rows[index], self._cache.view(index, index + 1)
         names = name_blocks(row.text, row.request.scope)
-        stored = [] if self._store is None else self._store.find(names)
+        stored = [] if store is None else store.find(names)
         nothing = send(torch.empty(0, dtype=torch.int64), self._device)
-        for number, name in enumerate(names):
+        for number in range(len(names)):
             start, stop = number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS
             if number < len(stored):
                 cache.put_slots(start, stop, stored[number])
             else:
                 block = send(torch.tensor([row.text[start:stop]]), self._device)
                 self._decoder(block, cache=cache, logits_to_keep=nothing)
-                if self._store is not None:
-                    self._store.add(name, cache.copy_slots(start, stop))
+                if store is not None and not store.add(names[: number + 1], cache.copy_slots(start, stop)):
+                    store = None  # full of what is before this block
             cache.advance(BLOCK_TOKENS)
         row.num_read, row.num_stored = len(names) * BLOCK_TOKENS, len(stored) * BLOCK_TOKENS
 
@@ -297,7 +331,8 @@ class Batch:
             if index > start and (is_full or row.num_read != self._rows[start].num_read):
                 yield start, index
                 start, longest = index, length
-        yield start, len(self._rows)
+        if start < len(self._rows):
+            yield start, len(self._rows)
 
     def _read(self, start: int, stop: int) -> Float[Tensor, "B V"]:
         """Returns the logits after the last token of whole texts, which are in the rows from `start` to `stop`."""

@@ -37,32 +37,58 @@ def name_blocks(prompt: Sequence[int], scope: str = "") -> list[bytes]:
 class PrefixStore:
     """Blocks of one model by their names, on the model's device. Only one thread may use it at a time.
 
+    Blocks that were not used for the longest time give way, the last of a prompt first: a block is useless without
+    those before it.
+
     Args:
-        max_bytes: The size of all blocks; those that were not used for the longest time give way.
+        max_bytes: The size of all blocks.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._blocks: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+        self._blocks: OrderedDict[bytes, list[Tensor]] = (
+            OrderedDict()
+        )  # the oldest first; each is older than the one before it in a prompt
         self.num_bytes = 0
 
     def find(self, names: Sequence[bytes]) -> list[list[Tensor]]:
         """Returns the blocks that are stored, up to the first that is not."""
         found = list(takewhile(self._blocks.__contains__, names))
-        for name in reversed(found):  # a block is useless without those before it, which stay longer
-            self._blocks.move_to_end(name)
+        self._use(found)
         return [self._blocks[name] for name in found]
 
-    def add(self, name: bytes, block: list[Tensor]) -> None:
-        """Stores a block, which must not be changed, unless it is larger than the whole store."""
-        num_bytes = _count_bytes(block)
-        if name in self._blocks or num_bytes > self._max_bytes:
-            return
-        self._blocks[name] = block
-        self.num_bytes += num_bytes
-        while self.num_bytes > self._max_bytes:
-            _, oldest = self._blocks.popitem(last=False)
-            self.num_bytes -= _count_bytes(oldest)
+    def add(self, names: Sequence[bytes], block: list[Tensor]) -> bool:
+        """Stores a block, which must not be changed, and returns whether there was room beside those before it.
+
+        Args:
+            names: The names of a prompt's blocks, up to this one.
+            block: The block.
+        """
+        if not all(name in self._blocks for name in names[:-1]):
+            return False
+        if names[-1] not in self._blocks:
+            num_bytes = _count_bytes(block)
+            if num_bytes > self._max_bytes:
+                return False
+            self._use(names[:-1])
+            while self.num_bytes + num_bytes > self._max_bytes:
+                if len(self._blocks) == len(names) - 1:  # only those before it are left
+                    return False
+                _, oldest = self._blocks.popitem(last=False)
+                self.num_bytes -= _count_bytes(oldest)
+            self._blocks[names[-1]] = block
+            self.num_bytes += num_bytes
+        self._use(names)
+        return True
+
+    def clear(self) -> None:
+        """Drops all blocks."""
+        self._blocks.clear()
+        self.num_bytes = 0
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            self._blocks.move_to_end(name)
 
 
 def _count_bytes(block: Sequence[Tensor]) -> int:

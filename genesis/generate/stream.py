@@ -62,9 +62,7 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     budgets = plan_budgets(lengths, options.max_new_tokens, decoder.config.max_seq_len)
     num_slots = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    batch = Batch(
-        decoder, len(prompts), stop_ids, num_slots=num_slots, has_cache=options.has_cache, has_blocks=options.has_cache
-    )
+    batch = Batch(decoder, len(prompts), stop_ids, num_slots=num_slots, has_cache=options.has_cache)
     seeds = plan_seeds(prompts, options.seed)
     for prompt, budget, seed in zip(prompts, budgets, seeds, strict=True):
         grammar = None if options.grammar is None else options.grammar.copy()

@@ -75,8 +75,12 @@ class Completion:
             )
             for index, prompt in enumerate(texts)
         ]
+        called = [text for text in texts if asked.tools]
+        readers = [ToolReader(form, asked.tools, has_one_call=asked.has_one_call) for _ in called]
+        # Those of the form may get a whole answer at once; these see when its first call has ended.
+        self._watchers = [ToolReader(form, asked.tools) for _ in called if asked.has_one_call]
         self._form: Form = (
-            ChatForm(asked.num_top_logprobs, [ToolReader(form, asked.tools) for _ in texts] if asked.tools else ())
+            ChatForm(asked.num_top_logprobs, readers)
             if asked.is_chat
             else TextForm(has_log_probs=asked.num_top_logprobs is not None)
         )
@@ -146,7 +150,7 @@ class Completion:
                         part = self._feed(index, result)
                     by_index.setdefault(index, []).append(part)
             for parts in by_index.values():
-                part = _join(parts)
+                part = self._end_with_call(_join(parts))
                 if part.shown.tokens or part.finish_reason:
                     yield part
 
@@ -165,6 +169,17 @@ class Completion:
         if choice.finish_reason is not None and not token.is_last:
             self._worker.cancel(self._tickets[index])
         return Part(index, shown, choice.finish_reason)
+
+    def _end_with_call(self, part: Part) -> Part:
+        """Ends a text that has had its only call."""
+        if self._watchers and part.finish_reason is None:
+            watcher = self._watchers[part.choice]
+            watcher.feed(part.shown.text, is_last=False)
+            if watcher.num_calls:
+                self._choices[part.choice].finish_reason = "stop"
+                self._worker.cancel(self._tickets[part.choice])
+                return part._replace(finish_reason="stop")
+        return part
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(len(prompt.ids) for prompt in self._prompts)

@@ -27,7 +27,8 @@ class Limits:
         max_models: Models in memory.
         max_request_seconds: Time from a request's arrival to its last token.
         max_write_seconds: Time that the server waits for a client that does not read.
-        prefix_bytes: Bytes of computed beginnings of prompts that each model keeps; 0 to compute all prompts.
+        prefix_bytes: Bytes of computed beginnings of prompts that all models keep together, each up to an equal share;
+            0 to compute all prompts.
 
     Raises:
         UserError: A limit is too small.
@@ -187,7 +188,8 @@ class ModelPool:
             if len(self._seats) >= self._limits.max_models:
                 before = self._remove(next(other for other, seat in self._seats.items() if not seat.num_leases))
             limits = self._limits
-            worker = Worker(lambda: self._load(entry), limits.max_concurrent, limits.prefix_bytes, before)
+            prefix_bytes = limits.prefix_bytes // limits.max_models
+            worker = Worker(lambda: self._load(entry), limits.max_concurrent, prefix_bytes, before)
             self._seats[key] = _Seat(entry, worker)
         self._seats.move_to_end(key)
         self._seats[key].num_leases += 1

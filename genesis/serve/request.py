@@ -56,12 +56,13 @@ _CHAT = FieldTable(
         "messages",
         "tools",
         "tool_choice",
+        "parallel_tool_calls",
         "max_completion_tokens",
         "logprobs",
         "top_logprobs",
         "chat_template_kwargs",
     ),
-    ignored=("user", "metadata", "store", "parallel_tool_calls"),
+    ignored=("user", "metadata", "store"),
     not_supported={
         "modalities": (None, ["text"]),
         "functions": (None, []),
@@ -109,6 +110,7 @@ class CompletionRequest:
         grammar_field: The field that the grammar comes from.
         tools: The schema of each tool's arguments by its name; none if the model may call none.
         must_call: Whether the answer must be a call of one of the tools.
+        has_one_call: Whether the answer ends with its first call.
     """
 
     model: str
@@ -128,6 +130,7 @@ class CompletionRequest:
     grammar_field: str | None = None
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     must_call: bool = False
+    has_one_call: bool = False
 
     @property
     def num_texts(self) -> int:
@@ -222,6 +225,7 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
         grammar_field="tool_choice" if choice == "required" else grammar_field,
         tools=callable_tools,
         must_call=choice == "required",
+        has_one_call=fields.value("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"),
     )
 
 

@@ -8,11 +8,13 @@ import json
 import re
 import secrets
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 from genesis.generate.grammar import write_schema
+from genesis.serve.fields import refuse
 from genesis.serve.held import count_held
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -25,10 +27,12 @@ _SEPARATOR: Final = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK: Final = re.compile(
     rf"(?:function{_SEPARATOR})?([\w.-]+)(?:{_SEPARATOR}|\n```json\n)(.*?)(?:\n```)?", re.DOTALL
 )
-_FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_KEYED: Final = re.compile(r"([\w.-]+)\s*((?:<arg_key>.*</arg_value>)?)", re.DOTALL)
-_KEY_AND_VALUE: Final = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_NAME: Final = re.compile(r"[\w.-]+")
+_SPACE: Final = re.compile(r"\s*")
+_STRING: Final = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*+(\1)?""", re.DOTALL)
+_VALUES: Final = (("<function=", "</function>"), ("<arg_value>", "</arg_value>"))
+_MAX_TRIED_CHARS: Final = 2**19
+"""How many characters of an answer are read as a call in vain before the first sign of an end counts as one."""
 
 
 class ToolForm(NamedTuple):
@@ -37,35 +41,56 @@ class ToolForm(NamedTuple):
     Args:
         begin: What precedes a call, or several.
         end: What follows; None if calls end with the answer.
-        key: The name of the arguments in a call that is JSON.
+        family: The family, for messages.
+        mark: What a template of this family has beside `begin`.
+        forced: What a call that is asked for has before its arguments, with NAME for the tool, and behind them. None
+            where the arguments are no JSON, or other signs stand around.
         is_bare: Whether a whole answer may be calls without what precedes them.
         symbols: Further control symbols within calls.
     """
 
     begin: str
     end: str | None
-    key: str = "arguments"
+    family: str = ""
+    mark: str = ""
+    forced: tuple[str, str] | None = ('{"name": "NAME", "arguments": ', "}")
     is_bare: bool = False
     symbols: tuple[str, ...] = ()
 
 
+_LINES: Final = ('\n{"name": "NAME", "arguments": ', "}\n")
+_LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
+_MISTRAL_SYMBOLS: Final = ("[ARGS]", "[CALL_ID]")
+# Of several with one sign, the first whose mark is in the template.
 _FORMS: Final = (
-    ToolForm("<tool_call>", "</tool_call>"),  # Hermes, Qwen, SmolLM, Granite 4, GLM
-    ToolForm("[TOOL_CALLS]", None, symbols=("[ARGS]", "[CALL_ID]")),  # Mistral
-    ToolForm("<|python_tag|>", None, key="parameters", is_bare=True),  # Llama 3
-    ToolForm("<|tool_call|>", "<|/tool_call|>"),  # Phi-4 mini
-    ToolForm("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2
-    ToolForm("<function_calls>", "</function_calls>"),  # OLMo 3
+    ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced=None),
+    ToolForm("<tool_call>", "</tool_call>", "GLM", mark="<arg_key>", forced=None),
+    ToolForm("<tool_call>", "</tool_call>", "Hermes", forced=_LINES),  # Qwen, SmolLM, Granite 4, too
+    # The model must write an id, which no one reads.
     ToolForm(
-        "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>", symbols=(_SEPARATOR,)
-    ),  # DeepSeek
+        "[TOOL_CALLS]", None, "Mistral", "[CALL_ID]", ("NAME[CALL_ID]000000000[ARGS]", ""), False, _MISTRAL_SYMBOLS
+    ),
+    ToolForm("[TOOL_CALLS]", None, "Mistral", "[ARGS]", ("NAME[ARGS]", ""), False, _MISTRAL_SYMBOLS),
+    ToolForm("[TOOL_CALLS]", None, "Mistral", forced=_LIST, symbols=_MISTRAL_SYMBOLS),
+    ToolForm("<|python_tag|>", None, "Llama 3", forced=('{"name": "NAME", "parameters": ', "}"), is_bare=True),
+    ToolForm("<|tool_call|>", "<|/tool_call|>", "Phi-4 mini", forced=_LIST),
+    ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced=None),
+    ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced=None),
+    ToolForm(
+        "<\uff5ctool\u2581call\u2581begin\uff5c>",
+        "<\uff5ctool\u2581call\u2581end\uff5c>",
+        "DeepSeek",
+        forced=None,
+        symbols=(_SEPARATOR,),
+    ),
 )
 _OTHER: Final = ToolForm("<tool_call>", "</tool_call>", is_bare=True)
 
 
 def find_form(template: str | None) -> ToolForm:
     """Returns how the models of a chat template write calls; without a known sign as Hermes, or as bare JSON."""
-    return next((form for form in _FORMS if form.begin in (template or "")), _OTHER)
+    text = template or ""
+    return next((form for form in _FORMS if form.begin in text and form.mark in text), _OTHER)
 
 
 class Call(NamedTuple):
@@ -85,19 +110,24 @@ class ToolText(NamedTuple):
 class ToolReader:
     """Finds the calls in an answer while it comes. A call is sent when it is whole.
 
-    White space around calls is no part of the text.
+    White space before a call, and directly behind it, is no part of the text. A sign of an end within a value does not
+    end a call: a body that is no call and has an open value goes on to the next sign.
 
     Args:
         form: How the model writes calls.
         tools: The tools of the request.
+        has_one_call: Whether the answer ends with its first call: what follows is left out.
     """
 
-    def __init__(self, form: ToolForm, tools: Tools) -> None:
-        self._form, self._tools = form, tools
+    def __init__(self, form: ToolForm, tools: Tools, *, has_one_call: bool = False) -> None:
+        self._form, self._tools, self._has_one_call = form, tools, has_one_call
         self._held = ""
         self._space = ""  # before the call that has begun; text if it is no call
         self._opening: str | None = None  # of the call that has begun
+        self._first_end: int | None = None  # behind the first sign of an end, if that ended no call
         self._num_searched = 0
+        self._num_tried = 0
+        self._is_behind_call = False
         self._has_content = False
         self.num_calls = 0
 
@@ -105,36 +135,33 @@ class ToolReader:
         """Returns what can be sent after more text of the answer."""
         self._held += text
         content, calls = "", []
-        while True:
+        while not (self._has_one_call and self.num_calls):
             if self._opening is None:
                 content += self._read_text(is_last=is_last)
                 if self._opening is None:
                     break
-            body = self._read_body(is_last=is_last)
-            if body is None:
-                break
-            found = parse_calls(body, self._form, self._tools)
+            found = self._read_calls(is_last=is_last)
             if found is None:
-                closing = self._form.end if self._form.end and self._is_closed else ""
-                content += self._space + self._opening + body + (closing or "")
-            else:
-                calls += [self._describe(call) for call in found]
-            self._opening, self._space = None, ""
+                break
+            content += found.content
+            calls += found.calls
         self._has_content = self._has_content or bool(content)
         return ToolText(content, calls)
 
     def _read_text(self, *, is_last: bool) -> str:
         """Returns the text up to a call, or what cannot be the beginning of one."""
-        held, form = self._held, self._form
-        if self.num_calls:
-            held = held.lstrip()
+        form = self._form
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
+        held = self._held
         start = held.lstrip()[:1]
         if form.is_bare and not self._has_content and (start in ("{", "[") or not (start or is_last)):
-            self._opening, self._held = "" if start else None, held
+            self._opening = "" if start else None
             return ""
         place = held.find(form.begin)
         if place >= 0:
-            self._opening, self._num_searched = form.begin, 0
+            self._opening = form.begin
             self._held = held[place + len(form.begin) :]
             before = held[:place].rstrip()
             self._space = held[len(before) : place]
@@ -145,19 +172,31 @@ class ToolReader:
         self._held = held[shown:]
         return held[:shown]
 
-    def _read_body(self, *, is_last: bool) -> str | None:
-        """Returns the text of a call, or of several; None as long as it has not ended."""
+    def _read_calls(self, *, is_last: bool) -> ToolText | None:
+        """Returns the calls that have begun, or their text if they are none; None as long as they have not ended."""
         end = self._form.end if self._opening else None
-        place = -1 if end is None else self._held.find(end, self._num_searched)
-        self._is_closed = place >= 0
-        if end is not None and place >= 0:
-            body, self._held = self._held[:place], self._held[place + len(end) :]
-            return body
-        self._num_searched = max(0, len(self._held) - len(end or ""))
+        while end is not None and (place := self._held.find(end, self._num_searched)) >= 0:
+            body, self._num_searched = self._held[:place], place + len(end)
+            if calls := parse_calls(body, self._form, self._tools):
+                return self._close(self._num_searched, calls)
+            self._first_end = self._first_end or self._num_searched
+            self._num_tried += len(body)
+            if self._num_tried > _MAX_TRIED_CHARS or not _has_open_value(body):
+                return self._close(self._first_end)
         if not is_last:
+            self._num_searched = max(self._num_searched, len(self._held) - len(end or ""))
             return None
-        body, self._held = self._held, ""
-        return body
+        if calls := parse_calls(self._held, self._form, self._tools):
+            return self._close(len(self._held), calls)
+        return self._close(self._first_end or len(self._held))
+
+    def _close(self, stop: int, calls: list[Call] | None = None) -> ToolText:
+        """Ends what has begun: calls up to `stop`, or text if there are none."""
+        content = "" if calls else f"{self._space}{self._opening}{self._held[:stop]}"
+        self._held = self._held[stop:]
+        self._opening, self._space, self._first_end, self._num_searched = None, "", None, 0
+        self._is_behind_call = bool(calls)
+        return ToolText(content, [self._describe(call) for call in (calls or [])[: 1 if self._has_one_call else None]])
 
     def _describe(self, call: Call) -> dict[str, Any]:
         self.num_calls += 1
@@ -180,26 +219,37 @@ def _find_symbols(form: ToolForm, tokenizer: Any) -> Mapping[int, str]:
 
 
 def write_choice(form: ToolForm, tools: Tools, tokenizer: Tokenizer | None) -> str:
-    """Returns a grammar of one call of one of the tools.
+    """Returns a grammar of one call of one of the tools, as the family writes it.
 
     Args:
         form: How the model writes calls.
         tools: The tools that may be called.
         tokenizer: The tokenizer of the model, which may have control symbols for the signs of the form.
+
+    Raises:
+        ApiError: No grammar is known for the form.
     """
+    if form.forced is None:
+        refuse(
+            "tool_choice",
+            f'asks for a call, which cannot be forced in the form of {form.family}: set it to "auto" or "none"',
+        )
     ids = {piece: token for token, piece in find_symbols(form, tokenizer).items()}
-    signs = ("", "") if form.is_bare else (form.begin, form.end or "")
-    begin, end = (_write_sign(sign, ids) for sign in signs)
-    lines = [f"start: {begin} call {end}", "call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    begin, end = ("", "") if form.is_bare else (form.begin, form.end or "")
+    before, behind = form.forced
+    lines = ["start: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, (name, schema) in enumerate(tools.items()):
-        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.key}": '
-        lines += [f'call_{index}: {json.dumps(opening, ensure_ascii=False)} given_{index} "}}"']
+        opening = begin + before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1])
+        lines += [f"call_{index}: {_write_text(opening, ids)} given_{index} {_write_text(behind + end, ids)}"]
         lines += [f"given_{index}: {write_schema(schema)}"]
     return "\n".join(lines)
 
 
-def _write_sign(sign: str, ids: Mapping[str, int]) -> str:
-    return f"<[{ids[sign]}]>" if sign in ids else json.dumps(sign, ensure_ascii=False)
+def _write_text(text: str, ids: Mapping[str, int]) -> str:
+    """Returns a text as a part of a grammar, in which control symbols stand by their ids."""
+    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    written = [f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part]
+    return " ".join(written)
 
 
 def parse_calls(body: str, form: ToolForm, tools: Tools) -> list[Call] | None:
@@ -207,19 +257,37 @@ def parse_calls(body: str, form: ToolForm, tools: Tools) -> list[Call] | None:
     if len(body) > _MAX_BODY_CHARS:
         return None
     calls: list[Call] = []
-    for part in body.split(form.begin) if form.end is None else [body]:
+    if form.end is not None:
+        return _read_part(body.strip(), tools)
+    parts, num_tried = deque(body.split(form.begin)), 0
+    while parts:
+        part = parts.popleft()
         found = _read_part(part.strip(), tools)
-        if found is None or not all(call.name in tools for call in found):
-            return None
+        while found is None:
+            num_tried += len(part)
+            if not parts or num_tried > _MAX_TRIED_CHARS or not _has_open_value(part):
+                return None
+            part += form.begin + parts.popleft()  # the sign was in a value
+            found = _read_part(part.strip(), tools)
         calls += found
     return calls
+
+
+def _has_open_value(text: str) -> bool:
+    """Returns whether a sign behind this text may be a part of a value, which has not ended.
+
+    >>> [_has_open_value(text) for text in ('{"a": "b', '{"a": "b\\""', "<function=f><parameter=a>1")]
+    [True, False, True]
+    """
+    is_quoted = any(string[2] is None for string in _STRING.finditer(text))
+    return is_quoted or any(text.rfind(begin) > text.rfind(end) for begin, end in _VALUES)
 
 
 def _read_part(text: str, tools: Tools) -> list[Call] | None:
     for read in _READERS:
         try:
             found = list(read(text, tools))
-            if found:
+            if found and all(name in tools for name, _ in found):
                 return [Call(name, json.dumps(given, ensure_ascii=False, allow_nan=False)) for name, given in found]
         # What a model writes may be anything; each of these means that it is not in this form.
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -265,20 +333,50 @@ def _read_named_json(text: str, tools: Tools) -> _Found:
 def _read_tags(text: str, tools: Tools) -> _Found:
     """`<function=NAME>` with `<parameter=NAME>`, as Qwen3-Coder and Qwen3.5 write it."""
     position = 0
-    while match := _FUNCTION.match(text, position):
-        position = match.end()
-        pairs = _PARAMETER.findall(match[2])
-        yield match[1].strip(), {key: _convert(value, key, tools.get(match[1].strip())) for key, value in pairs}
-    if text[position:].strip():
-        raise ValueError("more than calls")
+    while position < len(text):
+        name, position = _read_between("<function=", ">", text, position)
+        position, given = _skip_space(text, position), dict[str, Any]()
+        while not text.startswith("</function>", position):
+            key, position = _read_between("<parameter=", ">", text, position)
+            value, position = _read_between("", "</parameter>", text, position)
+            given[key] = _convert(value.removeprefix("\n").removesuffix("\n"), key, tools.get(name.strip()))
+            position = _skip_space(text, position)
+        position = _skip_space(text, position + len("</function>"))
+        yield name.strip(), given
 
 
 def _read_keyed(text: str, tools: Tools) -> _Found:
     """A name before `<arg_key>` and `<arg_value>`, as GLM writes it."""
-    match = _KEYED.fullmatch(text)
-    if match is not None:
-        pairs = _KEY_AND_VALUE.findall(match[2])
-        yield match[1], {key: _convert(value, key, tools.get(match[1])) for key, value in pairs}
+    match = _NAME.match(text)
+    if match is None:
+        return
+    position, given = _skip_space(text, match.end()), dict[str, Any]()
+    while position < len(text):
+        key, position = _read_between("<arg_key>", "</arg_key>", text, position)
+        value, position = _read_between("<arg_value>", "</arg_value>", text, _skip_space(text, position))
+        given[key] = _convert(value, key, tools.get(match[0]))
+        position = _skip_space(text, position)
+    yield match[0], given
+
+
+def _read_between(begin: str, end: str, text: str, position: int) -> tuple[str, int]:
+    """Returns what stands between two signs, the first of them at a position, and the position behind the second.
+
+    Each character is looked at once: an expression that searches for both would look for the end from each beginning.
+
+    Raises:
+        ValueError: A sign is missing.
+    """
+    if not text.startswith(begin, position):
+        raise ValueError("no call")
+    stop = text.index(end, position + len(begin))
+    return text[position + len(begin) : stop], stop + len(end)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()
 
 
 def _read_python(text: str, tools: Tools) -> _Found:

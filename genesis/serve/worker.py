@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from genesis.base.errors import UserError
-from genesis.generate.batch import Batch, NewToken, Request
+from genesis.generate.batch import Batch, NewToken, OutOfMemoryError, Request
 from genesis.generate.load import Loaded
 from genesis.generate.prefix_store import PrefixStore
 from genesis.generate.prompt_scores import ScoredToken, score_prompt
@@ -68,7 +68,7 @@ class Worker:
         self, load: Callable[[], Loaded], num_rows: int, prefix_bytes: int = 0, before: "Worker | None" = None
     ) -> None:
         self._load, self._num_rows, self._before = load, num_rows, before
-        self._store = PrefixStore(prefix_bytes) if prefix_bytes else None
+        self._prefix_bytes = prefix_bytes
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._waiting: Turns[Ticket] = Turns()
@@ -153,7 +153,8 @@ class Worker:
             loaded = self._load()
             _check_is_finite(loaded)
             chat_template, stop_ids = loaded.chat_template, loaded.stop_ids
-            batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_blocks=True, store=self._store)
+            store = PrefixStore(self._prefix_bytes) if self._prefix_bytes else None
+            batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_blocks=True, store=store)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True
@@ -274,6 +275,8 @@ def _check_is_finite(loaded: Loaded) -> None:
 
 
 def _check(result: Result) -> Result:
+    if isinstance(result, NewToken) and isinstance(result.failure, OutOfMemoryError):
+        return ApiError(str(result.failure), status=503, code="out_of_memory")
     if isinstance(result, NewToken) and result.failure is not None:
         return ApiError(f"the grammar of the request {result.failure}", code="grammar_failed")
     log_probs: list[float | None] = []

@@ -59,6 +59,17 @@ def test_the_start_names_the_caches_whose_default_fits_the_memory(run, monkeypat
     assert f"up to {wanted} at a time, with caches of up to 0." in capsys.readouterr().out
 
 
+def test_the_memory_of_beginnings_counts_in_what_is_sized_and_named(run, monkeypatch, capsys):
+    monkeypatch.setattr("genesis.cli.serve.available_memory", lambda: 8 * 10**9)
+    monkeypatch.setattr("genesis.cli.serve.serve", lambda build, sock, announce: announce() or signal.SIGTERM)
+    for gigabytes, wanted in (
+        ("0", "16 texts at a time, with caches of up to 0."),
+        ("4", "1 text at a time, with caches of up to 4."),
+    ):
+        assert main([str(run), "--port", "0", "--device", "cpu", "--prefix_cache_gb", gigabytes]) == 0
+        assert wanted in capsys.readouterr().out
+
+
 def test_a_directory_that_is_none_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         main([str(tmp_path / "nowhere"), "--device", "cpu"])

@@ -88,18 +88,81 @@ def test_other_scopes_share_nothing(decoder: Decoder) -> None:
     assert num_stored(texts) == [0, 0, BLOCK, 0, 0, 2 * BLOCK]
 
 
-def test_the_blocks_that_were_not_used_for_the_longest_time_give_way() -> None:
-    block = [torch.zeros(25)]
+def fill(store: PrefixStore, names: list[bytes], size: int = 25) -> list[bool]:
+    return [store.add(names[:number], [torch.zeros(size)]) for number in range(1, len(names) + 1)]
+
+
+def name(first: int, num_blocks: int) -> list[bytes]:
+    return name_blocks(list(range(first, first + num_blocks * BLOCK + 1)))
+
+
+def test_the_blocks_that_were_not_used_for_the_longest_time_give_way_the_last_of_a_prompt_first() -> None:
     store = PrefixStore(300)
-    a, b = name_blocks(list(range(2 * BLOCK + 1))), name_blocks(list(range(50, 50 + 2 * BLOCK + 1)))
-    for name in a:
-        store.add(name, block)
-    store.add(b[0], block)
-    assert len(store.find(a)) == 2
-    store.add(b[1], block)
-    assert (len(store.find(a)), len(store.find(b)), store.num_bytes) == (2, 0, 300)
-    store.add(b"large", [torch.zeros(100)])
-    assert (len(store.find(a)), store.num_bytes) == (2, 300)
+    a, b = name(0, 2), name(50, 3)
+    assert fill(store, a) == [True] * 2
+    assert fill(store, b[:2]) == [True] * 2
+    assert (len(store.find(b)), len(store.find(a)), store.num_bytes) == (2, 1, 300)
+    assert fill(store, a) == [True] * 2
+    assert (len(store.find(b)), len(store.find(a)), store.num_bytes) == (1, 2, 300)
+    assert fill(store, name(90, 1), size=100) == [False]
+    assert (len(store.find(a)), len(store.find(b)), store.num_bytes) == (2, 1, 300)
+    store.clear()
+    assert (store.find(a), store.num_bytes) == ([], 0)
+
+
+def test_of_a_prompt_that_is_larger_than_the_store_the_beginning_is_kept() -> None:
+    store = PrefixStore(300)
+    long = name(0, 6)
+    for _ in range(2):
+        assert fill(store, long) == [True] * 3 + [False] * 3
+        assert len(store.find(long)) == 3
+    assert fill(store, name(90, 1)) == [True]
+    assert len(store.find(long)) == 2, "the head went before the tail"
+
+
+def test_a_beginning_that_other_prompts_need_outlives_what_follows_it() -> None:
+    store = PrefixStore(400)
+    shared = list(range(BLOCK))
+    chains = [name_blocks([*shared, *range(first, first + BLOCK + 1)]) for first in (20, 40, 60, 80)]
+    for chain in chains:
+        assert fill(store, chain) == [True] * 2
+    assert [len(store.find(chain)) for chain in chains] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+@pytest.mark.parametrize(("num_failures", "stops"), [(1, False), (2, True)])
+@torch.no_grad()
+def test_where_memory_ends_the_store_is_dropped_or_the_text_alone_fails(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, kind: str, num_failures: int, stops: bool
+) -> None:
+    if kind == "linear":
+        decoder = build_sharp(mix(replace(decoder.config, num_layers=2, has_tied_embeddings=False), "linear"))
+    store = PrefixStore(10**9)
+    running = Batch(decoder, 3, NO_STOP, has_blocks=True, store=store)
+    first = running.add(Request(PROMPTS[0], 6, GREEDY))
+    texts = {first: [token.id for token in running.step()]}
+    assert store.num_bytes
+    # The last layer has no room for a block, once those before it have written theirs.
+    failures = iter([None] + [True] * num_failures)
+
+    def end_of_memory(*_: object) -> None:
+        if next(failures, None):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    hook = decoder.blocks[-1].register_forward_pre_hook(end_of_memory)
+    second = running.add(Request(PROMPTS[5], 6, GREEDY))
+    found = running.step()
+    hook.remove()
+    assert [token.request for token in found if isinstance(token.failure, batch.OutOfMemoryError)] == [second] * stops
+    assert not store.num_bytes
+    third = running.add(Request(PROMPTS[3], 6, GREEDY))
+    while found:
+        for token in found:
+            if token.failure is None:
+                texts.setdefault(token.request, []).append(token.id)
+        found = running.step()
+    wanted = {first: PROMPTS[0], third: PROMPTS[3]} | ({} if stops else {second: PROMPTS[5]})
+    assert texts == {handle: slow_greedy(decoder, prompt, 6) for handle, prompt in wanted.items()}
 
 
 def test_a_name_says_what_is_in_a_block_and_before_it() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from genesis.base.errors import UserError
+from genesis.generate import batch, prefix_store
 from genesis.generate.batch import plan_budgets
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
@@ -73,6 +74,16 @@ def test_a_text_ends_with_the_first_of_several_stop_ids(decoder):
     ):
         place = next((number for number, token in enumerate(text) if token in stop_ids), len(text))
         assert stopped == text[: place + 1]
+
+
+def test_prompts_are_read_together_however_long_they_are(decoder, monkeypatch):
+    monkeypatch.setattr(batch, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(prefix_store, "BLOCK_TOKENS", 8)
+    shapes = []
+    hook = decoder.register_forward_pre_hook(lambda _, arguments: shapes.append(tuple(arguments[0].shape)))
+    next(generate(decoder, [list(range(length)) for length in (30, 20, 30)], GenerateOptions(5), NO_STOP))
+    hook.remove()
+    assert shapes == [(3, 30)]
 
 
 def test_tokens_come_as_they_are_made(decoder):

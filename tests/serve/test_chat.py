@@ -295,6 +295,8 @@ def test_the_parsed_request_has_every_field() -> None:
     assert (asked.is_chat, asked.num_choices, asked.num_top_logprobs, asked.stop) == (True, 2, 0, ("a",))
     with pytest.raises(ApiError, match="n is 9: it must be an integer from 1 to 4"):
         parse_chat(json.dumps({**body, "n": 9}).encode(), max_texts=4)
+    with pytest.raises(ApiError, match="parallel_tool_calls is 0: it must be true or false"):
+        parse_chat(json.dumps({**body, "parallel_tool_calls": 0}).encode(), max_texts=4)
 
 
 def test_a_chat_in_the_terminal_remembers_the_turns_before(

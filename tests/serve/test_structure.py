@@ -9,9 +9,13 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from genesis.base.device import send as device_send
+from genesis.generate import batch
 from genesis.generate.load import load_decoder
-from genesis.serve import tools
+from genesis.generate.prefix_store import PrefixStore
+from genesis.serve import tools, worker
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
@@ -206,3 +210,37 @@ def test_a_beginning_is_computed_once_and_changes_no_answer(run: Path) -> None:
     assert most >= 512
     _, counts = talk(run, ask, is_public=True)
     assert counts == [0, most, most, 0], "a client of a public server learns what another one has asked"
+
+
+def test_the_models_of_a_server_share_the_memory_of_beginnings(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Store(PrefixStore):
+        def __init__(self, max_bytes: int) -> None:
+            sizes.append(max_bytes)
+            super().__init__(max_bytes)
+
+    monkeypatch.setattr(worker, "PrefixStore", Store)
+    body = {**ASKED, "max_tokens": 1}
+    limits = Limits(prefix_bytes=1000, max_models=4)
+    assert talk(run, lambda _, running: running.ask("/v1/chat/completions", body)[0], limits) == 200
+    assert sizes == [250]
+
+
+def test_a_prompt_that_the_memory_has_no_room_for_fails_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if tensor.shape == (1, 256):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return device_send(tensor, device)
+
+    monkeypatch.setattr(batch, "send", send)
+
+    def ask(client: openai.OpenAI, running: Running) -> list[tuple[int, Any]]:
+        turns = [MESSAGES, [{"role": "user", "content": LONG}], MESSAGES]
+        bodies = [{**ASKED, "max_tokens": 2, "messages": messages} for messages in turns]
+        return [running.ask("/v1/chat/completions", body)[:2] for body in bodies]
+
+    (status, first), (failed, answer), (status_again, again) = talk(run, ask)
+    assert (status, failed, status_again) == (200, 503, 200)
+    assert answer["error"]["code"] == "out_of_memory"
+    assert first["choices"] == again["choices"]

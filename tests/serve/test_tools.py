@@ -1,12 +1,22 @@
 """Calls of tools as families of models write them, whole and while an answer comes; what is no call stays text."""
 
+import asyncio
 import json
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from genesis.generate.batch import NewToken, Request
 from genesis.generate.grammar import compile_grammar
-from genesis.serve.tools import Call, ToolReader, find_form, parse_calls, write_choice
+from genesis.serve.completion import Completion
+from genesis.serve.errors import ApiError
+from genesis.serve.prompt import EncodedPrompt, Facts
+from genesis.serve.request import parse_chat
+from genesis.serve.tools import Call, ToolForm, ToolReader, find_form, parse_calls, write_choice
+from genesis.serve.worker import Result, Ticket, Worker
 from genesis.tokenizer.open import open_tokenizer
 from tests.tokenizer.test_huggingface import qwen
 
@@ -133,22 +143,201 @@ def test_a_body_that_is_too_long_is_no_call() -> None:
     assert parse_calls(body, find_form("<tool_call>"), TOOLS) is None
 
 
-@pytest.mark.parametrize("sign", ["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|im_start|>"])
-def test_the_grammar_of_a_choice_accepts_calls_of_its_tools_alone(
-    sign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("sign", "written"),
+    [
+        ("<tool_call>", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+        ("[TOOL_CALLS][ARGS]", "[TOOL_CALLS]now[ARGS]{}"),
+        ("[TOOL_CALLS][CALL_ID][ARGS]", "[TOOL_CALLS]now[CALL_ID]000000000[ARGS]{}"),
+        ("<|python_tag|>", '{"name": "now", "parameters": {}}'),
+        ("<|tool_call|>", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'),
+        ("no sign", '{"name": "now", "arguments": {}}'),
+        ("<|im_start|>", '<|im_start|>{"name": "now", "arguments": {}}<|im_end|>'),
+    ],
+)
+def test_the_grammar_of_a_choice_accepts_calls_of_its_tools_alone(sign: str, written: str, tmp_path: Path) -> None:
     qwen(tmp_path)
     tokenizer = open_tokenizer(tmp_path)
     form = find_form(sign)
     if sign == "<|im_start|>":  # a control symbol of this tokenizer as the sign
-        form = form._replace(begin=sign, end="<|im_end|>", is_bare=False)
+        form = ToolForm(sign, "<|im_end|>")
     grammar = compile_grammar(write_choice(form, TOOLS, tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)
-    begin, end = ("", "") if form.is_bare else (form.begin, form.end or "")
     for name, is_right in (("now", True), ("delete", False)):
-        text = f'{begin}{{"name": "{name}", "{form.key}": {{}}}}{end}'
+        text = written.replace("now", name)
+        reader = ToolReader(form, {name: {}})
+        assert [call["function"]["name"] for call in reader.feed(text, is_last=True).calls] == [name]
         one, is_whole = grammar.copy(), False
         fits = True
         for token in tokenizer.encode_with_controls(text):
             fits = fits and bool(one.mask()[token])
             is_whole = fits and one.accept(token)
         assert (fits, is_whole) == (is_right, is_right)
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("<tool_call> <function=", "Qwen3-Coder"),
+        ("<tool_call> <arg_key>", "GLM"),
+        ("<|tool_call_start|>", "LFM2"),
+        ("<function_calls>", "OLMo 3"),
+        (DEEPSEEK[0], "DeepSeek"),
+    ],
+)
+def test_a_call_that_cannot_be_forced_in_the_form_of_a_family_is_refused_by_its_name(
+    template: str, family: str
+) -> None:
+    with pytest.raises(ApiError, match=f"^tool_choice .* in the form of {family}: set it to") as error:
+        write_choice(find_form(template), TOOLS, None)
+    assert (error.value.status, error.value.param) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("size", [1, 4, 10_000])
+def test_only_white_space_directly_behind_a_call_is_left_out(size: int) -> None:
+    call = '<tool_call>{"name": "now"}</tool_call>'
+    assert read("<tool_call>", f"First {call}\n\nI have called  the tool. ", size) == (
+        "FirstI have called  the tool. ",
+        [NOW],
+    )
+    wrong = "<tool_call>wizard</tool_call>"
+    assert read("<tool_call>", f"{call} {wrong} I have called it.", size) == (f"{wrong} I have called it.", [NOW])
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    ("template", "before", "behind", "sign"),
+    [
+        ("<tool_call>", '<tool_call>{"name": "weather", "arguments": {"city": "', '"}}</tool_call>', "</tool_call>"),
+        ("<tool_call>", '<tool_call>{"name": "weather", "arguments": {"city": "', '"}}', "</tool_call>"),
+        (
+            "<tool_call>",
+            "<tool_call><function=weather><parameter=city>",
+            "</parameter></function></tool_call>",
+            "</tool_call>",
+        ),
+        (
+            "<tool_call>",
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>",
+            "</arg_value></tool_call>",
+            "</tool_call>",
+        ),
+        ("<|tool_call_start|>", "<|tool_call_start|>[weather(city='", "')]<|tool_call_end|>", "<|tool_call_end|>"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "', '"}', "[TOOL_CALLS]"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city": "', '"}', "[TOOL_CALLS]"),
+    ],
+)
+def test_a_sign_within_a_value_ends_no_call(template: str, before: str, behind: str, sign: str, size: int) -> None:
+    content, calls = read(template, f"{before}a {sign} b {sign}{behind}", size)
+    assert content == ""
+    assert calls[-1] == Call("weather", json.dumps({"city": f"a {sign} b {sign}"}))
+    assert calls[:-1] == [NOW] * before.count("now")
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_a_call_behind_one_whose_value_never_ends_is_found(size: int) -> None:
+    wrong = '<tool_call>{"name": "now</tool_call>'
+    assert read("<tool_call>", f'{wrong} then <tool_call>{{"name": "now"}}</tool_call>', size) == (
+        f"{wrong} then",
+        [NOW],
+    )
+
+
+def test_text_behind_what_is_no_call_and_has_no_open_value_is_sent_at_once() -> None:
+    reader = ToolReader(find_form("<tool_call>"), TOOLS)
+    assert reader.feed("<tool_call>{}</tool_call> and", is_last=False).content == "<tool_call>{}</tool_call> and"
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "unit", "end"),
+    [
+        ("<tool_call>", "<tool_call><function=weather>", "<parameter=x>", "</function></tool_call>"),
+        ("<tool_call>", "<tool_call>weather", "<arg_key>", "</arg_value></tool_call>"),
+        ("<tool_call>", "<tool_call>weather", "<arg_key></arg_key><arg_value>", "</tool_call>"),
+        ("<tool_call>", "<tool_call>", '"\\', "</tool_call>"),
+        ("<tool_call>", "", '<tool_call>"</tool_call>', ""),
+        ("[TOOL_CALLS]", "", '[TOOL_CALLS]"', ""),
+        ("[TOOL_CALLS]", "", "[TOOL_CALLS]now[ARGS]{}", '"'),
+    ],
+)
+def test_the_work_of_reading_a_long_answer_is_no_square_of_its_length(
+    template: str, begin: str, unit: str, end: str
+) -> None:
+    text = begin + unit * (2**17 // len(unit) - 10) + end
+    before = time.thread_time()
+    content, calls = read(template, text, len(text))
+    assert time.thread_time() - before < 5.0, "a square takes 15 s and more"
+    assert (content, calls) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["hermes, two", "mistral", "mistral, newer", "llama 3", "olmo 3"])
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_an_answer_that_may_have_one_call_ends_behind_it(name: str, size: int) -> None:
+    template, text, _ = FORMS[name]
+    reader = ToolReader(find_form(template), TOOLS, has_one_call=True)
+    text += " done" if find_form(template).end else ""
+    parts = [
+        reader.feed(text[start : start + size], is_last=start + size >= len(text))
+        for start in range(0, len(text), size)
+    ]
+    assert "".join(part.content for part in parts) == ""
+    assert [call["function"]["name"] for part in parts for call in part.calls] == ["weather"]
+
+
+class ScriptedWorker:
+    """A worker whose model writes the same text in each answer, a token at a time, until the text is cancelled."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids, self.is_cancelled, self.num_sent = ids, False, 0
+
+    def submit(self, request: Request, receive: Callable[[Result], None], *_: object) -> Ticket:
+        self.sending = asyncio.ensure_future(self._send(receive))
+        return Ticket(request, receive, "client")
+
+    async def _send(self, receive: Callable[[Result], None]) -> None:
+        for number, token in enumerate(self.ids, start=1):
+            if self.is_cancelled:
+                return
+            self.num_sent = number
+            receive(NewToken(0, token, 0.0, (), is_last=number == len(self.ids)))
+            await asyncio.sleep(0)
+
+    def cancel(self, ticket: Ticket) -> None:
+        self.is_cancelled = True
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(("is_parallel", "num_calls"), [(None, 2), (True, 2), (False, 1)])
+def test_an_answer_without_parallel_calls_ends_with_its_first_call(
+    is_parallel: bool | None, num_calls: int, is_stream: bool, tmp_path: Path
+) -> None:
+    qwen(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    ids = tokenizer.encode(f"{call}\n{call}" + " and more" * 20)
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "now"}}],
+        "parallel_tool_calls": is_parallel,
+        "stream": is_stream,
+    }
+    asked = parse_chat(json.dumps(body).encode(), 1)
+    facts = Facts(tokenizer, 1000, tokenizer.vocab_size, 0, shared_bytes=0, chat_template="<tool_call>")
+
+    async def answer() -> tuple[list[dict[str, Any]], str]:
+        prompt = EncodedPrompt((1,), "a", 500)
+        with Completion(asked, "m", cast("Worker", worker), facts, [prompt], "client") as completion:
+            if not is_stream:
+                (choice,) = (await completion.collect())["choices"]
+                return choice["message"]["tool_calls"], choice["finish_reason"]
+            events = [json.loads(event[6:]) async for event in completion.events() if b"[DONE]" not in event]
+            choices = [event["choices"][0] for event in events]
+            found = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+            return found, choices[-1]["finish_reason"]
+
+    worker = ScriptedWorker(ids)
+    calls, reason = asyncio.run(answer())
+    assert len(calls) == num_calls
+    assert (worker.num_sent < len(ids) // 2) == (num_calls == 1), "the text went on behind its only call"
+    assert reason == ("tool_calls" if num_calls == 1 else "length")
