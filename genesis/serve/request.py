@@ -256,6 +256,8 @@ def _read_tools(fields: Fields) -> tuple[tuple[Mapping[str, Any], ...] | None, d
         schema = function.get("parameters") or {}
         if not isinstance(schema, dict):
             refuse("tools", f"has the parameters {show(schema)} for {show(name)}: they must be a JSON schema")
+        if schema.get("type", "object") != "object":
+            refuse("tools", f"has parameters of type {show(schema['type'])} for {show(name)}: they must be an object")
         if name in named:
             refuse("tools", f"has the name {show(name)} twice: give each tool a name of its own")
         named[name] = {"type": "object", **schema}
