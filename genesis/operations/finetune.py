@@ -34,7 +34,7 @@ from genesis.huggingface.shape import find_names
 from genesis.model.recipe import build_decoder_config, read_adapter_config
 from genesis.operations.commands import Commands, StepFailedError
 from genesis.recipe.resolved import ResolvedRecipe, list_steps
-from genesis_callbacks.base.files import STAGING_SUFFIX, replace_file
+from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file, open_lock
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
@@ -271,9 +271,10 @@ class Finetuning:
     def _begun(self) -> Iterator[int]:
         """Locks the directory, which a command of a killed call may still hold, and yields the lock's descriptor."""
         request = self.out / _REQUEST_NAME
-        # All that a call which was killed, or runs beside this one, has before the request.
-        begun = {_LOCK_NAME, _REQUEST_NAME + STAGING_SUFFIX}
-        if self.out.is_dir() and any(path.name not in begun for path in self.out.iterdir()) and not request.exists():
+        # What a call that was killed, or runs beside this one, has before the request: the lock, and a part of the file.
+        begun = (_LOCK_NAME, _REQUEST_NAME)
+        has_others = self.out.is_dir() and not all(path.name.startswith(begun) for path in self.out.iterdir())
+        if has_others and not request.exists():
             raise UserError(f"{self.out} is not empty and was not made by `genesis finetune`: give another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         with open_lock(self.out / _LOCK_NAME) as lock:
