@@ -271,7 +271,7 @@ class Finetuning:
     def _begun(self) -> Iterator[int]:
         """Locks the directory, which a command of a killed call may still hold, and yields the lock's descriptor."""
         request = self.out / _REQUEST_NAME
-        # What a call that was killed, or runs beside this one, has before the request: the lock, and a part of the file.
+        # A call that was killed, or runs beside this one, may have the lock alone, or a part of the request.
         begun = (_LOCK_NAME, _REQUEST_NAME)
         has_others = self.out.is_dir() and not all(path.name.startswith(begun) for path in self.out.iterdir())
         if has_others and not request.exists():
