@@ -173,7 +173,7 @@ def read_defaults(text: str) -> list[tuple[str, Any, int]]:
 
     Example:
         >>> read_defaults(write_defaults("{{ x }}", {"x": [None, "a"]}))
-        [('x', [None, 'a'], 71)]
+        [('x', [None, 'a'], 62)]
     """
     found: list[tuple[str, Any, int]] = []
     while line := _DEFAULT.match(text, found[-1][2] if found else 0):
