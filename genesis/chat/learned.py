@@ -73,5 +73,6 @@ def build_prompt_form(text: str, tokenizer: Tokenizer) -> str:
     end = find_trained_end(text, own, tokenizer.named_tokens)
     if end is None:
         return text
-    ends = set(find_turn_ends(ChatTemplate(end, "trained", own.today), tokenizer).ids)
-    return text if ends - set(find_turn_ends(own, tokenizer).ids) else text.removesuffix(end) + own.text
+    form = text.removesuffix(end) + own.text
+    trained, kept = (set(find_turn_ends(ChatTemplate(one, own.name, own.today), tokenizer).ids) for one in (text, form))
+    return text if trained - kept else form

@@ -1,16 +1,21 @@
 """A chat template. It is compiled and rendered in a worker process with limits (`genesis.chat.pool`)."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from blake3 import blake3
 
 from genesis.base.errors import UserError
 from genesis.chat.pool import Request, ask
+from genesis_callbacks.base.json_text import load_json
 
 Message = dict[str, Any]
+_DEFAULT: Final = re.compile(r"\{% if (\w+) is not defined %\}\{% set \1 = (.*) %\}\{% endif %\}\n")
+_NONE: Final = re.compile(r'("(?:[^"\\]|\\.)*")|\bnone\b')
+"""A text, or Jinja's spelling of null outside of texts."""
 
 
 class ConversationError(UserError):
@@ -161,6 +166,23 @@ def write_defaults(text: str, variables: Mapping[str, Any]) -> str:
     ]
     head = "".join(lines)
     return text if text.startswith(head) else head + text
+
+
+def read_defaults(text: str) -> list[tuple[str, Any, int]]:
+    """Returns the variables that `write_defaults` has put in front of a template: name, value, and where its line ends.
+
+    Example:
+        >>> read_defaults(write_defaults("{{ x }}", {"x": [None, "a"]}))
+        [('x', [None, 'a'], 62)]
+    """
+    found: list[tuple[str, Any, int]] = []
+    while line := _DEFAULT.match(text, found[-1][2] if found else 0):
+        try:
+            value = load_json(_NONE.sub(lambda part: part[1] or "null", line[2]))
+        except (ValueError, RecursionError):  # a line of the template's own
+            break
+        found.append((line[1], value, line.end()))
+    return found
 
 
 def _spell(value: Any) -> str:

@@ -15,7 +15,14 @@ from typing import Any, Final, NamedTuple
 
 from genesis.base.errors import UserError
 from genesis.chat.stops import PROBE_TOOL
-from genesis.chat.template import ChatTemplate, ConversationError, EndlessTemplateError, Message, write_defaults
+from genesis.chat.template import (
+    ChatTemplate,
+    ConversationError,
+    EndlessTemplateError,
+    Message,
+    read_defaults,
+    write_defaults,
+)
 
 VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "chatml.jinja": ({}, {"has_tools": False}),
@@ -145,14 +152,22 @@ def find_trained_end(text: str, own: ChatTemplate, variables: Mapping[str, Any])
     """Returns the end of a text that is the training template for the family of `own`; None if there is none.
 
     Args:
-        text: A template that was learned, which may begin with values of variables.
+        text: A template that was learned, which may begin with values of variables: those of the user, with which the
+            training template was found, and then its own.
         own: A model's own template, with a date.
         variables: The spellings of bos, eos and other tokens.
     """
     for name, body in _read_bodies().items():
-        if text.endswith(body) and (defaults := _find_defaults(own, name, body, variables)) is not None:
-            filled = write_defaults(body, defaults)
-            return filled if text.endswith(filled) else body  # a default may have had another date
+        if not text.endswith(body):
+            continue
+        is_found, given, start = False, dict(variables), 0
+        for key, value, end in [*read_defaults(text), ("", None, 0)]:
+            defaults = _find_defaults(own, name, body, given)
+            if defaults is not None and write_defaults(body, defaults) == text[start:]:
+                return text[start:]
+            is_found = is_found or defaults is not None
+            given[key], start = value, end
+        return body if is_found else None  # a default may have had another date
     return None
 
 

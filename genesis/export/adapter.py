@@ -54,7 +54,7 @@ from genesis.model.adapter import (
     select_experts,
     select_layers,
 )
-from genesis.model.decoder import build_model
+from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
@@ -125,12 +125,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     _check_base_name(options.base_name, family)
     given, permission = options.tokenizer, options.may_be_unproved
     reading = find_reading(checkpoint, manifest, config.vocab_size, given, may_be_unproved=permission)
-    with torch.device("meta"):
-        decoder = build_model(config)
-    layers, linears = select_layers(decoder, adapter), find_linears(decoder)
-    if config.body is not None:  # PEFT looks for names in the whole model, routers and output weight included
-        linears = dict(decoder.named_modules())
-    experts, stacks = select_experts(decoder, adapter), find_stacks(decoder)
+    content = describe_adapter(config, adapter, options.base_name)
     base, base_manifest = find_base(checkpoint, manifest.base)
     extras = {DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in adapter.also_train}
     names = [
@@ -147,17 +142,9 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     }
     if config.has_tied_embeddings and extras:
         theirs[name_tied_output(family)] = theirs[name_adapter_tensor(EXTRA_TENSORS["embedding"], family)].clone()
-    content = build_adapter_config(
-        adapter,
-        family,
-        layers=layers.keys(),
-        linears=linears.keys(),
-        experts=experts.keys(),
-        stacks=stacks.keys(),
-        is_tied=config.has_tied_embeddings,
-        base_name=options.base_name,
-    )
     if options.compares_models:
+        with torch.device("meta"):
+            decoder = build_model(config)
         num_elements = sum(parameter.numel() for parameter in decoder.parameters())
         check_proof_memory(2 * num_elements * torch.float32.itemsize)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
@@ -188,6 +175,36 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     return proof
 
 
+def describe_adapter(config: DecoderConfig, adapter: AdapterConfig, base_name: str | None = None) -> dict[str, Any]:
+    """Returns the content of `adapter_config.json` for adapters beside a model.
+
+    Args:
+        config: The model.
+        adapter: The adapters.
+        base_name: Name or path under which PEFT finds the base; None for no name.
+
+    Raises:
+        UserError: No family of transformers represents the model, it has no such layers, or PEFT has no form for
+            adapters on them.
+    """
+    family = find_names(config)
+    with torch.device("meta"):
+        decoder = build_model(config)
+    layers, linears = select_layers(decoder, adapter), find_linears(decoder)
+    if config.body is not None:  # PEFT looks for names in the whole model, routers and output weight included
+        linears = dict(decoder.named_modules())
+    return build_adapter_config(
+        adapter,
+        family,
+        layers=layers.keys(),
+        linears=linears.keys(),
+        experts=select_experts(decoder, adapter).keys(),
+        stacks=find_stacks(decoder).keys(),
+        is_tied=config.has_tied_embeddings,
+        base_name=base_name,
+    )
+
+
 def _check_base_name(base_name: str | None, family: TensorNames) -> None:
     """Refuses a directory whose model has other tensors: PEFT would leave out those adapters without a warning."""
     if base_name is None or not Path(base_name, BASE_CONFIG_NAME).is_file():
@@ -204,7 +221,7 @@ def _check_base_name(base_name: str | None, family: TensorNames) -> None:
 def _find_other_type(base: Manifest, family: Family) -> str | None:
     """Returns the type of the model that a base was imported from, if exports of the base have another type."""
     imported_as = base.identity.get(IMPORTED_AS)
-    return imported_as if is_exported_as_another(imported_as, family) else None
+    return imported_as if imported_as is not None and is_exported_as_another(imported_as, family) else None
 
 
 def _write_card(

@@ -25,7 +25,7 @@ from genesis.export.texts import SCRIPTS
 from genesis.generate.checkpoint_reference import verify_shown
 from genesis.generate.load import build_empty_decoder, load_tokenizer
 from genesis.huggingface.family import OUTPUT_WEIGHT
-from genesis.model.decoder import DecoderConfig
+from genesis.model.decoder import DecoderConfig, refuse_body
 from genesis.model.initial import draw_block
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.addition import TokenAddition
@@ -143,6 +143,7 @@ def _read_config(checkpoint: Path, manifest: Manifest) -> DecoderConfig:
         )
     model = manifest.recipe.get("model")
     config = build_decoder_config(model.get("decoder") if isinstance(model, dict) else None, where)
+    refuse_body(config)  # its embedding has a name that is not ours
     num_tensors = sum(name.startswith(DECODER_PREFIX) for name in manifest.tensors)
     build_empty_decoder(config, num_tensors, checkpoint)
     return config

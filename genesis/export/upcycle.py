@@ -180,6 +180,11 @@ def _read_config(checkpoint: Path, manifest: Manifest) -> DecoderConfig:
             f"{checkpoint} is no dense model: its feed-forward part is {type(feed_forward).__name__}; give a dense "
             "checkpoint"
         )
+    if feed_forward.activation != "silu":
+        raise UserError(
+            f"{checkpoint} has feed-forward parts with the activation {feed_forward.activation}, and experts compute "
+            "silu alone: give a model with silu, such as a Llama or Qwen3"
+        )
     if list_nf4_tensors(manifest):
         raise UserError(f"{checkpoint} is a base in NF4: import the model with --dtype float32, and upcycle that")
     num_tensors = sum(name.startswith(DECODER_PREFIX) for name in manifest.tensors)

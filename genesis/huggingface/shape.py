@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,10 +120,22 @@ def _drop_extra_layers(path: Path, content: dict[str, Any], family: Family) -> F
 
 
 def is_exported_as_another(model_type: Any, written: Family) -> bool:
-    """Whether models of a type have other names of tensors than the family as which one of them is exported."""
-    family = next((family for family in FAMILIES if family.model_type == model_type), written)
+    """Whether models of a type have other names of tensors than the family as which one of them is exported.
+
+    Of a type that is unknown here, and of one that transformers opens with a model of images around the text model, all
+    names are others.
+    """
+    family = next((family for family in FAMILIES if model_type in (family.model_type, family.wrapped_type)), None)
+    if family is None or (model_type == family.wrapped_type and not _opens_as_text(family)):
+        return True
     shared = family.block_tensors.keys() & written.block_tensors.keys()
     return not family.is_written or any(family.block_tensors[name] != written.block_tensors[name] for name in shared)
+
+
+def _opens_as_text(family: Family) -> bool:
+    """Whether transformers' class for causal models leaves out what a wrapped type has around the text model."""
+    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return bool(names.get(family.wrapped_type) == family.architecture)
 
 
 def find_family(config: DecoderConfig) -> Family:

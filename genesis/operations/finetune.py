@@ -6,7 +6,7 @@
     OUT/before.json        `genesis validate` of the base on the held-out documents
     OUT/run                `genesis fit`
     OUT/after.json         `genesis validate` of the result
-    OUT/adapter            `genesis export --adapter`, where adapters were trained
+    OUT/adapter            `genesis export --adapter`, where adapters were trained for which PEFT has a form
     OUT/model              `genesis export` of the whole model
 
 The next call goes on after an interruption: what appears as a whole is not made again, and the other commands continue
@@ -29,7 +29,11 @@ from genesis.base.run_directory import RUNS_NAME, RunDirectory
 from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, read_manifest
 from genesis.data.sources import SourceOptions, list_source, plan_spans, read_documents
 from genesis.data.sources.options import ChatForm
+from genesis.export.adapter import describe_adapter
+from genesis.huggingface.shape import find_names
+from genesis.model.recipe import build_decoder_config, read_adapter_config
 from genesis.operations.commands import Commands, StepFailedError
+from genesis.recipe.resolved import ResolvedRecipe, list_steps
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file, open_lock
@@ -167,6 +171,11 @@ class Finetuning:
         self._run("Data become tokens", *prepare, "--tokenizer", str(self.base.path))
         manifest = read_manifest(self.corpus)
         fit = self._fit_options(manifest)
+        unexported = self._check_exports(fit)
+        if unexported is not None:
+            self.commands.console.print(
+                f"{self.adapter} will not be made, and {self.model} will: {unexported}", markup=False
+            )
         if request.method == "full":
             self._warn_of_memory(fit)
         validates = bool(manifest.validation)
@@ -180,10 +189,12 @@ class Finetuning:
             end = ("--ckpt_path", "latest", "--json", str(self.after))
             self._run("After: the loss on held-out data", "validate", *fit, *end)
         run = str(self.run.path)
-        if request.method != "full" and not self.adapter.exists():
+        if request.method != "full" and unexported is None and not self.adapter.exists():
             self._run("Export of the adapters", "export", run, str(self.adapter), "--adapter", *self.proof)
         merge = () if request.method == "full" else ("--merge",)
-        export = ("export", run, str(self.model), *merge, "--dtype", "bfloat16", *self.proof)
+        # The export of a model of transformers takes no choice: it always compares all tensors, and no logits.
+        proof = () if self._is_foreign() else self.proof
+        export = ("export", run, str(self.model), *merge, "--dtype", "bfloat16", *proof)
         self._run("Export of the whole model", *export)
 
     def _run(self, title: str, *command: str) -> None:
@@ -211,6 +222,31 @@ class Finetuning:
             *self.request.options,
         )
 
+    def _is_foreign(self) -> bool:
+        """Whether the model is one of transformers (`genesis import --as transformers`)."""
+        recipe = self.base.imported_recipe
+        return recipe.is_file() and ResolvedRecipe.read([recipe]).get("model.decoder.body") is not None
+
+    def _check_exports(self, fit: Sequence[str]) -> UserError | None:
+        """Returns why the adapters will have no export; None if they will have one, or none are trained.
+
+        Raises:
+            UserError: The whole model will have no export, or the options train something else than was asked for.
+        """
+        recipe = ResolvedRecipe.read(list_steps(fit))
+        config = build_decoder_config(recipe.get("model.decoder"), where=f"{recipe.where}: model.decoder")
+        adapter, method = read_adapter_config(recipe.content, recipe.where), self.request.method
+        if (adapter is None) != (method == "full"):
+            trained = "all weights" if adapter is None else "adapters"
+            raise UserError(f"--{method} is asked for, and the options of fit train {trained}: correct one of them")
+        find_names(config)
+        try:
+            if adapter is not None:
+                describe_adapter(config, adapter)
+        except UserError as error:
+            return error
+        return None
+
     def _warn_of_memory(self, fit: Sequence[str]) -> None:
         """Runs `genesis plan`, which prints what the training of all weights needs, and warns if it does not fit."""
         kind = find_kind()
@@ -222,8 +258,10 @@ class Finetuning:
         try:
             self._run("Plan: whether the memory suffices", "plan", *options)
         except StepFailedError as error:
-            if error.status != 1:
+            if error.status not in (1, 2):
                 raise
+            if error.status == 2:  # it has printed why; what is wrong with the recipe itself, the training says, too
+                return
             self.commands.console.print(
                 "genesis: warning: all weights will not fit into the memory that is free here, by the plan above: "
                 "--lora trains adapters alone, --nf4 beside a base in 4 bits"
@@ -233,7 +271,10 @@ class Finetuning:
     def _begun(self) -> Iterator[int]:
         """Locks the directory, which a command of a killed call may still hold, and yields the lock's descriptor."""
         request = self.out / _REQUEST_NAME
-        if self.out.is_dir() and any(self.out.iterdir()) and not request.exists():
+        # A call that was killed, or runs beside this one, may have the lock alone, or a part of the request.
+        begun = (_LOCK_NAME, _REQUEST_NAME)
+        has_others = self.out.is_dir() and not all(path.name.startswith(begun) for path in self.out.iterdir())
+        if has_others and not request.exists():
             raise UserError(f"{self.out} is not empty and was not made by `genesis finetune`: give another --out")
         self.out.mkdir(parents=True, exist_ok=True)
         with open_lock(self.out / _LOCK_NAME) as lock:
@@ -288,6 +329,8 @@ class Finetuning:
             print_(f"adapter         {self.adapter}, in PEFT's format")
         print_(f"whole model     {self.model}, for transformers")
         print_(f"recipe          {self.run.recipe}")
+        if self._is_foreign():  # without a cache it answers in transformers alone
+            return
         print_("\nTalk to it:")
         asks = '--prompt "..."' if manifest.chat is None else "--chat"
         print_(f"  genesis generate {self.run.path} {asks}", markup=False)

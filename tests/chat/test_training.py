@@ -259,6 +259,17 @@ def test_prompts_have_the_model_s_own_template_if_it_ends_turns(tmp_path: Path, 
     assert tokenizer.pieces.index(end) in find_stop_ids(tokenizer, file)
 
 
+def test_prompts_have_the_model_s_own_template_where_the_user_s_variables_chose_the_training(tmp_path: Path) -> None:
+    system = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}"
+    own = f"{{% if style == 'a {{none}}' and not off %}}{system}{CHATML}{{% else %}}other{{% endif %}}"
+    tokenizer = open_tokenizer(write_tokenizer(tmp_path, own))
+    variables = {"style": "a {none}", "off": None, "list": [None, {"x": True}]}
+    renderer = open_renderer(tokenizer, ChatOptions(variables=variables))
+    assert renderer.template.name.startswith("chatml.jinja, has_tools=False")
+    learned = write_defaults(renderer.template.text, variables)
+    assert build_prompt_form(learned, tokenizer) == write_defaults(own, variables)
+
+
 def test_a_template_that_prints_the_date_is_the_model_s_own_until_a_date_is_given() -> None:
     own = model_template("gptoss.jinja", {})
     undated = ChatTemplate(own.text, own.name)

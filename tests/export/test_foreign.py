@@ -11,15 +11,21 @@ from transformers import AutoModelForCausalLM
 from genesis.base.errors import RunEndedError, UserError
 from genesis.export import foreign
 from genesis.export.adapter import AdapterExportOptions, export_adapter
+from genesis.export.add_tokens import AddTokensOptions, add_tokens
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.foreign import import_foreign
+from genesis.export.importing import save_weights
+from genesis.export.upcycle import UpcycleOptions, upcycle
 from genesis.generate.load import load_decoder
 from genesis.model.adapter import AdapterConfig
 from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.addition import TokenAddition
+from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import find_adapter_base, read_start
 from genesis_callbacks.base.manifest import read_manifest
-from tests.model.foreign.models import configure, make_theirs
+from tests.model.foreign.models import configure, describe, make_theirs, wrap
 from tests.tiny_runs import save_adapted
+from tests.tokenizer.test_huggingface import qwen
 
 
 @pytest.mark.parametrize(("kind", "documents"), [("gemma3_text", "packed"), ("granite", "packed"), ("falcon", "rows")])
@@ -76,6 +82,22 @@ def test_peft_loads_adapters_beside_a_model_of_transformers(tmp_path: Path, kind
     (tmp_path / "theirs/config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=f"a model of type llama, and the adapters fit one of type {kind}"):
         export_adapter(tuned, tmp_path / "no", AdapterExportOptions(base_name=str(tmp_path / "theirs")))
+
+
+def test_commands_that_read_parts_of_a_decoder_refuse_a_model_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer = open_tokenizer(qwen(tmp_path / "tokenizer"))
+    kind = configure("llama", vocab_size=640)
+    state = wrap(make_theirs(kind)).state_dict()
+    checkpoint = save_weights(state, describe(kind), tokenizer, tmp_path / "checkpoints")
+    before = sorted(tmp_path.iterdir())
+    options = AddTokensOptions(tokenizer=tmp_path / "tokenizer")
+    line = r"the model is of another library \(TransformersConfig\)"
+    with pytest.raises(UserError, match=line):
+        add_tokens(checkpoint, tmp_path / "new", TokenAddition(tokens=("<|tool|>",)), options)
+    with pytest.raises(UserError, match=line):
+        upcycle(checkpoint, tmp_path / "new", UpcycleOptions(num_experts=4, top_k=2))
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_directory_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from genesis.export.importing import save_weights
 from genesis.export.upcycle import UpcycleOptions, upcycle
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.feed_forward import DenseConfig
 from genesis.model.mixture import Mixture
 from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import list_committed, read_manifest
@@ -148,6 +149,21 @@ def test_what_is_no_dense_checkpoint_is_refused_in_one_line(
         assert error.count("\n") == 1
     assert main(["upcycle", str(tmp_path / "run"), str(tmp_path / "out"), *arguments]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_a_model_whose_experts_would_compute_something_else_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    config = DecoderConfig(
+        **{**SHAPE, "ffn_dim": None, "feed_forward": DenseConfig(ffn_dim=48, activation="gelu_tanh")}  # type: ignore[arg-type]
+    )
+    decoder = Decoder(config)
+    decoder.init_weights(1)
+    (tmp_path / "run").mkdir()
+    checkpoint = save_weights(decoder.state_dict(), config, None, tmp_path / "run/checkpoints")
+    with pytest.raises(UserError, match="the activation gelu_tanh, and experts compute silu alone"):
+        upcycle(checkpoint, tmp_path / "out", UpcycleOptions(num_experts=4, top_k=2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.slow

@@ -8,10 +8,13 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from genesis.base.errors import UserError
+from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.mistral import MINISTRAL3, MISTRAL
 from genesis.huggingface.peft import build_adapter_config
 from genesis.huggingface.phi3 import PHI3
-from genesis.huggingface.shape import FAMILIES, write_shape
+from genesis.huggingface.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from genesis.huggingface.shape import FAMILIES, is_exported_as_another, write_shape
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 
@@ -100,6 +103,26 @@ def test_weights_that_files_hold_in_one_tensor_come_back_as_they_were():
     cut = theirs | {"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(63, 32)}
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.qkv_proj\.weight is \[63, 32\]"):
         PHI3.to_ours(cut, config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "written", "is_other"),
+    [
+        ("gemma3_text", GEMMA3, False),
+        ("gemma3", GEMMA3, True),  # transformers opens it with its tower
+        ("mistral3", MISTRAL, True),
+        ("mistral3", MINISTRAL3, True),
+        ("qwen3_5", QWEN3_5, False),  # transformers has a class for its text model alone
+        ("qwen3_5_moe", QWEN3_5_MOE, False),
+        ("mistral", LLAMA, False),
+        ("phi3", LLAMA, True),
+        ("qwen3_next", QWEN3_5_MOE, True),
+        ("unknown", LLAMA, True),
+        (None, LLAMA, True),
+    ],
+)
+def test_a_type_is_another_where_its_tensors_have_other_names(model_type, written, is_other):
+    assert is_exported_as_another(model_type, written) == is_other
 
 
 def test_an_adapter_on_one_of_several_weights_in_a_tensor_has_no_form_in_peft():

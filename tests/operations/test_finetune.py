@@ -18,10 +18,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from genesis.cli.main import main
 from genesis.data.manifest import ChatRecord, read_manifest, write_manifest
+from genesis.export.recipe import build_recipe
+from genesis.model.attention import AttentionConfig
+from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
+from genesis.model.norm import NormConfig
 from genesis.operations.commands import Commands, StepFailedError
 from genesis.operations.finetune import find_chat
+from genesis.recipe.yaml import dump_yaml
 from tests.commands import STDOUT, ForkedCommand, start_genesis
 from tests.data.corpus_support import write_jsonl
+from tests.model.foreign.models import configure, describe
 from tests.tokenizer.test_huggingface import qwen
 
 FIT = "--config OUT/base/recipe.yaml --run_dir OUT/run --data.corpus OUT/corpus"
@@ -40,6 +47,17 @@ LORA = [
     f"validate {ADAPTER} --ckpt_path latest --json OUT/after.json",
     *EXPORTS,
 ]
+PLAIN: Any = {"dim": 32, "num_layers": 2, "max_seq_len": 64, "vocab_size": 64}
+HEADS: Any = {"num_heads": 4, "num_kv_heads": 2}
+LLAMA = DecoderConfig(**PLAIN, **HEADS, ffn_dim=48)
+PHI3 = DecoderConfig(**PLAIN, ffn_dim=48, attention=AttentionConfig(**HEADS, rotary_dim=4))
+EXPERTS: Any = {"num_experts": 4, "top_k": 2, "ffn_dim": 24, "shared_ffn_dim": 24}
+AFTER = replace(LLAMA, norm=NormConfig(placement="after"))
+GLM = DecoderConfig(
+    **PLAIN,
+    attention=AttentionConfig(**HEADS),
+    feed_forward=MixtureConfig(**EXPERTS, scores="sigmoid", has_balance_bias=True),
+)
 ALWAYS = {1, 3}
 """The parts that run until all is done: each finds out by itself what is left of its work."""
 
@@ -51,12 +69,14 @@ class Runner:
         done: The commands, as they would be typed.
         fails_at: Number of the command that fails.
         corpus: The corpus that `data prepare` makes.
+        config: The model that `import` makes.
     """
 
     def __init__(self, corpus: Path) -> None:
         self.done: list[str] = []
         self.fails_at: int | None = None
         self.corpus = corpus
+        self.config = LLAMA
 
     def run(self, commands: Commands, *arguments: str, **options: Any) -> None:
         command = commands.show(*arguments)
@@ -71,6 +91,8 @@ class Runner:
             Path(arguments[-1]).write_text('{"validation/loss": 1.25}')
         elif made is not None:
             Path(arguments[made]).mkdir()
+            if arguments[0] == "import":
+                write_base(Path(arguments[made]), self.config)
 
 
 @pytest.fixture
@@ -81,6 +103,11 @@ def runner(tmp_path: Path, tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -
     found = Runner(tiny_corpus)
     monkeypatch.setattr(Commands, "run", lambda commands, *words, **options: found.run(commands, *words, **options))
     return found
+
+
+def write_base(directory: Path, config: DecoderConfig) -> None:
+    recipe = build_recipe(directory, directory / "checkpoints/step-00000000", config, None)
+    (directory / "recipe.yaml").write_text(dump_yaml(recipe))
 
 
 def write_chat(path: Path, number: int = 60) -> None:
@@ -271,10 +298,83 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 
 def test_an_import_is_its_own_base(runner: Runner) -> None:
     Path("imported/checkpoints").mkdir(parents=True)
-    Path("imported/recipe.yaml").touch()
+    write_base(Path("imported"), runner.config)
     assert main(["finetune", "imported", "chat.jsonl"]) == 0
     assert runner.done[0].endswith("--out runs/imported-chat --tokenizer imported")
     assert "fit --config imported/recipe.yaml --run_dir runs/imported-chat/run" in runner.done[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "line"),
+    [
+        (PHI3, [], "phi3 hold blocks.0.attention.query with others in one tensor"),
+        (GLM, [], "PEFT takes adapters on down_proj, gate_proj, up_proj of a model of type glm4_moe"),
+        (GLM, ["--model.adapter.exclude=['*.shared.*']"], None),
+    ],
+    ids=["fused", "shared-experts", "without-shared-experts"],
+)
+def test_adapters_without_a_form_in_peft_are_trained_and_merged_and_a_line_says_so(
+    config: DecoderConfig, options: list[str], line: str | None, runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.config = config
+    assert main(["finetune", *NAMED, "--out", "OUT", *options]) == 0
+    printed = [one for one in capsys.readouterr().out.splitlines() if "will not be made" in one]
+    exports = [command for command in runner.done if command.startswith("export")]
+    if line is None:
+        assert not printed
+        assert exports == EXPORTS
+    else:
+        assert exports == EXPORTS[1:]
+        assert printed[0].startswith("OUT/adapter will not be made, and OUT/model will: ")
+        assert line in printed[0]
+        assert len(printed) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "line"),
+    [
+        (["--full", "--model.adapter.rank", "4"], None, "--full is asked for, and the options of fit train adapters"),
+        (["--model.adapter", "null"], None, "--lora is asked for, and the options of fit train all weights"),
+        ([], AFTER, "no family of Hugging Face's has this decoder"),
+    ],
+)
+def test_what_could_not_be_exported_is_not_trained(
+    words: list[str], config: DecoderConfig | None, line: str, runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.config = config or runner.config
+    assert main(["finetune", *NAMED, "--out", "OUT", *words]) == 2
+    assert line in capsys.readouterr().err
+    assert [command.split()[0] for command in runner.done] == ["import", "data"]
+
+
+@pytest.mark.parametrize("method", ["--lora", "--full"])
+def test_an_import_as_a_model_of_transformers_is_trained_and_exported_whole(
+    method: str, runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Runner.run
+
+    def run(commands: Commands, *words: str, **options: Any) -> None:
+        if words[0] == "plan":
+            raise StepFailedError(["genesis", "plan"], 2)
+        plain(runner, commands, *words, **options)
+
+    runner.run = run  # type: ignore[method-assign]
+    Path("imported/checkpoints").mkdir(parents=True)
+    write_base(Path("imported"), describe(configure("llama")))
+    assert main(["finetune", "imported", "chat.jsonl", "--out", "OUT", method, "--proof", "weights"]) == 0
+    exports = [command for command in runner.done if command.startswith("export")]
+    merge = "" if method == "--full" else "--merge "
+    assert exports[-1] == f"export OUT/run OUT/model {merge}--dtype bfloat16"
+    assert exports[:-1] == ([] if method == "--full" else ["export OUT/run OUT/adapter --adapter --proof weights"])
+    assert "genesis generate" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [".finetune.lock", "finetune.json.staging"])
+def test_a_call_that_was_killed_as_it_began_does_not_keep_the_next_one_out(name: str, runner: Runner) -> None:
+    Path("OUT").mkdir()
+    Path("OUT", name).touch()
+    assert main(["finetune", *NAMED, "--out", "OUT"]) == 0
+    assert runner.done == LORA
 
 
 @pytest.mark.parametrize(
