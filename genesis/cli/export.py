@@ -201,7 +201,9 @@ def print_proof(proof: dict[str, Any]) -> None:
         allowed = f"(allowed {adapters['tolerance']:.2g})"
         print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")
     if generation:
-        print(f"greedy text: {generation['num_equal']} of {numbered(generation['num_tokens'], 'tokens')} equal")
+        equal = f"{generation['num_equal']} of {numbered(generation['num_tokens'], 'tokens')} equal"
+        is_parted = generation["parted_at_a_tie"]
+        print(f"greedy text: {equal}{', up to two that are equally likely by the proof' if is_parted else ''}")
 
 
 def _find(path: Path, *, is_best: bool) -> Path:

@@ -10,6 +10,7 @@ from genesis.base.errors import UserError, check_is_named
 from genesis.cli.export import PROOFS, check_can_prove
 from genesis.cli.option_names import check_names
 from genesis.cli.plan import split_overrides
+from genesis.data.prepare import MAX_VALIDATION_FRACTION
 from genesis.operations.commands import StepFailedError
 from genesis.operations.finetune import VALIDATION_FRACTION, YAML, Finetuning, Method, Request, name_directory
 
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
         raise UserError("a YAML file names all data and what is held out: give it alone, without --validation_fraction")
     if fraction is None and not is_described:
         fraction = VALIDATION_FRACTION
+    if fraction is not None and not 0 <= fraction <= MAX_VALIDATION_FRACTION:
+        raise UserError(f"--validation_fraction is {fraction}: it must be from 0 to {MAX_VALIDATION_FRACTION}")
     request = Request(arguments.model, data, method, fraction, options)
     try:
         Finetuning(request, arguments.out or name_directory(request), arguments.proof).execute()

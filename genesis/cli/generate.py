@@ -205,7 +205,12 @@ def _build_parser() -> Parser:
     )
     add("--json_schema", type=Path, help="file of a JSON schema that each text follows; needs the extra `grammar`")
     add("--seed", type=int, default=0, help="sampling seed; a seed and prompt give the same text in any batch")
-    add("--no_cache", action="store_true", help="recompute the whole text for each token, without a cache")
+    add(
+        "--no_cache",
+        action="store_true",
+        help="recompute the whole text for each token, without a cache; with `dynamic` and `longrope` positions the text "
+        "may then be another one beyond the original context",
+    )
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add_device_options(parser)
     return parser

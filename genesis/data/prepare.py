@@ -68,6 +68,7 @@ from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file, open_lock
 from genesis_callbacks.base.untrusted import MAX_DOCUMENT_BYTES, read_file
 
+MAX_VALIDATION_FRACTION = 0.5
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
 _WORKER_MODULE = "genesis.data.tokenize_worker"
@@ -117,8 +118,10 @@ class PrepareOptions:
             raise UserError(f"seq_len {self.seq_len} must be at least 1")
         if not self.name or Path(self.name).name != self.name:
             raise UserError(f"corpus name {self.name!r} is not the name of one directory; give its parent by `out`")
-        if not 0 <= self.validation_fraction <= 0.5:
-            raise UserError(f"validation_fraction {self.validation_fraction} is not between 0 and 0.5")
+        if not 0 <= self.validation_fraction <= MAX_VALIDATION_FRACTION:
+            raise UserError(
+                f"validation_fraction is {self.validation_fraction}: it must be from 0 to {MAX_VALIDATION_FRACTION}"
+            )
         if self.shard_tokens < 1:
             raise UserError(f"shard_tokens {self.shard_tokens} must be at least 1")
         if self.num_workers < 0:

@@ -164,10 +164,11 @@ class Finetuning:
 
     def _make_all(self) -> None:
         request, out = self.request, str(self.out)
+        sources = self._sources()  # before the import, which may be a download of hours
         if not self.base.path.exists():
             imports = ("import", request.model, str(self.base.path), *_DTYPES[request.method])
             self._run("Import of the model", *imports, *self.proof)
-        prepare = ("data", "prepare", *self._sources(), "--name", self.corpus.name, "--out", out, *self.restart)
+        prepare = ("data", "prepare", *sources, "--name", self.corpus.name, "--out", out, *self.restart)
         self._run("Data become tokens", *prepare, "--tokenizer", str(self.base.path))
         manifest = read_manifest(self.corpus)
         fit = self._fit_options(manifest)
@@ -205,6 +206,8 @@ class Finetuning:
         """Returns the options of `data prepare` that name the data."""
         data = self.request.data
         if self.request.validation_fraction is None:
+            if not Path(data[0]).is_file():
+                raise UserError(f"no such file: {data[0]}")
             return ("--config", *data)
         chat = find_chat(data)
         source = {"name": "data", "paths": list(data), **({} if chat is None else {"chat": chat})}

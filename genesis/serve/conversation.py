@@ -1,9 +1,9 @@
 """Turns a client's conversation into the text after which the model writes the next turn."""
 
 import datetime
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 from genesis.base.errors import RunEndedError, UserError
 from genesis.chat.options import ChatOptions
@@ -12,7 +12,6 @@ from genesis.chat.template import ChatTemplate, ConversationError, EndlessTempla
 from genesis.serve.errors import ApiError
 from genesis.serve.request import ChatPrompt
 from genesis.tokenizer.tokenizer import Tokenizer
-
 
 _CALLS: Final = "tool_calls"
 
@@ -62,17 +61,21 @@ def _refuse_left_out(renderer: ChatRenderer, prompt: ChatPrompt, text: str) -> N
 
     Many templates leave out the reasoning of earlier turns on purpose, so that it may be sent.
     """
-    parts = [("tools", bool(prompt.tools), prompt.messages, None)]
+
+    def is_same(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        try:
+            return renderer.write_prompt(messages, tools) == text
+        except ConversationError:  # a template that fails without them writes them
+            return False
+
+    if prompt.tools and is_same(prompt.messages, None):
+        raise ApiError("the model's chat template writes no tools: remove them", param="tools")
     plain = [
         {**{key: message[key] for key in message if key != _CALLS}, "content": message.get("content") or ""}
         for message in prompt.messages
     ]
-    parts.append((_CALLS, any(message.get(_CALLS) for message in prompt.messages), tuple(plain), prompt.tools))
-    for name, is_given, messages, tools in parts:
-        with suppress(ConversationError):  # a template that fails without them writes them
-            if is_given and renderer.write_prompt(messages, tools) == text:
-                param = "tools" if name == "tools" else "messages"
-                raise ApiError(f"the model's chat template writes no {name}: remove them", param=param)
+    if any(message.get(_CALLS) for message in prompt.messages) and is_same(plain, prompt.tools):
+        raise ApiError(f"the model's chat template writes no {_CALLS}: remove them", param="messages")
 
 
 @lru_cache(maxsize=16)

@@ -374,7 +374,7 @@ def test_a_finished_corpus_gets_a_plan_and_keeps_its_shards(tmp_path):
         ({"packing": "pad"}, "packing is pad and seq_len None; a plan needs both"),
         ({"seq_len": 8}, "packing is None and seq_len 8"),
         ({"packing": "pad", "seq_len": 0}, "seq_len 0 must be at least 1"),
-        ({"validation_fraction": 0.6}, "validation_fraction 0.6 is not between 0 and 0.5"),
+        ({"validation_fraction": 0.6}, "validation_fraction is 0.6: it must be from 0 to 0.5"),
         ({"shard_tokens": 0}, "shard_tokens 0"),
         ({"num_workers": -1}, "num_workers -1"),
         ({"sources": ()}, "no sources are given"),

@@ -275,6 +275,8 @@ def test_data_that_could_not_be_prepared_are_replaced_by_others(runner: Runner) 
         ([*NAMED, "--data.num_epochs", "many"], "data.num_epochs is 'many'"),
         (["MODEL", "a.yaml", "b.jsonl"], "a YAML file names all data"),
         (["MODEL", "none.jsonl"], "no such file: none.jsonl"),
+        (["MODEL", "none.yaml"], "no such file: none.yaml"),
+        ([*NAMED, "--validation_fraction", "2"], "--validation_fraction is 2.0: it must be from 0 to 0.5"),
         (["imported", "chat.jsonl", "--nf4"], "imported is imported already, and --nf4 chooses how"),
         (["", "chat.jsonl"], "MODEL is empty: give a value"),
         ([*NAMED, "--out", "mine"], "mine is not empty and was not made by `genesis finetune`: give another --out"),
@@ -293,7 +295,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert main(["finetune", *words]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert line in error
-    assert not {"fit", "validate", "export"} & {command.split()[0] for command in runner.done}
+    assert not {"import", "fit", "validate", "export"} & {command.split()[0] for command in runner.done}
 
 
 def test_an_import_is_its_own_base(runner: Runner) -> None:
