@@ -208,8 +208,8 @@ def _build_parser() -> Parser:
     add(
         "--no_cache",
         action="store_true",
-        help="recompute the whole text for each token, without a cache; with `dynamic` and `longrope` positions the text "
-        "may then be another one beyond the original context",
+        help="recompute the whole text for each token, without a cache; with `dynamic` and `longrope` positions the "
+        "text may then be another one beyond the original context",
     )
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add_device_options(parser)
