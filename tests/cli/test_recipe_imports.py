@@ -300,6 +300,7 @@ IMPORTERS = {
     "genesis/operations/demo/finetune.py": "one of its own modules",
     "genesis/operations/doctor/parts.py": "its own modules",
     "genesis/generate/grammar.py": "an optional package",
+    "genesis/huggingface/shape.py": "one module of transformers",
     "genesis/model/attend/fa4.py": "an optional package",
     "genesis/model/delta_kernel.py": "an optional package",
     "genesis/model/float8.py": "an optional package",
