@@ -380,9 +380,9 @@ def read_adapters(
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     made_for = metadata.get(FINGERPRINT)
     if made_for is not None and made_for != base_fingerprint:
-        kind = {"nf4": " in NF4", "plain": " that is not in NF4"}.get(metadata.get(BASE_FORMAT, ""), "")
+        kind = {"nf4": " (in NF4)", "plain": " (not in NF4)"}.get(metadata.get(BASE_FORMAT, ""), "")
         raise UserError(
-            f"the adapters in {directory} were trained beside a base{kind} with fingerprint {made_for[:_HASH_SHOWN]}, "
+            f"the adapters in {directory} were trained beside a base with fingerprint {made_for[:_HASH_SHOWN]}{kind}, "
             f"and this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
         )
     theirs = {theirs: ours for ours, theirs in name_adapter_tensors_of_peft(shapes.keys(), family).items()}

@@ -2,6 +2,8 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -72,6 +74,8 @@ def run_command(options, config, kill_at=0, file_bytes=0):
     script = config.with_suffix(".py")
     script.write_text(COMMAND)
     arguments = (str(options.corpus), str(kill_at), str(file_bytes), "data", "prepare", "--config", str(config))
+    if file_bytes:  # a forked worker would have the limits of the server that forks
+        return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=120)
     return run_module(str(script), *arguments, timeout=120)
 
 

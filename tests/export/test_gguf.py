@@ -277,7 +277,9 @@ def test_a_tokenizer_of_sentencepiece_has_its_scores_and_its_bytes(checkpoint: P
     assert not keys["tokenizer.ggml.add_space_prefix"]
     assert kinds[:4] == [TokenType.CONTROL, TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
     assert kinds.count(TokenType.BYTE) == 256
-    assert len({score for score, kind in zip(keys["tokenizer.ggml.scores"], kinds, strict=True)}) > 100
+    ranks = sorted({-score for score in keys["tokenizer.ggml.scores"]})  # of merges, and one more for all others
+    assert ranks == [float(rank) for rank in range(len(ranks))]
+    assert len(ranks) > 10
     assert "tokenizer" not in proof or proof["tokenizer"]["num_different"] == 0
 
 

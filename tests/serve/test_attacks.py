@@ -290,7 +290,10 @@ LARGE = {
     "many turns": {"messages": [of_size(4, role) for role in ("user", "assistant")] * 5000},
     "tools": {
         "messages": [of_size(10)],
-        "tools": [{"type": "function", "function": {"name": "f", "description": "a " * 100_000}}] * 10,
+        "tools": [
+            {"type": "function", "function": {"name": f"f{number}", "description": "a " * 100_000}}
+            for number in range(10)
+        ],
         "chat_template_kwargs": {"indent": 1},
     },
     "variables": {"messages": [of_size(10)], "chat_template_kwargs": {"last": "a " * 300_000}},
