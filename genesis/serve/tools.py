@@ -276,7 +276,7 @@ def parse_calls(body: str, form: ToolForm, tools: Tools) -> list[Call] | None:
 def _has_open_value(text: str) -> bool:
     """Returns whether a sign behind this text may be a part of a value, which has not ended.
 
-    >>> [_has_open_value(text) for text in ('{"a": "b', '{"a": "b\\""', "<function=f><parameter=a>1")]
+    >>> [_has_open_value(text) for text in ('{"a": "b', '{"a": "b"', "<function=f><parameter=a>1")]
     [True, False, True]
     """
     is_quoted = any(string[2] is None for string in _STRING.finditer(text))
