@@ -40,7 +40,7 @@ def read_fit_options(options: Sequence[str], device: str) -> FitOptions:
     Args:
         options: `NAME=VALUE`, such as `model.attention=flex`, `trainer.deterministic=false`,
             `trainer.strategy.activation_checkpointing=block` and, as `genesis plan` has it, `base_dtype=nf4`. A Trainer
-            takes only kernels that repeat on accelerators, as `genesis fit` does, unless it is told otherwise.
+            takes only kernels that repeat on accelerators, as `genesis fit` does, unless `deterministic` is false.
         device: The kind of device.
 
     Raises:

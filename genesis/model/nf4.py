@@ -152,10 +152,11 @@ def dequantise_rows(tensors: Mapping[str, UInt8[Tensor, "..."]], rows: slice) ->
 # traced steps, a compiler would keep the weight of the forward for the backward. They are defined by torch's lower
 # interface, because LoRA on 8B calls them 750 times a step, and `custom_op` takes twice as long before it begins.
 _LIBRARY: Final = torch.library.Library("genesis", "FRAGMENT")  # type: ignore[no-untyped-call]
-_BYTES: Final = "Tensor packed, Tensor scales, Tensor scale_max, Tensor offset"
+HELD: Final = "Tensor packed, Tensor scales, Tensor scale_max, Tensor offset"
+"""The four tensors in the schema of an operator."""
 
 
-def _define(schema: str, function: Callable[..., Tensor], allocate: Callable[..., Tensor]) -> None:
+def define(schema: str, function: Callable[..., Tensor], allocate: Callable[..., Tensor]) -> None:
     """Defines an operator for all devices, and how an empty tensor like its result is made."""
     _LIBRARY.define(f"{schema} -> Tensor")  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
@@ -172,7 +173,7 @@ def allocate_weight(packed: Tensor, scales: Tensor, scale_max: Tensor, offset: T
     return packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=dtype)
 
 
-_define(f"nf4_weight({_BYTES}, ScalarType dtype)", _dequantise, allocate_weight)
+define(f"nf4_weight({HELD}, ScalarType dtype)", _dequantise, allocate_weight)
 
 
 @cache
@@ -220,8 +221,8 @@ def _allocate_gradient(grad: Tensor, packed: Tensor, scales: Tensor, scale_max: 
     return grad @ allocate_weight(packed, scales, scale_max, offset, grad.dtype)
 
 
-_define(f"nf4_linear(Tensor x, {_BYTES})", _multiply, _allocate_product)
-_define(f"nf4_linear_backward(Tensor grad, {_BYTES})", _multiply_gradient, _allocate_gradient)
+define(f"nf4_linear(Tensor x, {HELD})", _multiply, _allocate_product)
+define(f"nf4_linear_backward(Tensor grad, {HELD})", _multiply_gradient, _allocate_gradient)
 
 
 class _Product(torch.autograd.Function):

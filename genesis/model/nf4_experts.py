@@ -15,77 +15,55 @@ from torch import Tensor, nn
 from genesis.model.expert_adapter import STACKS, AdaptedExperts, backward_rows, multiply_by_expert
 from genesis.model.experts import Experts
 from genesis.model.initial import InitialValues
-from genesis.model.nf4 import BYTES, Nf4Part, dequantise
+from genesis.model.nf4 import BYTES, HELD, Nf4Part, define, dequantise
 from genesis.model.part import ParameterGroup
 
 _STACKS: Final = tuple(chain.from_iterable(STACKS.values()))
 
 
-@torch.library.custom_op("genesis::nf4_by_expert", mutates_args=())
-def _multiply(
-    rows: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    scale_max: Tensor,
-    offset: Tensor,
-    counts: Tensor,
-    is_grouped: bool,
-) -> Tensor:
-    weight = dequantise(dict(zip(BYTES, (packed, scales, scale_max, offset), strict=True)), rows.dtype)
-    return multiply_by_expert(rows, weight, counts, is_grouped)
+# Operators of their own for the reasons of `genesis.model.nf4`; `held` are the four tensors, counts and `is_grouped`.
 
 
-@_multiply.register_fake
-def _(
-    rows: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    scale_max: Tensor,
-    offset: Tensor,
-    counts: Tensor,
-    is_grouped: bool,
-) -> Tensor:
+def _dequantise(held: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
+    *tensors, counts, is_grouped = held
+    return dequantise(dict(zip(BYTES, tensors, strict=True)), dtype), counts, is_grouped
+
+
+def _multiply(rows: Tensor, *held: Any) -> Tensor:
+    return multiply_by_expert(rows, *_dequantise(held, rows.dtype))
+
+
+def _allocate_product(rows: Tensor, packed: Tensor, *_: Any) -> Tensor:
     return rows.new_empty(len(rows), packed.shape[1])
 
 
-@torch.library.custom_op("genesis::nf4_by_expert_backward", mutates_args=())
-def _multiply_gradient(
-    grad: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    scale_max: Tensor,
-    offset: Tensor,
-    counts: Tensor,
-    is_grouped: bool,
-) -> Tensor:
-    weight = dequantise(dict(zip(BYTES, (packed, scales, scale_max, offset), strict=True)), grad.dtype)
-    of_rows: Tensor = backward_rows(grad, weight, counts, is_grouped)
+def _multiply_gradient(grad: Tensor, *held: Any) -> Tensor:
+    of_rows: Tensor = backward_rows(grad, *_dequantise(held, grad.dtype))
     return of_rows
 
 
-@_multiply_gradient.register_fake
-def _(
-    grad: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    scale_max: Tensor,
-    offset: Tensor,
-    counts: Tensor,
-    is_grouped: bool,
-) -> Tensor:
+def _allocate_gradient(grad: Tensor, packed: Tensor, *_: Any) -> Tensor:
     return grad.new_empty(len(grad), 2 * packed.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *tensors, ctx.is_grouped = inputs
-    ctx.save_for_backward(*tensors)
+_OTHERS: Final = "Tensor counts, bool is_grouped"
+define(f"nf4_by_expert(Tensor rows, {HELD}, {_OTHERS})", _multiply, _allocate_product)
+define(f"nf4_by_expert_backward(Tensor grad, {HELD}, {_OTHERS})", _multiply_gradient, _allocate_gradient)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _multiply_gradient(grad, *ctx.saved_tensors, ctx.is_grouped), *(None,) * 6
+class _Product(torch.autograd.Function):
+    """Each row times the matrix of its expert, which keeps bytes alone for its backward."""
 
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *held: Any) -> Tensor:
+        *tensors, ctx.is_grouped = held
+        ctx.save_for_backward(*tensors)
+        out: Tensor = torch.ops.genesis.nf4_by_expert(rows, *held)
+        return out
 
-_multiply.register_autograd(_differentiate, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.genesis.nf4_by_expert_backward(grad, *ctx.saved_tensors, ctx.is_grouped), *(None,) * 6
 
 
 class Nf4Stack(Nf4Part):
@@ -112,7 +90,8 @@ class Nf4Stack(Nf4Part):
         self, rows: Float[Tensor, "N I"], counts: Int64[Tensor, " G"], is_grouped: bool
     ) -> Float[Tensor, "N O"]:
         """Returns each row times the matrix of its expert; see `genesis.model.expert_adapter.multiply_by_expert`."""
-        out: Tensor = _multiply(rows.contiguous(), *(getattr(self, name) for name in BYTES), counts, is_grouped)
+        held = (*(getattr(self, name) for name in BYTES), counts, is_grouped)
+        out: Tensor = _Product.apply(rows.contiguous(), *held)  # type: ignore[no-untyped-call]
         return out
 
 

@@ -56,6 +56,11 @@ def preload(*modules: str) -> None:
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *modules])
 
 
+_OWN_NAME = Path("/proc/self/comm")
+_WRITER_NAME = "genesis-writer"
+"""The name by which Genesis recognises a forked writer."""
+
+
 def fork_writers(is_on: bool = True) -> None:
     """Lets trainers fork their writer processes instead of starting them: in this process, and on ranks started later.
 
@@ -107,6 +112,8 @@ def _fork_writer(end: socket.socket) -> Any:
     try:
         gc.freeze()  # the trainer's objects are not this process's garbage: it need not copy their pages
         os.setsid()
+        if _OWN_NAME.exists():  # its command line is that of the rank, which it outlives for the save in hand
+            _OWN_NAME.write_text(_WRITER_NAME, encoding="ascii")
         os.write(tell, b"1")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(end.fileno(), 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death

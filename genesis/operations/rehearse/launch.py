@@ -20,7 +20,6 @@ from genesis.operations.rehearse.watch import RunView
 
 MARK_NAME = "GENESIS_REHEARSAL"
 _POLL_SECONDS = 0.02
-_STRAY_SECONDS = 2.0
 
 
 class Training:
@@ -133,12 +132,8 @@ class Launcher:
         return Start(Training(command, log, self.mark), view, log)
 
     def _refuse_strays(self, name: str) -> None:
-        # What a killed rank had just forked has the rank's command line until it runs its own program.
-        end_seconds = time.monotonic() + _STRAY_SECONDS
-        while strays := [process for process in find_processes(self.mark) if find_kind(process) == "rank"]:
-            if time.monotonic() < end_seconds:
-                time.sleep(_POLL_SECONDS)
-                continue
+        strays = [process for process in find_processes(self.mark) if find_kind(process) == "rank"]
+        if strays:
             who = ", ".join(f"rank {process.local_rank} (process {process.pid})" for process in strays)
             raise RunEndedError(f"ranks of an earlier training were still running before the start of {name}: {who}")
 
