@@ -152,7 +152,7 @@ def test_adapters_of_one_format_of_a_base_are_refused_beside_another(
     own = find_adapter_base(str(base), None)
     assert read_start(config, load_decoder(base).decoder.config, own)
     other = find_adapter_base(str(tmp_path / "plain"), None)
-    with pytest.raises(UserError, match=r"beside a base in NF4 with .*: give the base that they belong to"):
+    with pytest.raises(UserError, match=r"beside a base with .* \(in NF4\), .*: give the base that they belong to"):
         read_start(config, load_decoder(base).decoder.config, other)
     with pytest.raises(UserError, match=r"belong to the base \S+ in NF4 with manifest .*: give that base"):
         find_adapter_base(str(tmp_path / "plain"), tuned)
