@@ -288,6 +288,11 @@ def _open_stdin(target: int | None) -> tuple[IO[str] | None, int]:
     return None, os.open(os.devnull, os.O_RDONLY)
 
 
+# Registered before any worker of the product, so that it ends after them: they end commands of the servers.
+_at_exit = contextlib.ExitStack()
+atexit.register(_at_exit.close)
+
+
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
     """Keeps other processes from connecting to a server, or from ending as one, until the context is left."""
@@ -336,7 +341,7 @@ def _requests(modules: tuple[str, ...]) -> socket.socket:
                 listener.listen()
                 ours.connect(address)
                 _start_forkserver(listener.fileno(), modules)
-    atexit.register(ours.close)  # which comes before the wait for the server's end
+    _at_exit.callback(ours.close)  # which comes before the wait for the server's end
     return ours
 
 
@@ -346,4 +351,4 @@ def _start_forkserver(listener: int, modules: tuple[str, ...]) -> None:
     room = NUM_SHOWN_BYTES * " "
     command = [sys.executable, "-m", "tests.forkserver", str(listener), room, *modules]
     process = subprocess.Popen(command, cwd=REPOSITORY, env={**environment, "ROOM": room}, pass_fds=[listener])
-    atexit.register(process.wait)
+    _at_exit.callback(process.wait)

@@ -212,8 +212,9 @@ def _check_base_name(base_name: str | None, family: TensorNames) -> None:
     model_type = read_json(Path(base_name, BASE_CONFIG_NAME)).get("model_type")
     is_own = isinstance(family, Family) and not is_exported_as_another(model_type, family)
     if not is_own and model_type != family.model_type:
+        found = "whose config.json names no model_type" if model_type is None else f"a model of type {model_type}"
         raise UserError(
-            f"--base_name is {base_name}, a model of type {model_type}, and the adapters fit one of type "
+            f"--base_name is {base_name}, {found}, and the adapters fit one of type "
             f"{family.model_type}, as which genesis exports the base: give the directory of `genesis export BASE DIR`"
         )
 

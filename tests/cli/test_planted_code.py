@@ -98,7 +98,10 @@ def test_code_of_an_adapter_and_of_its_base_runs_in_no_command_that_opens_them(o
         assert len(models) >= 3
     run("generate", tuned, "--prompt", "alpha", "--max_new_tokens", "1", "--device", "cpu")
     run("generate", theirs, "--prompt", "alpha", "--device", "cpu", statuses=(2,))
-    run("export", tuned, tmp_path / "peft", "--adapter", "--base_name", str(theirs))
+    run("export", base, tmp_path / "whole")
+    plant_code(tmp_path / "whole", marker)
+    run("export", tuned, tmp_path / "peft", "--adapter", "--base_name", str(tmp_path / "whole"))
+    run("export", tuned, tmp_path / "none", "--adapter", "--base_name", str(theirs), statuses=(2,))
     run("import", theirs, tmp_path / "imported", statuses=(2,))
     assert not marker.exists()
 

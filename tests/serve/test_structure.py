@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 import torch
 
 from genesis.base.device import send as device_send
@@ -22,7 +23,7 @@ from genesis.serve.pool import Limits
 from genesis.serve.server import Server, answering, bind
 from tests.serve.support import Running, elsewhere
 from tests.tiny_runs import build_decoder, save
-from tests.tokenizer.test_huggingface import qwen
+from tests.tokenizer.test_huggingface import TEMPLATE, qwen
 
 SCHEMA = {
     "type": "object",
@@ -34,6 +35,10 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} 
 MESSAGES = [{"role": "user", "content": "All human beings?"}]
 ASKED: dict[str, Any] = {"model": "latest", "messages": MESSAGES, "max_tokens": 200, "seed": 5}
 BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+WRITES_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages if m.tool_calls %}{{ m.tool_calls | tojson }}{% endfor %}"
+)
 LONG = "All human beings are born free. " * 60
 
 
@@ -42,6 +47,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("structure") / "run"
     directory.mkdir()
     qwen(directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = WRITES_TOOLS + TEMPLATE
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     save(directory / "checkpoints", 1, build_decoder(5, max_seq_len=2048), {}, max_seq_len=2048)
     return directory
 
@@ -126,10 +134,13 @@ def test_calls_of_tools_come_whole_and_in_a_stream(run: Path, monkeypatch: pytes
             turns = [*MESSAGES, answer.message.model_dump(exclude_none=True) | {"content": ""}]
             turns.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
             assert client.chat.completions.create(**{**ASKED, "messages": turns, "max_tokens": 2}).choices
-        plain = client.chat.completions.create(**ASKED).choices[0].message
-        for choice in ("auto", "none"):
+        turns_alone = "<|im_start|>user\nAll human beings?<|im_end|>\n<|im_start|>assistant\n"
+        tokenizer = tokenizers.Tokenizer.from_file(str(run / "tokenizer.json"))
+        for choice, text in (("auto", json.dumps(TOOLS) + turns_alone), ("none", turns_alone)):
             free = client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=choice).choices[0].message
-            assert (free.content or "").strip() == plain.content.strip(), "a text that is no call was changed"
+            asked = {key: value for key, value in ASKED.items() if key != "messages"}
+            plain = client.completions.create(**asked, prompt=tokenizer.encode(text).ids).choices[0].text
+            assert (free.content or "").strip() == plain.strip(), "a text that is no call was changed"
             assert not free.tool_calls
 
     talk(run, ask)
