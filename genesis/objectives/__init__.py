@@ -3,6 +3,6 @@
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
-from genesis.objectives.preference import DPO
+from genesis.objectives.preference import CPO, DPO, ORPO, SimPO
 
-__all__ = ["DPO", "GSPO", "CrossEntropy", "Distillation"]
+__all__ = ["CPO", "DPO", "GSPO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]

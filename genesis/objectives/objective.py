@@ -177,7 +177,7 @@ class Objective(ABC):
     compares_forwards: ClassVar[bool] = False
     reports_loss: ClassVar[bool] = True
     label_options: ClassVar[Mapping[str, Any] | None] = None
-    initial_loss: ClassVar[float | None] = None
+    initial_loss: float | None = None
     head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False

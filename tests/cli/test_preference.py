@@ -56,7 +56,12 @@ def refusal(outcome: Outcome) -> str:
 
 
 @pytest.mark.slow
-def test_adapters_train_on_pairs_resume_and_validate(genesis: Genesis, adapted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("objective", [OBJECTIVE, {"class_path": "genesis.objectives.ORPO"}], ids=["dpo", "orpo"])
+def test_adapters_train_on_pairs_resume_and_validate(
+    genesis: Genesis, pair_corpus: Path, base: Path, objective: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"model.adapter": {"rank": 4, "base": str(base)}, "model.objective": objective}
+    adapted = write_recipe(tmp_path / "adapted.yaml", recipe_of(pair_corpus, tmp_path / "run"), changes)
     options, allowed = ("--config", str(adapted)), ("--checkpoint.allow_changed", "[trainer.max_steps]")
     straight = genesis("fit", *options, "--run_dir", str(tmp_path / "straight"), "--ckpt_path", "latest")
     assert straight.status == 0, straight.err

@@ -1,6 +1,7 @@
 """DPO: values and gradients equal to a slow reference, whatever the layout of the answers and the missing pairs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from genesis.base.errors import UserError
 from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
@@ -19,7 +19,7 @@ from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
 from genesis.model.shares import share_context
 from genesis.objectives.objective import ObjectiveSums, prepare
-from genesis.objectives.preference import DPO, sum_answers
+from genesis.objectives.preference import CPO, DPO, ORPO, PairObjective, SimPO, sum_answers
 from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
 from genesis.strategies.context_parallel import ContextExchange, ContextVocabulary
@@ -32,6 +32,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "normalised": {"beta": 2.0, "length_normalisation": True},
     "with_sft": {"sft_weight": 0.7, "label_smoothing": 0.1},
 }
+LOSSES: dict[str, dict[str, Any]] = {
+    "robust": {"loss": "robust", "beta": 0.3, "label_smoothing": 0.2},
+    "hinge": {"loss": "hinge", "beta": 0.2},
+    "ipo": {"loss": "ipo", "beta": 0.2, "length_normalisation": True, "sft_weight": 0.5},
+}
 
 
 def table_of(reference: Decoder, pairs: list[Any]) -> ReferenceLogProbs:
@@ -40,9 +45,21 @@ def table_of(reference: Decoder, pairs: list[Any]) -> ReferenceLogProbs:
     return ReferenceLogProbs(torch.tensor(rows))
 
 
+def slow_pair_loss(given: dict[str, Any], rewards: list[Tensor]) -> Tensor:
+    """DPO's loss of a pair as the papers write it."""
+    beta, smoothing, margin = given.get("beta", 0.1), given.get("label_smoothing", 0.0), rewards[0] - rewards[1]
+    right, wrong = -torch.log(torch.sigmoid(margin)), -torch.log(torch.sigmoid(-margin))
+    return {
+        "sigmoid": (1 - smoothing) * right + smoothing * wrong,
+        "robust": ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing),
+        "hinge": torch.clamp(1 - margin, min=0),
+        "ipo": (margin / beta - 1 / (2 * beta)) ** 2,
+    }[given.get("loss", "sigmoid")]
+
+
 def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: dict[str, Any]) -> Tensor:
     """The loss of all pairs as the papers write it, pair by pair."""
-    beta, smoothing = options.get("beta", 0.1), options.get("label_smoothing", 0.0)
+    beta = options.get("beta", 0.1)
     losses, sft, num_chosen = [], [], 0
     for pair in pairs:
         rewards = []
@@ -55,14 +72,13 @@ def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: di
             if side is pair.chosen:
                 sft.append(-own)
                 num_chosen += int(side.has_label.sum())
-        margin = rewards[0] - rewards[1]
-        losses.append(-(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin))
+        losses.append(slow_pair_loss(options, rewards))
     mean = torch.stack(losses).mean()
     return mean + options.get("sft_weight", 0.0) * torch.stack(sft).sum() / num_chosen
 
 
 def run(
-    objective: DPO, decoder: Decoder, window: AccumulationWindow, vocabulary: Vocabulary = WHOLE
+    objective: PairObjective, decoder: Decoder, window: AccumulationWindow, vocabulary: Vocabulary = WHOLE
 ) -> tuple[Tensor, ObjectiveSums]:
     """A step without a strategy: terms divided by the window's units, and the sums for the log."""
     counts = objective.count(window)
@@ -92,13 +108,76 @@ def gradients_of(decoder: Decoder, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("micro_batch_size", "is_padded"), [(4, False), (2, False), (4, True)])
 def test_loss_and_gradients_equal_the_slow_reference(options: str, micro_batch_size: int, is_padded: bool) -> None:
-    pairs, given = make_pairs(4), OPTIONS[options]
-    policy, reference = make_decoder(0), make_decoder(1)
-    wanted = slow_loss(policy, reference, pairs, given)
-    wanted_gradients = gradients_of(policy, wanted)
+    check_dpo(OPTIONS[options], micro_batch_size, is_padded=is_padded)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_other_losses_of_pairs_equal_the_slow_reference(loss: str) -> None:
+    check_dpo(LOSSES[loss], 2, is_padded=True)
+
+
+def check_dpo(given: dict[str, Any], micro_batch_size: int, *, is_padded: bool) -> None:
+    pairs, policy, reference = make_pairs(4), make_decoder(0), make_decoder(1)
     objective = DPO(**given)
     objective.log_probs = table_of(reference, pairs)
-    loss, sums = run(objective, policy, window_of(pairs, micro_batch_size, is_padded=is_padded))
+    wanted = slow_loss(policy, reference, pairs, given)
+    check_equal(objective, policy, wanted, window_of(pairs, micro_batch_size, is_padded=is_padded))
+
+
+def slow_mean(policy: Decoder, answer: Any) -> Tensor:
+    return slow_log_prob(policy, answer) / int(answer.has_label.sum())
+
+
+def slow_odds(mean: Tensor) -> Tensor:
+    return mean.exp() / (1 - mean.exp())
+
+
+WITHOUT_REFERENCE: dict[str, tuple[PairObjective, float, Callable[[Decoder, Any], Tensor]]] = {
+    "simpo": (
+        SimPO(beta=1.5, gamma=0.4),
+        0.0,
+        lambda policy, pair: (
+            -torch.log(torch.sigmoid(1.5 * (slow_mean(policy, pair.chosen) - slow_mean(policy, pair.rejected)) - 0.4))
+        ),
+    ),
+    "cpo": (
+        CPO(beta=0.3, sft_weight=0.6),
+        0.6,
+        lambda policy, pair: (
+            -torch.log(torch.sigmoid(0.3 * (slow_log_prob(policy, pair.chosen) - slow_log_prob(policy, pair.rejected))))
+        ),
+    ),
+    "orpo": (
+        ORPO(weight=0.2),
+        1.0,
+        lambda policy, pair: (
+            -0.2
+            * torch.log(
+                torch.sigmoid(
+                    torch.log(slow_odds(slow_mean(policy, pair.chosen)) / slow_odds(slow_mean(policy, pair.rejected)))
+                )
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+def test_losses_without_a_reference_equal_those_of_the_papers(name: str) -> None:
+    objective, sft_weight, lose = WITHOUT_REFERENCE[name]
+    pairs, policy = make_pairs(4), make_decoder(0)
+    wanted = torch.stack([lose(policy, pair) for pair in pairs]).mean()
+    tokens = sum(int(pair.chosen.has_label.sum()) for pair in pairs)
+    wanted = wanted - sft_weight * torch.stack([slow_log_prob(policy, pair.chosen) for pair in pairs]).sum() / tokens
+    check_equal(objective, policy, wanted, window_of(pairs, 2))
+    with_missing, _ = run(objective, policy, window_of(pairs, 3, num_missing=2))
+    assert with_missing.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert all(gradient.isfinite().all() for gradient in gradients_of(policy, with_missing).values())
+
+
+def check_equal(objective: PairObjective, policy: Decoder, wanted: Tensor, window: AccumulationWindow) -> None:
+    wanted_gradients = gradients_of(policy, wanted)
+    loss, sums = run(objective, policy, window)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert objective.measure(sums)["loss"] == pytest.approx(wanted.item(), rel=1e-5)
     gradients = gradients_of(policy, loss)
@@ -251,9 +330,12 @@ def test_units_are_pairs_and_the_tokens_of_chosen_answers() -> None:
         ({"beta": math.nan}, "beta is nan"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5: it must be at least 0 and below 0.5"),
         ({"sft_weight": -1.0}, "sft_weight is -1"),
+        ({"loss": "robust"}, "loss is robust, and label_smoothing is 0: give the share of wrong preferences, such as"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing is 0.1, and the loss hinge has none: leave it"),
+        ({"loss": "ipo"}, "loss is ipo, whose square would grow with an answer's length: set length_normalisation"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, float], line: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         DPO(**options)
 

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import write_shape
 from genesis.model.decoder import Decoder
-from genesis.objectives.preference import DPO
+from genesis.objectives.preference import CPO, DPO, ORPO, PairObjective, SimPO
 from tests.chat.support import write_tokenizer
 from tests.objectives.support import TINY, make_decoder, make_pairs, window_of
 from tests.objectives.test_preference import gradients_of, run, table_of
@@ -69,8 +70,11 @@ def trl_loss(policy: Any, reference: Any, directory: Path, **options: Any) -> tu
         ({"beta": 0.3}, {"beta": 0.3}),
         ({"beta": 2.0, "length_normalisation": True}, {"beta": 2.0, "loss_type": ["sigmoid_norm"]}),
         ({"sft_weight": 0.5}, {"beta": 0.1, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+        ({"loss": "robust", "label_smoothing": 0.2}, {"beta": 0.1, "loss_type": ["robust"], "label_smoothing": 0.2}),
+        ({"loss": "hinge", "beta": 0.3}, {"beta": 0.3, "loss_type": ["hinge"]}),
+        ({"loss": "ipo", "beta": 0.3, "length_normalisation": True}, {"beta": 0.3, "loss_type": ["ipo"]}),
     ],
-    ids=["plain", "length_normalised", "with_sft"],
+    ids=["plain", "length_normalised", "with_sft", "robust", "hinge", "ipo"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_loss_gradients_and_log_equal_those_of_trl(
@@ -101,3 +105,33 @@ def test_loss_gradients_and_log_equal_those_of_trl(
     }
     for name, own in pairs.items():
         assert values[own] == pytest.approx(logged[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (SimPO(beta=1.5, gamma=0.6), {"loss_type": "simpo", "beta": 1.5, "simpo_gamma": 0.6, "label_smoothing": 0.0}),
+        (CPO(beta=0.3, label_smoothing=0.1), {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.1}),
+        (ORPO(weight=0.2), {"beta": 0.2}),
+    ],
+    ids=["simpo", "cpo", "orpo"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_losses_without_a_reference_and_their_gradients_equal_those_of_trl(
+    objective: PairObjective, options: dict[str, Any]
+) -> None:
+    """TRL's losses of mean or summed log-probabilities; ours get these times beta."""
+    log_probs = (-torch.rand(64, 2, generator=torch.Generator().manual_seed(0)) * 3).requires_grad_()
+    theirs = SimpleNamespace(alpha=0.0, accelerator=SimpleNamespace(device="cpu"), **options)
+    if isinstance(objective, ORPO):
+        trainer = import_module("trl.experimental.orpo").ORPOTrainer
+        wanted = -trainer.odds_ratio_loss(theirs, *log_probs.unbind(1))[0]
+    else:
+        trainer = import_module("trl.experimental.cpo").CPOTrainer
+        wanted = trainer.cpo_loss(theirs, *log_probs.unbind(1))[0]
+    rewards = objective.beta * log_probs
+    found = objective.lose(rewards, rewards[:, 0] - rewards[:, 1])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(losses.sum(), log_probs)[0] for losses in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
