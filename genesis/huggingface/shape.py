@@ -13,6 +13,7 @@ from genesis.huggingface.ernie4_5 import ERNIE4_5
 from genesis.huggingface.family import Family, TensorNames, attention_of
 from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
+from genesis.huggingface.gpt_oss import GPT_OSS
 from genesis.huggingface.granite import GRANITE, GRANITE_HYBRID
 from genesis.huggingface.linear import find_linear_differences, read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
@@ -65,6 +66,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     OLMOE,
     DOTS1,
     GLM4_MOE,
+    GPT_OSS,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -301,7 +303,8 @@ def name_part(part: type[FeedForwardConfig], options: Mapping[str, Any]) -> dict
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
-    if quantisation is not None:
+    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if quantisation is not None and kind not in family.quantisations:
         raise UserError(
             f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"

@@ -20,6 +20,7 @@ from genesis.huggingface.directory import (
     reads_directory,
 )
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
+from genesis.huggingface.mxfp4 import join_mxfp4
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_no_hole, open_file, path_below, read_file
@@ -64,7 +65,7 @@ def read_weights(
     _check_shapes(directory, claimed, config, family)
     check_size(sum(tensor.numel() for tensor in claimed.values()))
     stack = torch.stack if scratch is None else partial(_stack_in_file, scratch)
-    state = _read_state(directory, config, family, stack)
+    state = _read_state(directory, config, family, stack, scratch=scratch)
     for name, tensor in state.items():
         if not all(bool(piece.isfinite().all()) for piece in iterate_pieces(tensor)):
             raise UserError(f"{directory}: {_name_in_files(name, family)} has values that are NaN or infinite")
@@ -132,6 +133,7 @@ def _read_state(
     family: Family | None,
     stack: Callable[[list[Tensor]], Tensor],
     device: str | None = None,
+    scratch: Path | None = None,
 ) -> dict[str, Tensor]:
     if not (directory / WEIGHTS_NAME).exists() and not (directory / INDEX_NAME).exists():
         names = [path.name for path in directory.iterdir()]
@@ -142,6 +144,8 @@ def _read_state(
         tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
         if family is None:
             return dict(tensors)
+        if family.quantisations:
+            tensors = join_mxfp4(tensors, scratch)
         placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
         return assemble(placed, family, stack)
     except UserError as error:
