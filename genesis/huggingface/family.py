@@ -95,7 +95,7 @@ class Family:
             expert's weight, with `{}` for the expert.
         woven: The family's names, within a block, of tensors of all experts whose last dimension is that of outputs, in
             which those of the decoder's tensors with this name take turns.
-        quantisations: The values of `quant_method` whose weights are read, dequantised to bfloat16.
+        reads_mxfp4: Whether weights in MXFP4 are read, dequantised to bfloat16.
         unpack: Returns the tensors that one of the family's stands for, under the names in `block_tensors`, for tensors
             that another arrangement of the same weights has; given the name within the block, the tensor and the shape.
         is_written: Whether models are exported as this family; otherwise another family has the same parts.
@@ -128,7 +128,7 @@ class Family:
     mixture: MixtureTable | None = None
     stacks: Mapping[str, str] = field(default_factory=dict)
     woven: frozenset[str] = frozenset()
-    quantisations: tuple[str, ...] = ()
+    reads_mxfp4: bool = False
     unpack: Callable[[str, Tensor, DecoderConfig], Mapping[str, Tensor] | None] | None = None
     is_written: bool = True
 

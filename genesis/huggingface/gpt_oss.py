@@ -79,5 +79,5 @@ GPT_OSS: Final = replace(
     mixture=MixtureTable(
         ("num_local_experts",), "intermediate_size", normalized=True, gate_limit="swiglu_limit", has_biases=True
     ),
-    quantisations=("mxfp4",),
+    reads_mxfp4=True,
 )

@@ -109,7 +109,7 @@ class MixtureTable:
         if self.has_biases:
             found["has_biases"] = True
         if self.gate_limit is not None:
-            limit = content.get(self.gate_limit)
+            limit: Any = content.get(self.gate_limit)
             if type(limit) not in (int, float):
                 raise UserError(f"{path}: {self.gate_limit} is {limit!r}; it must be a number")
             found["gate_limit"] = float(limit)

@@ -11,9 +11,9 @@ References:
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ _BLOCK_BYTES: Final = 16
 _BIAS, _NAN = 127, 255
 _VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PIECE_VALUES: Final = 1 << 24
+
+
+def is_mxfp4(content: Mapping[str, Any]) -> bool:
+    """Returns whether a `config.json` is that of weights in MXFP4."""
+    quantisation = content.get("quantization_config")
+    return isinstance(quantisation, Mapping) and quantisation.get("quant_method") == "mxfp4"
 
 
 def join_mxfp4(tensors: Iterator[tuple[str, Tensor]], scratch: Path | None) -> Iterator[tuple[str, Tensor]]:

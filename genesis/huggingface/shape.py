@@ -19,6 +19,7 @@ from genesis.huggingface.linear import find_linear_differences, read_linear, rea
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from genesis.huggingface.mixtral import MIXTRAL
+from genesis.huggingface.mxfp4 import is_mxfp4
 from genesis.huggingface.olmo2 import OLMO2
 from genesis.huggingface.olmo3 import OLMO3
 from genesis.huggingface.options import (
@@ -303,8 +304,7 @@ def name_part(part: type[FeedForwardConfig], options: Mapping[str, Any]) -> dict
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
-    kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    if quantisation is not None and kind not in family.quantisations:
+    if quantisation is not None and not (family.reads_mxfp4 and is_mxfp4(content)):
         raise UserError(
             f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"

@@ -144,7 +144,7 @@ def _read_state(
         tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
         if family is None:
             return dict(tensors)
-        if family.quantisations:
+        if family.reads_mxfp4:
             tensors = join_mxfp4(tensors, scratch)
         placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
         return assemble(placed, family, stack)
@@ -215,8 +215,21 @@ def read_index(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors."""
+def iterate_tensors(
+    directory: Path, names: dict[str, str], family: Family | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors.
+
+    Args:
+        directory: The directory.
+        names: Each tensor's file.
+        family: The family, whose weights in MXFP4 are dequantised if it has any; None for the tensors as they are.
+    """
+    tensors = _iterate_stored(directory, names)
+    return join_mxfp4(tensors, None) if family is not None and family.reads_mxfp4 else tensors
+
+
+def _iterate_stored(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     for file_name in sorted(set(names.values())):
         with open_tensors(directory / file_name) as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping

@@ -219,4 +219,5 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gated, upped = (part.detach().requires_grad_() for part in ctx.saved_tensors)
         with torch.enable_grad():
             inner = _clamped(gated, upped, ctx.limit)
-        return (*torch.autograd.grad(inner, (gated, upped), grads[0]), None)
+        of_gate, of_up = torch.autograd.grad(inner, (gated, upped), grads[0])
+        return of_gate, of_up, None

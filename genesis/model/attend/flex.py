@@ -103,6 +103,7 @@ def attend_blocks(
     aux = AuxRequest(lse=True)
     out, found = flex_attention(query, key, value, block_mask=mask, enable_gqa=has_groups, return_aux=aux)
     # The share of the softmax that the sink leaves to the keys.
+    assert found.lse is not None
     share = (found.lse - sinks.to(found.lse.dtype).unsqueeze(1)).sigmoid().unsqueeze(-1)
     return (out * share).to(out.dtype).transpose(1, 2)
 
