@@ -129,7 +129,7 @@ class Experts(Part):
         return out
 
     def _run_in_parts(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
-        """Returns the outputs by a product for each stack, between which adapters and biases have their places."""
+        """Returns the outputs by a product for each stack, to each of which adapters and biases can be added."""
         rows = rows.to(self.find_dtype(rows)).contiguous()
         gated, upped = (self._multiply_with_bias(name, rows, counts) for name in STACKS[GATE_UP])
         if (update := self._find_update(GATE_UP, rows, counts)) is not None:

@@ -8,7 +8,7 @@ from genesis.serve.tools import HARMONY, Tools, ToolText, describe_call, parse_c
 
 _CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", _START)
-"""What ends a message; those that end the answer are no part of its text, unless the server does not know them."""
+"""The ends of messages. Those that end the answer are no part of its text, unless the server does not know them."""
 _RECIPIENT: Final = " to="
 _FUNCTION: Final = re.compile(r" to=functions\.([\w.-]{1,200})")
 _ANALYSIS: Final = re.compile(r"<\|channel\|>analysis\b")
