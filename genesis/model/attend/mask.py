@@ -14,7 +14,7 @@ from genesis.base.device import kind_of
 from genesis.model.attend.kernel import CUDA, AttentionKernel, Place, find_flash_obstacle
 from genesis.model.attend.metadata import AttentionMetadata, Rows, document_mask
 
-_SINK_WIDTH: Final = 8
+SINK_WIDTH: Final = 8
 """Dimensions beside those of a head for its sink: fused kernels on CUDA take widths that this divides."""
 
 
@@ -101,9 +101,9 @@ def attend_with_sinks(
     have sinks of their own and no kernel needs a bias. A first query for that key keeps rows causal without a mask.
     """
     width, has_rows = query.shape[-1], mask is None and query.shape[1] > 1
-    of_heads = pad((sinks * width**0.5).to(query.dtype).unsqueeze(1), (0, _SINK_WIDTH - 1))
+    of_heads = pad((sinks * width**0.5).to(query.dtype).unsqueeze(1), (0, SINK_WIDTH - 1))
     query = torch.cat((query, of_heads.expand(*query.shape[:3], -1)), dim=-1)
-    key, value = (pad(part, (0, _SINK_WIDTH, 0, 0, 1, 0)) for part in (key, value))
+    key, value = (pad(part, (0, SINK_WIDTH, 0, 0, 1, 0)) for part in (key, value))
     key[:, 0, :, width] = 1.0
     if mask is not None:
         mask = pad(mask, (1, 0), value=True)
