@@ -138,7 +138,7 @@ def to_peft(name: str, tensor: Tensor, family: TensorNames) -> Tensor:
     if name.endswith("lora_A"):
         return tensor.flatten(0, 1)
     rows = tensor.permute(1, 2, 0).flatten(1)
-    return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if _is_woven(name, family) else rows
+    return rows.reshape(2, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1) if _is_woven(name, family) else rows
 
 
 def _is_woven(name: str, family: TensorNames) -> bool:
@@ -155,7 +155,7 @@ def _from_peft(name: str, tensor: Tensor, shape: tuple[int, ...], family: Tensor
         return tensor.view(shape)
     num_experts, width, rank = shape
     if _is_woven(name, family):
-        tensor = tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        tensor = tensor.reshape(-1, 2, tensor.shape[1]).transpose(0, 1).flatten(0, 1)
     return tensor.view(width, rank, num_experts).permute(2, 0, 1).contiguous()
 
 

@@ -140,12 +140,11 @@ def _read_state(
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        found = iterate_tensors(directory, read_file_names(directory))
-        tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
+        stored = iterate_tensors(directory, read_file_names(directory))
+        found = ((name, tensor if device is None else tensor.to(device)) for name, tensor in stored)
         if family is None:
-            return dict(tensors)
-        if family.reads_mxfp4:
-            tensors = join_mxfp4(tensors, scratch)
+            return dict(found)
+        tensors = join_mxfp4(found, scratch) if family.reads_mxfp4 else found
         placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
         return assemble(placed, family, stack)
     except UserError as error:
