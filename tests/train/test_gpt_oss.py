@@ -86,12 +86,13 @@ def test_packed_documents_train_like_a_loop_of_transformers_over_each(tmp_path: 
     [("single", 1), ("checkpointing", 2), ("compiled_shards", 2), ("experts_2", 2)],
 )
 def test_a_killed_run_goes_on_bit_for_bit(strategy: str, world_size: int, tmp_path: Path, tiny_corpus: Path) -> None:
-    run, shared = partial(climb, decoder=SINKS), (str(tiny_corpus), strategy)
-    straight = run_ranks(run, world_size, str(tmp_path / "straight"), *shared, "sync")
+    run = partial(run_ranks, partial(climb, decoder=SINKS), timeout_seconds=600)
+    shared = (str(tiny_corpus), strategy)
+    straight = run(world_size, str(tmp_path / "straight"), *shared, "sync")
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(run, world_size, str(tmp_path / "run"), *shared, "process", KillAll())
-    resumed = run_ranks(run, world_size, str(tmp_path / "run"), *shared, "process")
-    alone = run_ranks(run, 1, str(tmp_path / "alone"), str(tiny_corpus), "single", "sync")[0]
+        run(world_size, str(tmp_path / "run"), *shared, "process", KillAll())
+    resumed = run(world_size, str(tmp_path / "run"), *shared, "process")
+    alone = run(1, str(tmp_path / "alone"), str(tiny_corpus), "single", "sync")[0]
     for one, other in zip(straight, resumed, strict=True):
         assert other["restored"] > 0
         assert one["failed"] == other["failed"] == 0
