@@ -37,9 +37,21 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
         "norm": NormConfig(1e-5, has_offset=True),
         "linear_attention": _LINEAR,
     },
+    "sinks": {
+        "feed_forward": MixtureConfig(num_experts=4, top_k=2, ffn_dim=16, has_biases=True, gate_limit=0.3),
+        "attention": AttentionConfig(
+            num_heads=4,
+            num_kv_heads=2,
+            sliding_window=5,
+            window_layers=(0,),
+            has_qkv_bias=True,
+            has_output_bias=True,
+            has_sinks=True,
+        ),
+    },
     "linear without experts": {"linear_attention": _LINEAR},
 }
-"""Fields of a decoder: like Mixtral, like DeepSeek-V3, like Qwen3-Next, and like the dense Qwen3.5."""
+"""Fields of a decoder: like Mixtral, like DeepSeek-V3, like Qwen3-Next, like GPT-OSS, and like the dense Qwen3.5."""
 
 LINEAR: Final = [name for name, fields in MIXTURES.items() if "linear_attention" in fields]
 
@@ -55,7 +67,7 @@ def mix(dense: DecoderConfig, name: str, known: Mapping[str, dict[str, Any]] = M
 
 
 def build_sharp(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """Returns a decoder whose choices are sharper than those of one that knows nothing, with a bias of its experts."""
+    """Returns a decoder whose choices are sharper than those of one that knows nothing, with biases and sinks."""
     decoder = Decoder(config)
     decoder.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -63,6 +75,6 @@ def build_sharp(config: DecoderConfig, seed: int = 0) -> Decoder:
         for name, parameter in decoder.named_parameters():
             if "norm" not in name and not decides_decays(name):
                 parameter.mul_(4.0)
-            if name.endswith("balance_bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2, generator=generator)
     return decoder.eval()

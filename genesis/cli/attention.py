@@ -81,7 +81,7 @@ def build_proofs(
     name, heads = model.attention, model.decoder_config.attention_heads
     if name == MASK.name or heads is None:
         return ()
-    shape = ProvedShape(*heads, seq_len, place.dtype)
+    shape = ProvedShape(*heads[:3], seq_len, place.dtype, heads.has_sinks)
     proof, following = attention_proof(name, shape, _PROOF), list_worse(name, place)[0]
 
     def take_next(device: torch.device) -> None:

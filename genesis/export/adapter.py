@@ -137,7 +137,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     dtype = DTYPES[options.dtype]
     ours = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in tensors.items()}
     theirs = {
-        name: to_peft(own, ours[own]).to(dtype).contiguous()
+        name: to_peft(own, ours[own], family).to(dtype).contiguous()
         for own, name in name_adapter_tensors_of_peft(ours.keys(), family).items()
     }
     if config.has_tied_embeddings and extras:

@@ -118,7 +118,9 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         if not is_foreign:
-            write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
+            woven = frozenset(name for name in names.values() if family is not None and family.is_woven(name))
+            files = plan_files(names, manifest, dtype, options.max_file_bytes, woven)
+            write_weights(staging, files, sources, dtype)
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
         card = write_card(out.name, sources, config, options.dtype, options.layout, reading.origin, form, described)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.

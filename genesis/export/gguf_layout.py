@@ -65,7 +65,12 @@ KEYS: Final[Mapping[str, tuple[str, GGUFValueType]]] = {
 """Key of `config.json`, to the key of the file and the type of its value."""
 _TURNED: Final = (".self_attn.q_proj.", ".self_attn.k_proj.")
 """Tensors whose rows are rotated by positions."""
-_RENAMED: Final = {"e_score_correction_bias": "e_score_correction.bias", ".dt_bias": ".dt_proj.bias"}
+_RENAMED: Final = {
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "down_proj_bias": "down_proj.bias",
+    "e_score_correction_bias": "e_score_correction.bias",
+    ".dt_bias": ".dt_proj.bias",
+}
 """Ends of names in transformers that the package knows with another end."""
 _WHOLE: Final = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight")
 """Ends of the names of tensors that llama.cpp has in float32 in every file."""
@@ -86,6 +91,7 @@ class Architecture:
         window_every: Each layer whose number, from 1, is a multiple of this has no window, and all others have it, with
             wavelengths that are not scaled; None if no layer has a window.
         window_theta: The base of the wavelengths in layers with the window; None for that of the others.
+        scales_windows: Whether wavelengths are also scaled in layers with the window.
         only: Key of `config.json` to the values that it computes.
         equal: Pairs of keys whose values must be equal.
         has_output: Whether it asks for an output matrix also where this is the embedding.
@@ -97,6 +103,7 @@ class Architecture:
     scalings: tuple[str, ...] = ("linear", "yarn")
     window_every: int | None = None
     window_theta: float | None = None
+    scales_windows: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal: Sequence[tuple[str, str]] = ()
     has_output: bool = False
@@ -160,6 +167,15 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "dots1": Architecture(MODEL_ARCH.DOTS1, equal=(_ALL_HEADS,), has_output=True),
     "glm4_moe": Architecture(MODEL_ARCH.GLM4_MOE, computes=frozenset({"rotary_dim"})),
+    "gpt_oss": Architecture(
+        MODEL_ARCH.GPT_OSS,
+        computes=_WINDOWS,
+        scalings=("yarn",),
+        window_every=2,
+        scales_windows=True,
+        only={"swiglu_limit": (7.0,)},
+        has_output=True,
+    ),
     "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
     "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
 }
@@ -229,6 +245,8 @@ def _find_other_windows(architecture: Architecture, config: DecoderConfig) -> st
     if [attention.has_window(layer) for layer in layers] != [(layer + 1) % every != 0 for layer in layers]:
         have = [layer for layer in layers if attention.has_window(layer)]
         return f"attention.window_layers is {have}, and not all layers but each {every}th"
+    if architecture.scales_windows:
+        return None
     wanted = architecture.window_theta or attention.rope_theta
     unscaled = attention.rope_theta if attention.rope_scaling is None else None
     if (attention.window_rope_theta or unscaled) != wanted:
@@ -253,6 +271,8 @@ def describe_model(
         keys[Keys.Attention.SLIDING_WINDOW] = (attention.sliding_window, _UINT)
     if attention.query_growth is not None:
         keys[Keys.Attention.TEMPERATURE_SCALE] = (attention.query_growth, _FLOAT)
+    if architecture.arch == MODEL_ARCH.GPT_OSS:
+        keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = (content["intermediate_size"], _UINT)
     if attention.rope_scaling is not None:
         keys |= _describe_scaling(attention.rope_scaling)
     if "n_group" in content:
@@ -361,6 +381,9 @@ def plan_tensors(
     found = []
     for ours, shape in shapes.items():
         theirs = family.their_pattern(ours.removeprefix(DECODER_PREFIX)).replace(".{}", "")
+        if family.is_woven(theirs):  # llama.cpp has the decoder's tensors
+            part, _, kind_of_part = ours.rpartition(".")[2].partition("_")
+            theirs = f"{theirs.rpartition('.')[0]}.{part}_proj.{kind_of_part or 'weight'}"
         name = _find_name(names, theirs)
         is_output = name == output or (config.has_tied_embeddings and ours.endswith("embedding.weight"))
         placed = _place(ours, theirs, name, shape, architecture, content, family)

@@ -118,7 +118,7 @@ def _compare_weights(
     num_values: Counter[str] = Counter()
     held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
     rows: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in _shown(iterate_tensors(directory, names), len(names), "comparing the weights"):
+    for name, tensor in _shown(iterate_tensors(directory, names, family), len(names), "comparing the weights"):
         placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
         for found, expert, values in placed:
             ours = DECODER_PREFIX + found
@@ -430,7 +430,7 @@ def _ask_transformers(
 
 
 def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig, family: Family) -> Decoder:
-    tensors = _shown(iterate_tensors(directory, names), len(names), "loading genesis's model")
+    tensors = _shown(iterate_tensors(directory, names, family), len(names), "loading genesis's model")
     state = {name: tensor.float() for name, tensor in tensors}
     with torch.device("meta"):
         decoder = Decoder(config)

@@ -90,7 +90,7 @@ def _compare_weights(directory: Path, checkpoint: Path, family: TensorNames) -> 
     held = read_tensors(checkpoint, own)
     named = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in held.items()}
     names = name_adapter_tensors_of_peft(named.keys(), family)
-    ours = {names[name]: to_peft(name, tensor) for name, tensor in named.items()}
+    ours = {names[name]: to_peft(name, tensor, family) for name, tensor in named.items()}
     missing = {names[name] for name in named if is_adapter_tensor(name)} - theirs.keys()
     if tied in theirs and tied not in ours:
         ours[tied] = ours[name_adapter_tensor("embedding.weight", family)]

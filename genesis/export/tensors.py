@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from genesis.base.errors import UserError
 from genesis.base.progress import stage
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
+from genesis.huggingface.family import weave
 from genesis.huggingface.stored import find_nf4_tensors, list_weights
 from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
 from genesis.model.nf4 import dequantise_rows
@@ -58,11 +60,18 @@ class WeightsFile:
     """A planned file: its name, and its tensors in order, with their names in the file.
 
     A name with `{}` stands for one tensor for each row of a stack, in order: the bytes of the stack are theirs. Tensors
-    with one name, which follow each other, are the rows of one in the file.
+    with one name, which follow each other, are the rows of one in the file, or woven (`Family.woven`).
     """
 
     name: str
     tensors: tuple[tuple[str, str], ...]
+    woven: frozenset[str] = frozenset()
+
+    def list_groups(self) -> list[tuple[list[str], bool]]:
+        """Returns the names in the checkpoint, those of a woven tensor together, and whether they are woven."""
+        by_name = groupby(self.tensors, key=lambda pair: pair[1] if pair[1] in self.woven else pair)
+        groups = [list(group) for _, group in by_name]
+        return [([ours for ours, _ in group], group[0][1] in self.woven) for group in groups]
 
     def list_entries(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns name and shape of everything in the file, in order."""
@@ -70,7 +79,11 @@ class WeightsFile:
         shapes = list_weights(manifest)
         for ours, theirs in self.tensors:
             shape = shapes[ours]
-            if "{}" in theirs:
+            if theirs in self.woven:
+                width = entries.pop()[1][-1] if entries and entries[-1][0] == theirs else 0
+                experts, outputs, *inputs = shape
+                entries.append((theirs, (experts, *inputs, width + outputs)))
+            elif "{}" in theirs:
                 entries += [(theirs.format(row), shape[1:]) for row in range(shape[0])]
             elif entries and entries[-1][0] == theirs:
                 entries[-1] = (theirs, (entries[-1][1][0] + shape[0], *shape[1:]))
@@ -80,7 +93,11 @@ class WeightsFile:
 
 
 def plan_files(
-    names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype, max_file_bytes: int
+    names: Mapping[str, str],
+    manifest: Manifest,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    woven: frozenset[str] = frozenset(),
 ) -> list[WeightsFile]:
     """Returns the files for all tensors, in the order of `names`; a tensor is never split.
 
@@ -89,6 +106,7 @@ def plan_files(
         manifest: The manifest of a checkpoint with these tensors.
         dtype: The type of the elements in the file.
         max_file_bytes: Size limit of a file; a single larger tensor gets a file of its own.
+        woven: The names in the file of tensors that are woven.
     """
     groups: list[list[tuple[str, str]]] = [[]]
     num_bytes = 0
@@ -102,10 +120,10 @@ def plan_files(
         groups[-1].append((ours, theirs))
         num_bytes += size
     if len(groups) == 1:
-        return [WeightsFile(WEIGHTS_NAME, tuple(groups[0]))]
+        return [WeightsFile(WEIGHTS_NAME, tuple(groups[0]), woven)]
     total = f"{len(groups):05d}"
     return [
-        WeightsFile(f"model-{number:05d}-of-{total}.safetensors", tuple(group))
+        WeightsFile(f"model-{number:05d}-of-{total}.safetensors", tuple(group), woven)
         for number, group in enumerate(groups, start=1)
     ]
 
@@ -130,8 +148,9 @@ def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequen
         for file in files:
             with create_file(directory / file.name) as out:
                 out.write(_encode_header(file, manifest, dtype))
-                for ours, _ in file.tensors:
-                    for block in iterate_blocks(sources, ours, dtype):
+                for names, is_woven in file.list_groups():
+                    for parts in zip(*(iterate_blocks(sources, ours, dtype) for ours in names), strict=True):
+                        block = weave(parts) if is_woven else parts[0]
                         out.write(block.reshape(-1).view(torch.uint8).numpy().data)
                         shown.advance(block.nbytes)
     if len(files) > 1:

@@ -12,11 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, CONFIG_NAME, DATA_SUFFIXES, read_json
+from genesis.huggingface.mxfp4 import is_mxfp4, join_mxfp4
+from genesis.huggingface.weights import iterate_tensors, read_file_names
 
 # Commands show stages of their own.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
@@ -38,13 +40,26 @@ def load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
     Where transformers has no class for the text model of a type alone, such as `mistral3`, it is the whole model.
     """
     with _without_code(directory) as data:
-        model_type = read_json(directory / CONFIG_NAME).get("model_type")
+        content = read_json(directory / CONFIG_NAME)
+        model_type = content.get("model_type")
+        if is_mxfp4(content):
+            return _load_dequantised(data, content)
         load: Any = AutoModelForCausalLM.from_pretrained
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             load = AutoModelForImageTextToText.from_pretrained
         closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
         model, report = load(data, dtype=torch.float32, output_loading_info=True, **closed)
     return model, report
+
+
+def _load_dequantised(directory: Path, content: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns a model whose weights are in MXFP4, in float32: transformers itself asks for packages to read them."""
+    plain = {key: value for key, value in content.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(CONFIG_MAPPING[content["model_type"]].from_dict(plain), dtype=torch.float32)
+    state = dict(join_mxfp4(iterate_tensors(directory, read_file_names(directory)), None))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    return model, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": []}
 
 
 @contextmanager

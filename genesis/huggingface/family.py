@@ -25,6 +25,10 @@ _STACKED: Final = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down
 """The stacks of all experts in files that have them, to the decoder's stacks, which follow in dimension 1."""
 
 
+_NUM_VECTOR_DIMS: Final = 2
+"""Dimensions of a vector for each expert; a stack of matrices has one more."""
+
+
 class TensorNames(Protocol):
     """How the names of a model's tensors become those of transformers, and back."""
 
@@ -89,6 +93,9 @@ class Family:
         mixture: The keys of its mixtures of experts; None if its feed-forward parts are dense.
         stacks: The decoder's name of a stack of all experts' weights within its block, to the family's name of one
             expert's weight, with `{}` for the expert.
+        woven: The family's names, within a block, of tensors of all experts whose last dimension is that of outputs, in
+            which those of the decoder's tensors with this name take turns.
+        reads_mxfp4: Whether weights in MXFP4 are read, dequantised to bfloat16.
         unpack: Returns the tensors that one of the family's stands for, under the names in `block_tensors`, for tensors
             that another arrangement of the same weights has; given the name within the block, the tensor and the shape.
         is_written: Whether models are exported as this family; otherwise another family has the same parts.
@@ -120,6 +127,8 @@ class Family:
     extra_layers: str | None = None
     mixture: MixtureTable | None = None
     stacks: Mapping[str, str] = field(default_factory=dict)
+    woven: frozenset[str] = frozenset()
+    reads_mxfp4: bool = False
     unpack: Callable[[str, Tensor, DecoderConfig], Mapping[str, Tensor] | None] | None = None
     is_written: bool = True
 
@@ -258,6 +267,11 @@ class Family:
             number = inner[1].rpartition(".")[2]
             names = [f"blocks.{number}.feed_forward.experts.{part}" for part in _STACKED[inner[2]]]
             return [Placed(one, None, part) for one, part in zip(names, tensor.chunk(len(names), 1), strict=True)]
+        if inner is not None and inner[2] in self.woven:
+            start, parts = f"blocks.{inner[1].rpartition('.')[2]}.", self.list_fused(inner[2])
+            return [
+                Placed(start + one, None, part) for one, part in zip(parts, _unweave(name, tensor, parts), strict=True)
+            ]
         if inner is not None and len(parts := self.list_fused(inner[2])) > 1:
             start = f"blocks.{inner[1].rpartition('.')[2]}."
             return [Placed(start + one, None, rows) for one, rows in _split(name, tensor, parts, config).items()]
@@ -271,13 +285,21 @@ class Family:
     def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the decoder's state under the family's names; those of one tensor alone are the same or views."""
         found: dict[str, Tensor] = {}
+        woven: dict[str, list[Tensor]] = {}
         for name, pattern in self.order(state).items():
             tensor = state[name]
+            if self.is_woven(pattern):
+                woven.setdefault(pattern, []).append(tensor)
+                continue
             if "{}" in pattern:
                 found |= {pattern.format(expert): part for expert, part in enumerate(tensor)}
             else:
                 found[pattern] = torch.cat([found[pattern], tensor]) if pattern in found else tensor
-        return found
+        return found | {pattern: weave(parts) for pattern, parts in woven.items()}
+
+    def is_woven(self, name: str) -> bool:
+        """Returns whether a tensor with this name in files is one of `woven`."""
+        return any(name.endswith(f".{one}") for one in self.woven)
 
     def order(self, names: Iterable[str]) -> dict[str, str]:
         """Returns the family's pattern of each of the decoder's names; the parts of one tensor follow each other."""
@@ -371,6 +393,20 @@ def _split(name: str, tensor: Tensor, parts: Sequence[str], config: DecoderConfi
     if tensor.ndim != 2 or sum(sizes) != len(tensor):
         raise UserError(f"{name} is {list(tensor.shape)}, which are not the rows that config.json requires")
     return dict(zip(parts, torch.split(tensor, sizes), strict=True))
+
+
+def weave(parts: Sequence[Tensor]) -> Tensor:
+    """Returns tensors of all experts as a family has them in a tensor that is woven."""
+    turned = [part.mT if part.ndim > _NUM_VECTOR_DIMS else part for part in parts]
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def _unweave(name: str, tensor: Tensor, parts: Sequence[str]) -> list[Tensor]:
+    """Returns the tensors of all experts in one that is woven, as views."""
+    if tensor.ndim < _NUM_VECTOR_DIMS or tensor.shape[-1] % len(parts):
+        raise UserError(f"{name} is {list(tensor.shape)}, which has no place for {numbered(len(parts), 'weights')}")
+    found = (tensor[..., index :: len(parts)] for index in range(len(parts)))
+    return [part.mT if part.ndim > _NUM_VECTOR_DIMS else part for part in found]
 
 
 def _find_key(names: Mapping[str, str], value: str) -> str | None:

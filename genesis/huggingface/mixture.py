@@ -43,6 +43,8 @@ class MixtureTable:
         normalized: Key that switches the normalisation of weights, or its constant value.
         has_bias: Whether scores are sigmoids, with a bias and groups; otherwise they are a softmax.
         default_experts: The number of experts of a `config.json` without any of the keys.
+        has_biases: Whether router and experts have biases.
+        gate_limit: Key of the limit of the clamped activation; None if the activation is not clamped.
     """
 
     num_experts: tuple[str, ...]
@@ -53,6 +55,8 @@ class MixtureTable:
     normalized: str | bool = "norm_topk_prob"
     has_bias: bool = False
     default_experts: int | None = None
+    has_biases: bool = False
+    gate_limit: str | None = None
 
     def find_differences(self, config: MixtureConfig, num_layers: int) -> list[str]:
         """Returns what these keys cannot describe of a mixture, as a text for each option."""
@@ -102,6 +106,13 @@ class MixtureTable:
             found |= {"scores": "sigmoid", "has_balance_bias": True, "routed_scale": float(scale)}
             for name, key in (("num_groups", "n_group"), ("top_groups", "topk_group")):
                 found[name] = _read_count(path, {**content, key: content.get(key) or 1}, key)
+        if self.has_biases:
+            found["has_biases"] = True
+        if self.gate_limit is not None:
+            limit: Any = content.get(self.gate_limit)
+            if type(limit) not in (int, float):
+                raise UserError(f"{path}: {self.gate_limit} is {limit!r}; it must be a number")
+            found["gate_limit"] = float(limit)
         return found | self._read_dense(path, content)
 
     def _read_normalized(self, path: Path, content: Mapping[str, Any]) -> bool:
@@ -144,6 +155,8 @@ class MixtureTable:
         if self.has_bias:
             keys |= {"routed_scaling_factor": config.routed_scale}
             keys |= {"n_group": config.num_groups, "topk_group": config.top_groups}
+        if self.gate_limit is not None:
+            keys[self.gate_limit] = config.gate_limit
         if self.dense == "first":
             keys["first_k_dense_replace"] = config.num_dense_layers
         if self.dense == "step":

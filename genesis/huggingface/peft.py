@@ -22,7 +22,8 @@ from genesis.huggingface.directory import read_json, reads_directory
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, TensorNames
 from genesis.huggingface.weights import open_tensors
 from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
-from genesis.model.expert_adapter import ADAPTER_SUFFIX, DOWN, GATE_UP
+from genesis.model.expert_adapter import ADAPTER_SUFFIX
+from genesis.model.experts import DOWN, GATE_UP
 from genesis_callbacks.checkpoint import Manifest
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -121,30 +122,40 @@ def name_adapter_tensors_of_peft(names: Collection[str], family: TensorNames) ->
     }
 
 
-def to_peft(name: str, tensor: Tensor) -> Tensor:
+def to_peft(name: str, tensor: Tensor, family: TensorNames) -> Tensor:
     """Returns an adapter's tensor as PEFT stores it.
 
     Those of experts are matrices there: the expert is the first index of the rows of A, and the last of the columns of
-    B.
+    B, whose rows are in the order of the base's outputs.
 
     Args:
         name: The decoder's name.
         tensor: The decoder's tensor.
+        family: The base's family.
     """
     if not _is_of_experts(name):
         return tensor
     if name.endswith("lora_A"):
         return tensor.flatten(0, 1)
-    return tensor.permute(1, 2, 0).flatten(1)
+    rows = tensor.permute(1, 2, 0).flatten(1)
+    return rows.reshape(2, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1) if _is_woven(name, family) else rows
 
 
-def _from_peft(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _is_woven(name: str, family: TensorNames) -> bool:
+    """Returns whether the outputs of `gate` and `up` take turns in a family's files."""
+    is_of_both = f".{GATE_UP}{ADAPTER_SUFFIX}." in name
+    return is_of_both and isinstance(family, Family) and f"{_EXPERTS}.{_STACK_PARAMETERS[GATE_UP]}" in family.woven
+
+
+def _from_peft(name: str, tensor: Tensor, shape: tuple[int, ...], family: TensorNames) -> Tensor:
     """Returns PEFT's tensor in the decoder's shape."""
     if not _is_of_experts(name):
         return tensor
     if name.endswith("lora_A"):
         return tensor.view(shape)
     num_experts, width, rank = shape
+    if _is_woven(name, family):
+        tensor = tensor.reshape(-1, 2, tensor.shape[1]).transpose(0, 1).flatten(0, 1)
     return tensor.view(width, rank, num_experts).permute(2, 0, 1).contiguous()
 
 
@@ -393,7 +404,7 @@ def read_adapters(
     found = {}
     for name, ours in theirs.items():
         tensor = tensors[name]
-        wanted = tuple(to_peft(ours, torch.empty(shapes[ours], device="meta")).shape)
+        wanted = tuple(to_peft(ours, torch.empty(shapes[ours], device="meta"), family).shape)
         if tuple(tensor.shape) != wanted and _is_of_experts(ours):
             raise UserError(
                 f"the adapters in {directory} are for other experts: {name} is {list(tensor.shape)} there, and "
@@ -408,7 +419,7 @@ def read_adapters(
         if not tensor.is_floating_point():
             raise UserError(f"{path}: {name} is {tensor.dtype}, not floating point: export the adapters again")
         # The values that training gets are checked: float64 may overflow, and torch cannot check all 8-bit types.
-        found[ours] = _from_peft(ours, tensor.to(torch.float32), shapes[ours])
+        found[ours] = _from_peft(ours, tensor.to(torch.float32), shapes[ours], family)
         if not bool(found[ours].isfinite().all()):
             raise UserError(f"{path}: {name} has values that are no finite numbers: export the adapters again")
     return found

@@ -13,11 +13,13 @@ from genesis.huggingface.ernie4_5 import ERNIE4_5
 from genesis.huggingface.family import Family, TensorNames, attention_of
 from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
+from genesis.huggingface.gpt_oss import GPT_OSS
 from genesis.huggingface.granite import GRANITE, GRANITE_HYBRID
 from genesis.huggingface.linear import find_linear_differences, read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from genesis.huggingface.mixtral import MIXTRAL
+from genesis.huggingface.mxfp4 import is_mxfp4
 from genesis.huggingface.olmo2 import OLMO2
 from genesis.huggingface.olmo3 import OLMO3
 from genesis.huggingface.options import (
@@ -65,6 +67,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     OLMOE,
     DOTS1,
     GLM4_MOE,
+    GPT_OSS,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -301,7 +304,7 @@ def name_part(part: type[FeedForwardConfig], options: Mapping[str, Any]) -> dict
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
-    if quantisation is not None:
+    if quantisation is not None and not (family.reads_mxfp4 and is_mxfp4(content)):
         raise UserError(
             f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"

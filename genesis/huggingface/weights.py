@@ -20,6 +20,7 @@ from genesis.huggingface.directory import (
     reads_directory,
 )
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
+from genesis.huggingface.mxfp4 import join_mxfp4
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_no_hole, open_file, path_below, read_file
@@ -64,7 +65,7 @@ def read_weights(
     _check_shapes(directory, claimed, config, family)
     check_size(sum(tensor.numel() for tensor in claimed.values()))
     stack = torch.stack if scratch is None else partial(_stack_in_file, scratch)
-    state = _read_state(directory, config, family, stack)
+    state = _read_state(directory, config, family, stack, scratch=scratch)
     for name, tensor in state.items():
         if not all(bool(piece.isfinite().all()) for piece in iterate_pieces(tensor)):
             raise UserError(f"{directory}: {_name_in_files(name, family)} has values that are NaN or infinite")
@@ -132,16 +133,18 @@ def _read_state(
     family: Family | None,
     stack: Callable[[list[Tensor]], Tensor],
     device: str | None = None,
+    scratch: Path | None = None,
 ) -> dict[str, Tensor]:
     if not (directory / WEIGHTS_NAME).exists() and not (directory / INDEX_NAME).exists():
         names = [path.name for path in directory.iterdir()]
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        found = iterate_tensors(directory, read_file_names(directory))
-        tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
+        stored = iterate_tensors(directory, read_file_names(directory))
+        found = ((name, tensor if device is None else tensor.to(device)) for name, tensor in stored)
         if family is None:
-            return dict(tensors)
+            return dict(found)
+        tensors = join_mxfp4(found, scratch) if family.reads_mxfp4 else found
         placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
         return assemble(placed, family, stack)
     except UserError as error:
@@ -211,8 +214,21 @@ def read_index(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors."""
+def iterate_tensors(
+    directory: Path, names: dict[str, str], family: Family | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors.
+
+    Args:
+        directory: The directory.
+        names: Each tensor's file.
+        family: The family, whose weights in MXFP4 are dequantised if it has any; None for the tensors as they are.
+    """
+    tensors = _iterate_stored(directory, names)
+    return join_mxfp4(tensors, None) if family is not None and family.reads_mxfp4 else tensors
+
+
+def _iterate_stored(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     for file_name in sorted(set(names.values())):
         with open_tensors(directory / file_name) as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping

@@ -25,8 +25,8 @@ from torch.nn.functional import dropout, linear
 from genesis.base.errors import UserError, check_is_named
 from genesis.model.cut import MatrixShares, held, take_rows
 from genesis.model.decoder import Decoder
-from genesis.model.expert_adapter import STACKS, AdaptedExperts, ExpertAdapter, find_adapter, find_widths
-from genesis.model.experts import Experts
+from genesis.model.expert_adapter import AdaptedExperts, ExpertAdapter, find_adapter, find_widths
+from genesis.model.experts import STACKS, Experts
 from genesis.model.initial import InitialValues
 from genesis.model.language_model import LanguageModel
 from genesis.model.nf4 import BLOCK, BYTES, Nf4Linear, Nf4Weight, dequantise

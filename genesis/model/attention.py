@@ -28,7 +28,7 @@ from genesis.model.attend.metadata import (
     row_offsets,
 )
 from genesis.model.attend.table import KERNELS, attend
-from genesis.model.cut import MatrixShares, find_indivisible
+from genesis.model.cut import MatrixShares, find_indivisible, held
 from genesis.model.initial import InitialValues
 from genesis.model.kv_cache import CacheTensor
 from genesis.model.mixer import AttentionHeads, ForwardTokens, SequenceMixer, SequenceMixerConfig
@@ -65,6 +65,8 @@ class AttentionConfig(SequenceMixerConfig):
         window_rope_theta: Base of the rotary wavelengths in the layers with the window, where they are not scaled; None
             for those of the other layers.
         softmax_scale: The factor of the products of queries and keys; None for 1 / sqrt(width of a head).
+        has_output_bias: Whether the projection of all heads' outputs has a bias.
+        has_sinks: Whether the softmax of each head has a further logit, which is trained and has no value.
         query_growth: A query at position p is multiplied by 1 + `query_growth` ln(1 + floor(p / n)), where n is the
             original context of `rope_scaling`; None for no factor.
 
@@ -92,6 +94,8 @@ class AttentionConfig(SequenceMixerConfig):
     window_rope_theta: float | None = None
     softmax_scale: float | None = None
     query_growth: float | None = None
+    has_output_bias: bool = False
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -202,7 +206,7 @@ class AttentionConfig(SequenceMixerConfig):
 
     def attention_heads(self, dim: int) -> AttentionHeads:
         """Returns the heads."""
-        return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim))
+        return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_width(dim), self.has_sinks)
 
     def count_shared_heads(self) -> int:
         """Returns the number of query heads; ranks that need the same keys and values copy them."""
@@ -222,7 +226,8 @@ def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> 
     assert offsets is None or document_ids is not None
     if document_ids is not None and offsets is None and kernel.needs_offsets:
         offsets = document_offsets(document_ids)
-    rows = Rows(x, head_dim, document_ids, offsets, None if window is None or window >= seq_len else window)
+    window = None if window is None or window >= seq_len else window
+    rows = Rows(x, head_dim, document_ids, offsets, window, config.has_sinks)
     positions = torch.arange(seq_len, device=x.device).unsqueeze(0)
     # With a kernel that reads no offsets, tables have one form whatever the documents: compiled blocks need one graph.
     if document_ids is not None and not (kernel.needs_offsets and rows.num_documents == x.shape[0]):
@@ -267,7 +272,7 @@ def _build_cached_metadata(
     lengths = (cached.lengths + (seq_len if cached.num_new is None else cached.num_new)).unsqueeze(1)
     begun = _begin_metadata(config, positions, head_dim, lengths)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
-    if (cached.longest or window is not None) and suits_lengths(x, head_dim):
+    if (cached.longest or window is not None) and not config.has_sinks and suits_lengths(x, head_dim):
         used = UsedSlots(
             num_keys=(cached.lengths + seq_len).to(torch.int32),
             query_offsets=row_offsets(batch_size, seq_len, device),
@@ -294,6 +299,8 @@ class Attention(SequenceMixer):
     """Grouped-query attention with rotary positions."""
 
     draws_random_numbers = False
+    output_bias: nn.Parameter | None
+    sinks: nn.Parameter | None
 
     def __init__(self, config: AttentionConfig, dim: int, layer: int) -> None:
         super().__init__()
@@ -308,6 +315,11 @@ class Attention(SequenceMixer):
         self.key = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
         self.value = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
         self.output = nn.Linear(query_dim, dim, bias=False)
+        # Of its own, because ranks that share the projection add their outputs, and one of them adds the bias.
+        self.adds_output_bias = True
+        self.register_parameter("output_bias", nn.Parameter(torch.empty(dim)) if config.has_output_bias else None)
+        sinks = nn.Parameter(torch.empty(config.num_heads)) if config.has_sinks else None
+        self.register_parameter("sinks", sinks)
         if config.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if config.qk_norm == "head" else (query_dim, kv_dim)
             self.query_norm, self.key_norm = (
@@ -315,18 +327,18 @@ class Attention(SequenceMixer):
             )
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Initializes the four weights, and biases with zeros. The norms are parts of their own."""
+        """Initializes the four weights, and biases and sinks with zeros. The norms are parts of their own."""
         initial.fill("query.weight", self.query.weight)
         initial.fill("key.weight", self.key.weight)
         initial.fill("value.weight", self.value.weight)
         initial.fill_residual("output.weight", self.output.weight)
-        for name in self._biases:
+        for name in self._vectors:
             nn.init.zeros_(self.get_parameter(name))
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns the group of each weight and bias."""
+        """Returns the group of each weight, bias and sink."""
         weights = dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
-        return weights | dict.fromkeys(self._biases, VECTORS)
+        return weights | dict.fromkeys(self._vectors, VECTORS)
 
     def share_matrices(self, ranks: MatrixShares) -> None:
         """Gives each rank some heads."""
@@ -339,13 +351,17 @@ class Attention(SequenceMixer):
                 head = ranks.rank * num_kv_heads // ranks.size
                 ranks.use_rows(layer, slice(head * self.head_dim, (head + 1) * self.head_dim))
         ranks.cut_linear(self.output, 1)
+        self.adds_output_bias = ranks.rank == 0
+        if self.sinks is not None:
+            ranks.cut(self, "sinks")
         if self.qk_norm == "projection":
             self.query_norm.share_matrices(ranks)
             self.key_norm.share_matrices(ranks)
 
     @property
-    def _biases(self) -> tuple[str, ...]:
-        return () if self.query.bias is None else ("query.bias", "key.bias", "value.bias")
+    def _vectors(self) -> tuple[str, ...]:
+        biases = () if self.query.bias is None else ("query.bias", "key.bias", "value.bias")
+        return (*biases, *(name for name in ("output_bias", "sinks") if getattr(self, name) is not None))
 
     @property
     def flops_per_token(self) -> int:
@@ -384,10 +400,23 @@ class Attention(SequenceMixer):
             key, value = remember((key, value), metadata, cache)
         if exchange is not None:
             query, key, value = exchange.to_heads(query, key, value)
-        attended = attend(query, key, value, metadata)
+        attended = attend(query, key, value, metadata, self._take_sinks())
         attended = (attended if exchange is None else exchange.to_tokens(attended)).flatten(2)
-        out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
-        return out
+        return self._project(attended if gate is None else attended * gate.sigmoid())
+
+    def _take_sinks(self) -> Float[Tensor, " H"] | None:
+        """Returns the sinks of the heads that this rank computes."""
+        if self.sinks is None:
+            return None
+        sinks = held(self.sinks)
+        return sinks if self.exchange is None else self.exchange.cut_heads(sinks)
+
+    def _project(self, attended: Tensor) -> Float[Tensor, "B S D"]:
+        out: Tensor = self.output(attended)
+        if self.output_bias is None:
+            return out
+        bias = self.output_bias if self.adds_output_bias else 0.0 * self.output_bias  # every rank has a gradient
+        return out + bias.to(out.dtype)
 
 
 def remember(

@@ -229,7 +229,9 @@ class DecoderConfig:
     def attention_heads(self) -> AttentionHeads | None:
         """The widest heads for which the kernel of attention is chosen; None if no layer has such heads."""
         found = (mixer.attention_heads(self.dim) for mixer, _ in self.list_mixers())
-        return max((heads for heads in found if heads), key=lambda heads: heads.head_dim, default=None)
+        known = [heads for heads in found if heads]
+        widest = max(known, key=lambda heads: heads.head_dim, default=None)
+        return widest and widest._replace(has_sinks=any(heads.has_sinks for heads in known))
 
     @property
     def cache_tensors(self) -> list[tuple[CacheTensor, ...]]:

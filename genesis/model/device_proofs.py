@@ -35,6 +35,7 @@ class ProvedShape(NamedTuple):
         head_dim: Width of a head.
         seq_len: Tokens of a sequence: several blocks of keys of every kernel, where a run does not give its own.
         dtype: The dtype of queries, keys and values.
+        has_sinks: Whether the softmax of each head has a sink.
     """
 
     num_heads: int = _NUM_HEADS
@@ -42,6 +43,7 @@ class ProvedShape(NamedTuple):
     head_dim: int = _HEAD_DIM
     seq_len: int = 640
     dtype: torch.dtype = torch.bfloat16
+    has_sinks: bool = False
 
 
 _SMALL: Final = ProvedShape()
@@ -54,11 +56,13 @@ def prove_kernel(name: str, shape: ProvedShape, device: torch.device) -> None:
         RuntimeError: The results differ, or the kernel fails.
     """
     num_tokens = min(shape.seq_len, _MAX_PROVED_TOKENS)
-    config = AttentionConfig(shape.num_heads, shape.num_kv_heads, head_dim=shape.head_dim)
+    config = AttentionConfig(shape.num_heads, shape.num_kv_heads, head_dim=shape.head_dim, has_sinks=shape.has_sinks)
     numbers = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     drawn = _draw(numbers, num_tokens, shape.head_dim)
     query, key, value, upstream = (part.to(device, shape.dtype).requires_grad_() for part in drawn)
+    sinks = torch.linspace(-1.0, 1.0, shape.num_heads).to(device, shape.dtype).requires_grad_()
     x = query.detach().flatten(2)
+    trained = (query, key, value, sinks) if shape.has_sinks else (query, key, value)
     # A token, most of the sequence, seven tokens, the rest. The second document sees some blocks of keys whole, and
     # ends within a block behind them: queries that see a block of keys in part are not neighbours.
     last = num_tokens - num_tokens // 8
@@ -69,9 +73,10 @@ def prove_kernel(name: str, shape: ProvedShape, device: torch.device) -> None:
         tokens = ForwardTokens(x, document_ids, kernel=name)
         metadata = build_attention_metadata(windowed, tokens)
         masked = build_attention_metadata(windowed, tokens._replace(kernel=MASK.name))
-        found, wanted = (attend(query, key, value, each) for each in (metadata, masked))
+        given = sinks if shape.has_sinks else None
+        found, wanted = (attend(query, key, value, each, given) for each in (metadata, masked))
         compare(f"by {name}", found, wanted)
-        gradients = (torch.autograd.grad(out, (query, key, value), upstream) for out in (found, wanted))
+        gradients = (torch.autograd.grad(out, trained, upstream) for out in (found, wanted))
         for one, other in zip(*gradients, strict=True):
             compare(f"by {name} in its backward", one, other, GRADIENT_TOLERANCE)
 

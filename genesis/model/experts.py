@@ -8,23 +8,34 @@ which the host must know for a loop.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
-from genesis.base.device import read_capability
+from genesis.model.expert_products import (
+    activate,
+    add_bias_by_expert,
+    clear_tail,
+    find_ends,
+    grouped_mm,
+    local,
+    multiply_by_expert,
+    suits_grouped,
+)
 from genesis.model.initial import InitialValues
-from genesis.model.part import ParameterGroup, Part
+from genesis.model.part import VECTORS, ParameterGroup, Part
 
 EXPERTS: Final = ParameterGroup("experts", "matrix")
 """The group of the experts' weights, each a stack of one matrix for each expert."""
-_GROUPED_CAPABILITY: Final = (8, 0)
-GROUPED_ALIGNMENT: Final = 8
-"""Elements of bfloat16 in the 16 bytes to which the kernel aligns rows."""
+BIASES: Final = ("gate_bias", "up_bias", "down_bias")
+GATE_UP: Final = "gate_up"
+DOWN: Final = "down"
+STACKS: Final[Mapping[str, tuple[str, ...]]] = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+"""The weights of `Experts` beside which an adapter lies, by the name of the target; their rows follow in its B."""
 
 
 class Experts(Part):
@@ -35,6 +46,8 @@ class Experts(Part):
         num_active: Number of experts that see a token.
         dim: Model width.
         ffn_dim: Width inside an expert.
+        has_biases: Whether the three products have biases.
+        gate_limit: The limit of the clamped activation (`activate`); None for SwiGLU.
 
     Attributes:
         products: How the products are computed: `loop`, `grouped`, or `auto` for the faster one on the device.
@@ -42,28 +55,51 @@ class Experts(Part):
 
     draws_random_numbers = False
 
-    def __init__(self, num_experts: int, num_active: int, dim: int, ffn_dim: int) -> None:
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_active: int,
+        dim: int,
+        ffn_dim: int,
+        *,
+        has_biases: bool = False,
+        gate_limit: float | None = None,
+    ) -> None:
         super().__init__()
         self.num_experts, self.num_active = num_experts, num_active
         self.gate = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
         self.up = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        for name, width in zip(BIASES, (ffn_dim, ffn_dim, dim), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, width)) if has_biases else None)
+        self.gate_limit = gate_limit
         self.products: Literal["auto", "loop", "grouped"] = "auto"
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Initializes each expert by its number, so that a rank draws only the experts that it holds."""
+        """Initializes each expert by its number, so that a rank draws only the experts that it holds; biases are 0."""
         initial.fill_stack("gate", self.gate)
         initial.fill_stack("up", self.up)
         initial.fill_stack_residual("down", self.down)
+        for bias in self._list_biases().values():
+            nn.init.zeros_(bias)
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns the group of each weight."""
-        return dict.fromkeys(("gate", "up", "down"), EXPERTS)
+        """Returns the group of each weight and bias."""
+        return dict.fromkeys(("gate", "up", "down"), EXPERTS) | dict.fromkeys(self._list_biases(), VECTORS)
+
+    def _list_biases(self) -> dict[str, nn.Parameter]:
+        return {name: bias for name in BIASES if (bias := getattr(self, name)) is not None}
 
     @property
     def num_inactive_parameters(self) -> int:
-        """The number of weights that a token does not multiply."""
-        return self._count_weights(self.num_experts - self.num_active)
+        """The number of weights and biases that a token does not use."""
+        num_inactive = self.num_experts - self.num_active
+        num_biases = sum(bias.shape[1] for bias in self._list_biases().values())
+        return self._count_weights(num_inactive) + num_inactive * num_biases
 
     @property
     def flops_per_token(self) -> int:
@@ -85,24 +121,40 @@ class Experts(Part):
             rows: The inputs. Rows behind those of the last expert belong to no expert; their outputs are zeros.
             counts: The number of rows of each expert.
         """
-        dtype = self.find_dtype(rows)
-        is_grouped = self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, dtype, self.gate))
-        held = [
-            weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.gate, self.up, self.down)
-        ]
-        cast = [weight.to(dtype) for weight in held]
-        out: Tensor = _run_experts(rows.to(dtype).contiguous(), *cast, counts, is_grouped)[0]
+        if self.gate_limit is not None or self._list_biases():
+            return self._run_in_parts(rows, counts)
+        rows = rows.to(self.find_dtype(rows)).contiguous()
+        cast = [local(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down)]
+        out: Tensor = _run_experts(rows, *cast, counts, self.is_grouped(rows))[0]
         return out
 
+    def _run_in_parts(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
+        """Returns the outputs by a product for each stack, to each of which adapters and biases can be added."""
+        rows = rows.to(self.find_dtype(rows)).contiguous()
+        gated, upped = (self._multiply_with_bias(name, rows, counts) for name in STACKS[GATE_UP])
+        if (update := self._find_update(GATE_UP, rows, counts)) is not None:
+            to_gate, to_up = update.chunk(2, dim=1)
+            gated, upped = gated + to_gate, upped + to_up
+        inner = activate(gated, upped, self.gate_limit)
+        out = self._multiply_with_bias(DOWN, inner, counts)
+        return out if (update := self._find_update(DOWN, inner, counts)) is None else out + update
 
-def suits_grouped(rows: Tensor, dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether one kernel for all experts is available for these operands and faster than a loop."""
-    return (
-        rows.device.type == "cuda"
-        and dtype == torch.bfloat16
-        and (read_capability(rows.device) or (0, 0)) >= _GROUPED_CAPABILITY
-        and all(size % GROUPED_ALIGNMENT == 0 for size in weight.shape[1:])
-    )
+    def _find_update(self, target: str, rows: Tensor, counts: Tensor) -> Tensor | None:
+        """Returns what is added to the products of the rows with the stacks of a target; None for nothing."""
+        return None
+
+    def _multiply_with_bias(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        products, bias = self._multiply_stack(name, rows, counts), getattr(self, f"{name}_bias")
+        return products if bias is None else add_bias_by_expert(products, local(bias), counts, self.is_grouped(rows))
+
+    def _multiply_stack(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Returns each row times its expert's matrix in a stack."""
+        weight = local(getattr(self, name)).to(rows.dtype)
+        return multiply_by_expert(rows, weight, counts, self.is_grouped(rows))
+
+    def is_grouped(self, rows: Tensor) -> bool:
+        """Returns whether one kernel computes the products of all experts, for rows in their dtype."""
+        return self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, rows.dtype, self.gate))
 
 
 @torch.library.custom_op("genesis::run_experts", mutates_args=())
@@ -265,20 +317,3 @@ def _iterate(counts: Tensor) -> list[tuple[int, int, int]]:
 def _allocate_buffers(parts: list[tuple[int, int, int]], like: Tensor, number: int) -> list[Tensor]:
     most = max((end - start for _, start, end in parts), default=0)
     return [like.new_empty(most, like.shape[1]) for _ in range(number)]
-
-
-def find_ends(counts: Tensor) -> Tensor:
-    """Returns the end of each expert's rows, as the kernel takes it."""
-    return counts.cumsum(0).to(torch.int32)
-
-
-def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Returns the products of groups of rows, or of columns, that end there, in one kernel."""
-    out: Tensor = torch.nn.functional.grouped_mm(left, right, offs=ends)
-    return out
-
-
-def clear_tail(rows: Tensor, ends: Tensor) -> Tensor:
-    """Sets the rows behind the last group, which the kernel leaves as they were in memory, to zero."""
-    is_tail = torch.arange(len(rows), device=rows.device) >= ends[-1]
-    return rows.masked_fill_(is_tail.unsqueeze(1), 0.0)

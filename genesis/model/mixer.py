@@ -45,6 +45,7 @@ class AttentionHeads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_sinks: bool = False
 
 
 # bfloat16 has 8 bits of mantissa, and two kernels add in different orders.

@@ -59,6 +59,9 @@ class MixtureConfig(FeedForwardConfig):
         balance_bias_rate: The size of a step of that bias.
         balance_loss: The factor of the balance loss of each row of text.
         z_loss: The factor of the squared logarithm of the router's partition function.
+        has_biases: Whether the router and the three products of routed experts have biases.
+        gate_limit: The limit of GPT-OSS's clamped activation in routed experts
+            (`genesis.model.expert_products.activate`); None for SwiGLU.
 
     Raises:
         UserError: A value is invalid.
@@ -81,6 +84,8 @@ class MixtureConfig(FeedForwardConfig):
     balance_bias_rate: float = 0.001
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    has_biases: bool = False
+    gate_limit: float | None = None
 
     def __post_init__(self) -> None:
         check_counts(self, may_be_zero=("num_dense_layers",))
@@ -90,9 +95,10 @@ class MixtureConfig(FeedForwardConfig):
             raise UserError(f"scores is {self.scores!r}: it must be {' or '.join(map(repr, SCORES))}")
         if self.has_shared_gate and self.shared_ffn_dim is None:
             raise UserError("has_shared_gate is true, but there is no shared expert: give shared_ffn_dim")
-        for name in ("routed_scale", "balance_bias_rate"):
-            if not (getattr(self, name) > 0.0 and math.isfinite(getattr(self, name))):
-                raise UserError(f"{name} is {getattr(self, name)}: it must be a finite number above 0")
+        for name in ("routed_scale", "balance_bias_rate", "gate_limit"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0.0 and math.isfinite(value)):
+                raise UserError(f"{name} is {value}: it must be a finite number above 0")
         for name in ("balance_loss", "z_loss"):
             if not (getattr(self, name) >= 0.0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name} is {getattr(self, name)}: it must be a finite number of at least 0")
@@ -173,24 +179,26 @@ class Router(Part):
 
     draws_random_numbers = False
     keeps_float32 = True
+    bias: nn.Parameter | None
     balance_bias: nn.Parameter | None
 
     def __init__(self, config: MixtureConfig, dim: int) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim, dtype=torch.float32))
-        bias = None
-        if config.has_balance_bias:
-            # A parameter without a gradient, so that ranks compare it and shard it as they do with parameters.
-            bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False)
-        self.register_parameter("balance_bias", bias)
+        bias = torch.empty(config.num_experts, dtype=torch.float32)
+        self.register_parameter("bias", nn.Parameter(bias) if config.has_biases else None)
+        # A parameter without a gradient, so that ranks compare it and shard it as they do with parameters.
+        balance = nn.Parameter(torch.empty_like(bias), requires_grad=False) if config.has_balance_bias else None
+        self.register_parameter("balance_bias", balance)
         self.sum_over_row: Callable[[Tensor], Tensor] | None = None
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Initializes the weight; the balance bias is zero."""
+        """Initializes the weight; biases are zero."""
         initial.fill("weight", self.weight)
-        if self.balance_bias is not None:
-            nn.init.zeros_(self.balance_bias)
+        for bias in (self.bias, self.balance_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `model.to(dtype)` casts by this method; a rounded bias would no longer add up its small steps.
@@ -203,8 +211,8 @@ class Router(Part):
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
         """Returns the group of the weight, whose rows belong to experts as those of a head belong to tokens."""
-        groups = {"weight": ROUTERS}
-        return groups if self.balance_bias is None else {**groups, "balance_bias": VECTORS}
+        biases = [name for name in ("bias", "balance_bias") if getattr(self, name) is not None]
+        return {"weight": ROUTERS} | dict.fromkeys(biases, VECTORS)
 
     @property
     def flops_per_token(self) -> int:
@@ -221,7 +229,8 @@ class Router(Part):
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = linear(x.to(dtype), self.weight.to(dtype)).view(-1, config.num_experts)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = linear(x.to(dtype), self.weight.to(dtype), bias).view(-1, config.num_experts)
             scores = logits.sigmoid() if config.scores == "sigmoid" else logits.softmax(-1)
             experts = self._choose(scores.detach())
             weights = scores.gather(1, experts)
@@ -324,7 +333,11 @@ class Mixture(FeedForward):
         self.config = config
         self.exchange: Exchange | None = None
         self.router = Router(config, dim)
-        self.experts = Experts(config.num_experts, config.top_k, dim, config.ffn_dim)
+        self.experts = Experts(
+            *(config.num_experts, config.top_k, dim, config.ffn_dim),
+            has_biases=config.has_biases,
+            gate_limit=config.gate_limit,
+        )
         self.shared = None if config.shared_ffn_dim is None else Dense(dim, config.shared_ffn_dim)
         self.register_parameter("shared_gate", nn.Parameter(torch.empty(1, dim)) if config.has_shared_gate else None)
 

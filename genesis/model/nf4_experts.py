@@ -12,11 +12,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from genesis.model.expert_adapter import STACKS, AdaptedExperts, backward_rows, multiply_by_expert
-from genesis.model.experts import Experts
+from genesis.model.expert_adapter import AdaptedExperts
+from genesis.model.expert_products import backward_rows, multiply_by_expert
+from genesis.model.experts import STACKS, Experts
 from genesis.model.initial import InitialValues
 from genesis.model.nf4 import BYTES, HELD, Nf4Part, define, dequantise
-from genesis.model.part import ParameterGroup
+from genesis.model.part import VECTORS, ParameterGroup
 
 _STACKS: Final = tuple(chain.from_iterable(STACKS.values()))
 
@@ -89,7 +90,7 @@ class Nf4Stack(Nf4Part):
     def multiply_by_expert(
         self, rows: Float[Tensor, "N I"], counts: Int64[Tensor, " G"], is_grouped: bool
     ) -> Float[Tensor, "N O"]:
-        """Returns each row times the matrix of its expert; see `genesis.model.expert_adapter.multiply_by_expert`."""
+        """Returns each row times the matrix of its expert; see `genesis.model.expert_products.multiply_by_expert`."""
         held = (*(getattr(self, name) for name in BYTES), counts, is_grouped)
         out: Tensor = _Product.apply(rows.contiguous(), *held)  # type: ignore[no-untyped-call]
         return out
@@ -117,8 +118,8 @@ class Nf4Experts(AdaptedExperts):
         """Does nothing: a stack of bytes refuses to be initialized."""
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns nothing: the stacks are parts of their own."""
-        return {}
+        """Returns the group of each bias; the stacks are parts of their own."""
+        return dict.fromkeys(self._list_biases(), VECTORS)
 
     def find_dtype(self, x: Tensor) -> torch.dtype:
         """Returns the dtype of the products: that of autocast, or that of the rows."""
@@ -126,7 +127,7 @@ class Nf4Experts(AdaptedExperts):
 
     def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
         """Returns the outputs of the experts; see `Experts.forward`."""
-        return self._run(rows, counts, self.list_adapters() if self.is_on else {})
+        return self._run_in_parts(rows, counts)
 
     def _multiply_stack(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         stack: Nf4Stack = getattr(self, name)

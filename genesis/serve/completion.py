@@ -16,9 +16,10 @@ from genesis.generate.stream import derive_seed
 from genesis.serve.choice import Choice, Shown, show_prompt
 from genesis.serve.errors import ApiError
 from genesis.serve.form import ChatForm, Form, Part, TextForm
+from genesis.serve.harmony import HarmonyReader
 from genesis.serve.prompt import EncodedPrompt, Facts
 from genesis.serve.request import CompletionRequest
-from genesis.serve.tools import ToolReader, find_form, find_symbols
+from genesis.serve.tools import HARMONY, ToolReader, find_form, find_symbols
 from genesis.serve.worker import PromptScores, Result, Ticket, Worker
 
 _END = b"data: [DONE]\n\n"
@@ -53,7 +54,8 @@ class Completion:
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
         repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
         form = find_form(facts.chat_template)
-        spelled = find_symbols(form, facts.tokenizer) if asked.tools else {}
+        has_reader = asked.is_chat and (bool(asked.tools) or form is HARMONY)
+        spelled = find_symbols(form, facts.tokenizer) if has_reader else {}
         self._choices = [
             Choice(facts.tokenizer, asked.stop, len(text), stop_ids=facts.stop_ids, spelled=spelled)
             for text in repeated
@@ -75,10 +77,16 @@ class Completion:
             )
             for index, prompt in enumerate(texts)
         ]
-        called = [text for text in texts if asked.tools]
-        readers = [ToolReader(form, asked.tools, has_one_call=asked.has_one_call) for _ in called]
+        called = texts if has_reader else []
+        readers = [
+            HarmonyReader(asked.tools)
+            if form is HARMONY
+            else ToolReader(form, asked.tools, has_one_call=asked.has_one_call)
+            for _ in called
+        ]
         # Those of the form may get a whole answer at once; these see when its first call has ended.
-        self._watchers = [ToolReader(form, asked.tools) for _ in called if asked.has_one_call]
+        watched = called if asked.has_one_call and form is not HARMONY else []  # an answer has one call there
+        self._watchers = [ToolReader(form, asked.tools) for _ in watched]
         self._form: Form = (
             ChatForm(asked.num_top_logprobs, readers)
             if asked.is_chat

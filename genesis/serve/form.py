@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from genesis.serve.choice import FinishReason, Shown, ShownToken
+from genesis.serve.harmony import HarmonyReader
 from genesis.serve.tools import ToolReader, ToolText
 
 _BYTE = re.compile(r"bytes:\\x([0-9a-f]{2})")
@@ -76,12 +77,12 @@ class ChatForm:
 
     Args:
         num_top_logprobs: How many alternatives each token comes with; None for tokens without log-probabilities.
-        readers: What finds the calls in each text; none if the request has no tools.
+        readers: What finds the calls and the reasoning in each text; none where there is nothing to find.
     """
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, num_top_logprobs: int | None, readers: Sequence[ToolReader] = ()) -> None:
+    def __init__(self, num_top_logprobs: int | None, readers: Sequence[ToolReader | HarmonyReader] = ()) -> None:
         self._num_top_logprobs, self._readers = num_top_logprobs, readers
 
     def kind(self, *, is_stream: bool) -> str:
@@ -97,7 +98,8 @@ class ChatForm:
         found, finish_reason = self._read(part)
         first = self._readers[part.choice].num_calls - len(found.calls) if found.calls else 0
         calls = [{"index": index, **call} for index, call in enumerate(found.calls, start=first)]
-        delta = {**({"content": found.content} if found.content else {}), **({"tool_calls": calls} if calls else {})}
+        texts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
+        delta = {key: value for key, value in texts.items() if value}
         if not delta and finish_reason is None and self._num_top_logprobs is None:
             return None
         return self._describe(part._replace(finish_reason=finish_reason), "delta", delta)
@@ -108,6 +110,8 @@ class ChatForm:
         message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.calls:
             message |= {"content": found.content or None, "tool_calls": found.calls}
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
         return self._describe(part._replace(finish_reason=finish_reason), "message", message)
 
     def _read(self, part: Part) -> tuple[ToolText, FinishReason | None]:

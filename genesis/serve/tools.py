@@ -61,6 +61,16 @@ class ToolForm(NamedTuple):
 _LINES: Final = ('\n{"name": "NAME", "arguments": ', "}\n")
 _LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
 _MISTRAL_SYMBOLS: Final = ("[ARGS]", "[CALL_ID]")
+HARMONY: Final = ToolForm(
+    "<|channel|>",
+    None,
+    "GPT-OSS",
+    mark="<|message|>",
+    forced=(" to=functions.NAME<|channel|>commentary json<|message|>", ""),
+    is_bare=True,  # the sign stands within what a forced call begins with
+    symbols=("<|start|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
+)
+"""Read by `genesis.serve.harmony`."""
 # Of several with one sign, the first whose mark is in the template.
 _FORMS: Final = (
     ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced=None),
@@ -75,6 +85,7 @@ _FORMS: Final = (
     ToolForm("<|python_tag|>", None, "Llama 3", forced=('{"name": "NAME", "parameters": ', "}"), is_bare=True),
     ToolForm("<|tool_call|>", "<|/tool_call|>", "Phi-4 mini", forced=_LIST),
     ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced=None),
+    HARMONY,
     ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced=None),
     ToolForm(
         "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -105,6 +116,8 @@ class ToolText(NamedTuple):
 
     content: str
     calls: list[dict[str, Any]]
+    reasoning: str = ""
+    """Text in the channel of reasoning, in the formats that have one."""
 
 
 class ToolReader:
@@ -196,13 +209,16 @@ class ToolReader:
         self._held = self._held[stop:]
         self._opening, self._space, self._first_end, self._num_searched = None, "", None, 0
         self._is_behind_call = bool(calls)
-        return ToolText(content, [self._describe(call) for call in (calls or [])[: 1 if self._has_one_call else None]])
+        taken = (calls or [])[: 1 if self._has_one_call else None]
+        self.num_calls += len(taken)
+        return ToolText(content, [describe_call(call) for call in taken])
 
-    def _describe(self, call: Call) -> dict[str, Any]:
-        self.num_calls += 1
-        # Nine letters and digits, which Mistral's templates ask for.
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+
+def describe_call(call: Call) -> dict[str, Any]:
+    """Returns a call in the form of OpenAI's API, with a new id."""
+    # Nine letters and digits, which Mistral's templates ask for.
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
 def find_symbols(form: ToolForm, tokenizer: Tokenizer | None) -> Mapping[int, str]:

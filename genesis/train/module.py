@@ -68,8 +68,8 @@ from genesis.train.training_log import TrainingLog, WindowFigures
 def find_place(trainer: pl.Trainer, decoder: DecoderConfig) -> Place:
     """Returns the place of a decoder's attention on a Trainer's device, under its precision."""
     device, heads = trainer.strategy.root_device, decoder.attention_heads
-    head_dim = 0 if heads is None else heads.head_dim
-    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), head_dim)
+    head_dim, has_sinks = (0, False) if heads is None else (heads.head_dim, heads.has_sinks)
+    return Place(device.type, read_capability(device), product_dtype(str(trainer.precision)), head_dim, has_sinks)
 
 
 class GenesisModule(pl.LightningModule):

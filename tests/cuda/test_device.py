@@ -9,7 +9,8 @@ from torch import Tensor
 
 from genesis.base.device import find_missing_compiler, has_bfloat16
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.experts import Experts, suits_grouped
+from genesis.model.expert_products import suits_grouped
+from genesis.model.experts import Experts
 from genesis.model.loss import IGNORE_INDEX, sum_cross_entropy, token_losses
 from genesis.model.norm import RMSNorm
 from genesis.operations.doctor.probe import Probe, SkippedError

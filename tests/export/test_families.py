@@ -169,6 +169,14 @@ GLM = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 40,
+    "swiglu_limit": 0.3,
+    "rope_parameters": YARN | {"truncate": False},
+}
 FAMILIES |= {
     "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 40}),
     "qwen3 with experts": ("qwen3_moe", EXPERTS | {"head_dim": 16}),
@@ -223,11 +231,22 @@ FAMILIES |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         },
     ),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss, wavelengths as they are": (
+        "gpt_oss",
+        GPT_OSS
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "swiglu_limit": 3.0,
+        },
+    ),
     "qwen3-next": ("qwen3_next", LINEAR | SHARED),
     "qwen3.5 with experts": ("qwen3_5_moe_text", LINEAR | SHARED),
 }
 WRITTEN_AS = {"qwen3_next": "qwen3_5_moe_text", "granitemoehybrid": "granite"}
-ORIGINALS = {"llama 3.1": 64, "llama, yarn": 64, "olmo3, yarn": 64, "ministral 3": 64, "phi 4": 100}
+ORIGINALS = {"llama 3.1": 64, "llama, yarn": 64, "olmo3, yarn": 64, "ministral 3": 64, "phi 4": 100, "gpt-oss": 64}
 """The context before scaling, of families whose positions are scaled from there on."""
 SLOW = set(FAMILIES) - {"mistral"}
 NUM_STEPS = 3

@@ -54,6 +54,10 @@ GEMMA3 = {
     **{"num_hidden_layers": 7, "sliding_window": 40, "head_dim": 32, "query_pre_attn_scalar": 32},
     "tie_word_embeddings": True,
 }
+GPT_OSS = {
+    **{"num_hidden_layers": 3, "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 40},
+    "rope_parameters": YARN | {"truncate": True},
+}
 
 
 def divide_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "dots1": ("dots1", SHARED_EXPERTS | {"num_key_value_heads": 4, "sliding_window": None}),
     "glm4_moe": ("glm4_moe", SHARED_EXPERTS | {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "qwen3_5_text": ("qwen3_5_text", LINEAR),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
 }

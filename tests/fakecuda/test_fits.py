@@ -246,7 +246,7 @@ def test_torchs_list_of_operators_that_vary_is_the_one_that_was_read() -> None:
 OPERATORS = "fakecuda/operators.txt"
 EVERY_PART = [
     *({"combination": combination} for combination in GOLDEN_STEPS.values()),
-    *({"combination": Combination(), "parts": parts} for parts in ("softmax", "shared", "linear", "windows")),
+    *({"combination": Combination(), "parts": parts} for parts in ("softmax", "shared", "linear", "sinks", "windows")),
     {"combination": Combination(optimizer="muon"), "parts": "linear"},
     {"combination": Combination(adapter="dora"), "parts": "shared"},
     {"combination": Combination(objective="distillation"), "parts": "windows"},

@@ -19,7 +19,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import MixtureConfig
 
 NEW = [family for family in FAMILIES if family.mixture is not None or family.linear_keys]
-OWN = {"use_sliding_window"}
+OWN = {"use_sliding_window", "sliding_window_pattern"}
 """Keys that only our tables have, for families in which transformers has no switch."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 31,
@@ -40,6 +40,8 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
             continue
         if key in ("rope_theta", "partial_rotary_factor"):
             assert theirs.rope_parameters[key] == value
+        elif key == "rope_parameters":
+            assert {**theirs.rope_parameters, "rope_theta": value["rope_theta"]} == value
         elif value is None and key == "num_key_value_heads":
             assert theirs.num_key_value_heads == theirs.num_attention_heads
         else:

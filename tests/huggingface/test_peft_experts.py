@@ -80,6 +80,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "first_k_dense_replace": 0, "use_qk_norm": True, "attention_bias": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8, "swiglu_limit": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "qwen3_next": LINEAR | SHARED,
     "qwen3_5_moe_text": LINEAR | SHARED,
 }  # fmt: skip
@@ -157,7 +161,7 @@ def test_logits_and_gradients_equal_those_of_peft_for_every_target(
         assert gradient.abs().max() > 1e-5, name
         atol = 1e-4 * float(gradient.abs().max())
         torch.testing.assert_close(
-            to_peft(name, parameter.grad), gradient, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            to_peft(name, parameter.grad, family), gradient, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
     _check_config(tmp_path, ours, family, config)
 

@@ -62,6 +62,7 @@ MODELS: dict[str, DecoderConfig] = {
     "one kv head": attend(num_kv_heads=1),
     "gate": attend(has_output_gate=True, qk_norm="head", rotary_dim=4, no_rope_every=2),
     "window": attend(sliding_window=5, window_layers=(1,), qk_norm="projection", has_qkv_bias=True),
+    "sinks": attend(has_sinks=True, has_output_bias=True, sliding_window=5, window_layers=(0,)),
     "scales": replace(
         attend(
             **{"qk_norm": "head", "has_interleaved_rope": True, "softmax_scale": 0.3, "query_growth": 0.2},

@@ -99,6 +99,12 @@ CASES: dict[str, Case] = {
     ),
     "scales, and positions by layer": (SCALED, None, {}),
     "one key head": (with_attention(1, has_qkv_bias=True), None, {"cpu_offload": 0.5}),
+    "sinks, and a bias of the output": (
+        with_attention(1, has_qkv_bias=True, has_output_bias=True, has_sinks=True, sliding_window=3),
+        None,
+        {},
+    ),
+    "experts with biases": (with_experts(has_biases=True, gate_limit=0.3), None, {"expert_parallel": 2}),
     "delta layers": (DELTA, None, {}),
     "experts": (with_experts(balance_loss=0.01), None, {}),
     "shared experts": (with_experts(balance_loss=0.01), None, {"expert_parallel": 2}),

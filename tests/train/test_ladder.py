@@ -44,9 +44,11 @@ class KillAll(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.Callback) -> dict[str, Any]:
+def climb(
+    directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.Callback, decoder: DecoderConfig | None = None
+) -> dict[str, Any]:
     """Fits from the latest checkpoint in `directory` and returns what that came to."""
-    decoder = MIXTURE if "experts" in strategy else DECODER
+    decoder = decoder or (MIXTURE if "experts" in strategy else DECODER)
     float8 = Float8Options() if "float8" in strategy else None
     module = GenesisModule(decoder, AdamW(lr=3e-3), float8=float8)
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)

@@ -56,14 +56,19 @@ class FA4Kernel(AttentionKernel):
         is_wide = place.head_dim > 256 or (major in _BLACKWELL and 128 < place.head_dim < 256)
         if place.head_dim % 8 or is_wide:
             return f"it has no kernel for heads of width {place.head_dim} on this GPU"
+        if place.has_sinks:
+            return "it has no attention sinks"
         return None if find_version() is not None else f"{PACKAGE} is not installed ({REMEDY})"
 
     def prepare(self, metadata: AttentionMetadata, rows: Rows) -> AttentionMetadata:
         """Gives the offsets of documents to the kernel; a row of one document is a document."""
         return metadata._replace(kernel=self.name, offsets=rows.find_offsets(), window=rows.window)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attends document by document."""
+        assert sinks is None, "they are an obstacle"
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast casts no inputs of this kernel
         heads = (part.flatten(0, 1) for part in (query, key, value))
         out: Tensor

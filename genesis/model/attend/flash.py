@@ -35,22 +35,27 @@ class FlashKernel(AttentionKernel):
         self._mask = mask
 
     def _find_obstacle(self, place: Place) -> str | None:
-        return None if place.kind == CPU else find_flash_obstacle(place)
+        if place.kind == CPU:
+            return None
+        return "it has no attention sinks" if place.has_sinks else find_flash_obstacle(place)
 
     def prepare(self, metadata: AttentionMetadata, rows: Rows) -> AttentionMetadata:
         """Gives the offsets of documents to the kernel, or lets rows, or a mask, replace them."""
-        place = Place.of(rows.x, rows.head_dim)
+        place = Place.of(rows.x, rows.head_dim)._replace(has_sinks=rows.has_sinks)
         is_short = place.kind == CPU and rows.num_documents * MIN_MEAN_DOCUMENT_TOKENS > rows.x.shape[:2].numel()
         if rows.is_whole or is_short or self.find_obstacle(place) is not None:
             return self._mask.prepare(metadata, rows)
         return metadata._replace(kernel=self.name, offsets=rows.find_offsets(), window=rows.window)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attends document by document."""
         assert metadata.offsets is not None
         if kind_of(query.device) == CPU:
-            by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets, metadata.window)
+            by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets, metadata.window, sinks)
             return by_document
+        assert sinks is None, "they are an obstacle"
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast casts no inputs of this kernel
         groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
         if groups > 1 and not _HAS_GROUPS:
@@ -71,10 +76,12 @@ class FlashKernel(AttentionKernel):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None) -> Tensor:
+def _attend_each_document(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
     lengths = offsets.diff().tolist()  # excluded from torch.compile, which would compile again for every packing
     documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
-    attended = [attend_rows(q[None], k[None], v[None], _window_mask(q, window))[0] for q, k, v in documents]
+    attended = [attend_rows(q[None], k[None], v[None], _window_mask(q, window), sinks)[0] for q, k, v in documents]
     return torch.cat(attended).view(query.shape)
 
 

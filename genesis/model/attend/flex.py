@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from genesis.model.attend.kernel import AMPERE, AttentionKernel, Place
 from genesis.model.attend.metadata import AttentionMetadata, KeyBlocks, Rows, document_positions
@@ -48,16 +48,18 @@ class FlexKernel(AttentionKernel):
         """Finds the blocks of keys that each block of queries sees."""
         return metadata._replace(kernel=self.name, blocks=build_blocks(find_first_seen(rows)))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attends by the compiled kernel."""
         assert metadata.blocks is not None
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast casts no inputs of this kernel
         if torch.compiler.is_compiling():
-            return attend_blocks(query, key, value, metadata.blocks)
+            return attend_blocks(query, key, value, metadata.blocks, sinks)
         if query.requires_grad or key.requires_grad or value.requires_grad:
             # One form of the kernel, whichever of them have adapters.
             query, key, value = (x if x.requires_grad else x.detach().requires_grad_() for x in (query, key, value))
-        out: Tensor = compile_kernel()(query, key, value, metadata.blocks)
+        out: Tensor = compile_kernel()(query, key, value, metadata.blocks, sinks)
         return out
 
 
@@ -68,9 +70,13 @@ def compile_kernel() -> Callable[..., Any]:
 
 
 def attend_blocks(
-    query: Float[Tensor, "B S H E"], key: Float[Tensor, "B S K E"], value: Float[Tensor, "B S K E"], blocks: KeyBlocks
+    query: Float[Tensor, "B S H E"],
+    key: Float[Tensor, "B S K E"],
+    value: Float[Tensor, "B S K E"],
+    blocks: KeyBlocks,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B S H E"]:
-    """Returns attention over the tokens from the first one that each token sees to itself."""
+    """Returns attention over the tokens from the first one that each token sees to itself, and the sinks of heads."""
     first_seen = blocks.first_seen
 
     def is_seen(row: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
@@ -92,7 +98,14 @@ def attend_blocks(
     )
     has_groups = query.shape[2] != key.shape[2]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    return flex_attention(query, key, value, block_mask=mask, enable_gqa=has_groups).transpose(1, 2)
+    if sinks is None:
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=has_groups).transpose(1, 2)
+    aux = AuxRequest(lse=True)
+    out, found = flex_attention(query, key, value, block_mask=mask, enable_gqa=has_groups, return_aux=aux)
+    # The share of the softmax that the sink leaves to the keys.
+    assert found.lse is not None
+    share = (found.lse - sinks.to(found.lse.dtype).unsqueeze(1)).sigmoid().unsqueeze(-1)
+    return (out * share).to(out.dtype).transpose(1, 2)
 
 
 def find_first_seen(rows: Rows) -> Int32[Tensor, "B S"]:

@@ -26,12 +26,14 @@ class Place(NamedTuple):
         capability: The compute capability of a CUDA device.
         dtype: The dtype of queries, keys and values.
         head_dim: The width of a head.
+        has_sinks: Whether the softmax of each head has a sink.
     """
 
     kind: str
     capability: tuple[int, int] | None
     dtype: torch.dtype
     head_dim: int
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, x: Tensor, head_dim: int) -> "Place":
@@ -97,8 +99,17 @@ class AttentionKernel(ABC):
         key: Float[Tensor, "B L K E"],
         value: Float[Tensor, "B L K E"],
         metadata: AttentionMetadata,
+        sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B S H E"]:
-        """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see."""
+        """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            metadata: What `prepare` has returned.
+            sinks: A logit for each head, which joins its softmax and has no value. Kernels without it have an obstacle.
+        """
 
 
 def find_flash_obstacle(place: Place) -> str | None:

@@ -60,7 +60,7 @@ class AttentionMetadata(NamedTuple):
     """The position of each token of a forward and the tokens that it may see: computed once, read by every block.
 
     `kernel` decides which of the other fields are read. `used` is for attention over a cache alone. A change of the
-    scores that all layers share, such as a soft cap or sinks, would be a field here, and a case of
+    scores that all layers share, such as a soft cap, would be a field here, and a case of
     `AttentionKernel.find_obstacle` for the kernels that lack it.
     """
 
@@ -99,6 +99,7 @@ class Rows(NamedTuple):
     """As in `AttentionMetadata`; None for one document per row, and for kernels that do not need it."""
     window: int | None = None
     """The number of tokens that a token sees, itself included; None if it is not less than a row."""
+    has_sinks: bool = False
 
     @property
     def num_documents(self) -> int:

@@ -75,8 +75,13 @@ def attend(
     key: Float[Tensor, "B L K E"],
     value: Float[Tensor, "B L K E"],
     metadata: AttentionMetadata,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B S H E"]:
-    """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see."""
+    """Returns softmax(query key^T / sqrt(E)) value over the tokens that `metadata` lets each token see.
+
+    With sinks, the softmax of each head has a further logit, which has no value.
+    """
     if metadata.used is not None:
+        assert sinks is None, "the metadata of attention with sinks has a mask"
         return attend_used(query, key, value, metadata.used, metadata.window)
-    return KERNELS[metadata.kernel].attend(query, key, value, metadata)
+    return KERNELS[metadata.kernel].attend(query, key, value, metadata, sinks)

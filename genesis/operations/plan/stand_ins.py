@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from genesis.base.device import CPU, kind_of
 from genesis.model.adapter import AdaptedLinear, use_rows
 from genesis.model.attend.kernel import AttentionKernel, Place
+from genesis.model.attend.mask import SINK_WIDTH
 from genesis.model.attend.metadata import AttentionMetadata, Rows
-from genesis.model.attend.table import FLASH, KERNELS, MASK
+from genesis.model.attend.table import FLASH, FLEX, KERNELS, MASK
 from genesis.model.exchange import HeadExchange
 
 
@@ -68,8 +69,19 @@ class _AttentionStandIn(AttentionKernel):
     def prepare(self, metadata: AttentionMetadata, rows: Rows) -> AttentionMetadata:
         return self._kernel.prepare(metadata, rows)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, sinks: Tensor | None = None
+    ) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if sinks is None:
+            return self._attend(query, key, value)
+        if self.name == FLEX.name:
+            share = sinks.float().expand(query.shape[:3]).sigmoid().unsqueeze(-1)
+            return (self._attend(query, key, value) * share).to(query.dtype)
+        wide = (functional.pad(part, (0, SINK_WIDTH)) for part in (query, key, value))
+        return self._attend(*wide)[..., : query.shape[-1]]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if kind_of(query.device) != CPU:
             workspace = _WORKSPACES.get(self.name)
             return _apply(_AttentionFunction, query, key, value, workspace(query, key) if workspace else 0)
