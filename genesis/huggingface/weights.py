@@ -150,6 +150,14 @@ def _read_state(
         raise UserError(f"{directory} cannot be read: {' '.join(str(error).split())}") from None
 
 
+@reads_directory
+def count_dropped(directory: Path, family: Family) -> dict[str, int]:
+    """Returns how many tensors of a directory's files are left out, by the beginning of their names."""
+    names = read_file_names(directory)
+    counts = {start: sum(name.startswith(start) for name in names) for start in family.dropped}
+    return {start: number for start, number in counts.items() if number}
+
+
 def _stack_in_file(directory: Path, parts: list[Tensor]) -> Tensor:
     """Returns the stack of `parts` in a mapped file, which has no name and ends with the tensor."""
     with tempfile.NamedTemporaryFile(dir=directory) as file:

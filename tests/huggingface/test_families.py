@@ -64,9 +64,10 @@ KNOWN = {
         "full_attention_interval",
         "scoring_func",
     ),
+    *("num_key_value_heads", "topk_method", "n_group", "topk_group"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 }
-"""Keys that `genesis.huggingface.options`, `linear` and `mixture` read by themselves."""
+"""Keys that `genesis.huggingface.options`, `linear`, `latent` and `mixture` read by themselves."""
 HARMLESS = {
     *("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"),
     *("router_aux_loss_coef", "router_jitter_noise", "num_nextn_predict_layers", "num_mtp_layers"),
