@@ -14,10 +14,7 @@ from genesis.huggingface.mixture import MixtureTable
 from genesis.model.mixture import MixtureConfig
 
 _OUTER: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "rms_norm_eps")
-_ONLY: Final = {
-    **{key: values for key, values in LLAMA.only.items() if key != "pretraining_tp"},
-    "moe_layer_freq": (1,),
-}
+_ONLY: Final = {**LLAMA.only, "moe_layer_freq": (1,)}
 
 DEEPSEEK_V3: Final = replace(
     LLAMA,
