@@ -25,28 +25,16 @@ from genesis.huggingface.directory import (
     read_json,
     reads_directory,
 )
-from genesis.huggingface.weights import iterate_pieces, open_tensors, read_file_names
+from genesis.huggingface.shape import FP8_BLOCK, is_in_fp8_blocks
+from genesis.huggingface.weights import FP8_SCALE, iterate_pieces, open_tensors, read_file_names
 from genesis_callbacks.base.files import create_file
 from genesis_callbacks.base.untrusted import read_file
 
 _KEY: Final = "quantization_config"
-_SCALE: Final = "_scale_inv"
-_BLOCK: Final = 128
 _FP8: Final = torch.float8_e4m3fn
-_PIECE_ROWS: Final = 8 * _BLOCK
+_PIECE_ROWS: Final = 8 * FP8_BLOCK
 _MAX_FILE_BYTES: Final = 1 << 30
 """Of a tokenizer's files and others without weights."""
-
-
-def is_in_blocks(content: Mapping[str, Any]) -> bool:
-    """Returns whether a `config.json` describes weights in FP8 with a scale for each block of 128 times 128."""
-    found = content.get(_KEY)
-    return (
-        isinstance(found, dict)
-        and found.get("quant_method") == "fp8"
-        and found.get("fmt") in (None, "e4m3")
-        and found.get("weight_block_size") == [_BLOCK, _BLOCK]
-    )
 
 
 @contextmanager
@@ -62,7 +50,7 @@ def without_blocks(directory: Path, near: Path) -> Iterator[Path]:
     Raises:
         UserError: A weight in FP8 has no scales, or there is too little space.
     """
-    if not is_in_blocks(_read_config(directory)):
+    if not is_in_fp8_blocks(_read_config(directory).get(_KEY)):
         yield directory
         return
     near.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +73,7 @@ def _copy(directory: Path, out: Path, near: Path) -> None:
         with open_tensors(directory / file_name) as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 tensor = file.get_tensor(name)
-                if name.endswith(_SCALE):
+                if name.endswith(FP8_SCALE):
                     scales[name] = tensor.float()
                 else:
                     num_bytes += tensor.numel() * _type_of(tensor).itemsize
@@ -94,7 +82,7 @@ def _copy(directory: Path, out: Path, near: Path) -> None:
         for file_name in sorted(set(names.values())):
             _copy_file(directory / file_name, out / file_name, scales, shown)
     if set(names.values()) != {WEIGHTS_NAME}:
-        held = {name: file_name for name, file_name in names.items() if not name.endswith(_SCALE)}
+        held = {name: file_name for name, file_name in names.items() if not name.endswith(FP8_SCALE)}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": held}
         (out / INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
     content = {key: value for key, value in read_json(directory / CONFIG_NAME).items() if key != _KEY}
@@ -112,7 +100,7 @@ def _type_of(tensor: Tensor) -> torch.dtype:
 
 def _copy_file(path: Path, out: Path, scales: Mapping[str, Tensor], shown: Stage) -> None:
     with open_tensors(path) as file, create_file(out) as written:
-        kept = [name for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118 - as above
+        kept = [name for name in file.keys() if not name.endswith(FP8_SCALE)]  # noqa: SIM118 - as above
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for name in kept:
@@ -128,7 +116,7 @@ def _copy_file(path: Path, out: Path, scales: Mapping[str, Tensor], shown: Stage
             tensor = file.get_tensor(name)
             pieces = iterate_pieces(tensor)
             if tensor.dtype == _FP8:
-                pieces = _dequantise(name, tensor, scales.get(name + _SCALE))
+                pieces = _dequantise(name, tensor, scales.get(name + FP8_SCALE))
             for piece in pieces:
                 written.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 shown.advance(piece.nbytes)
@@ -137,13 +125,13 @@ def _copy_file(path: Path, out: Path, scales: Mapping[str, Tensor], shown: Stage
 def _dequantise(name: str, weight: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
     """Yields the rows of a weight in bfloat16, some blocks at a time."""
     if scales is None:
-        raise UserError(f"{name} is in FP8, and {name}{_SCALE} is missing")
-    wanted = [-(-size // _BLOCK) for size in weight.shape]
+        raise UserError(f"{name} is in FP8, and {name}{FP8_SCALE} is missing")
+    wanted = [-(-size // FP8_BLOCK) for size in weight.shape]
     if weight.ndim != 2 or list(scales.shape) != wanted:
-        raise UserError(f"{name}{_SCALE} is {list(scales.shape)}, but {name} has {wanted} blocks")
+        raise UserError(f"{name}{FP8_SCALE} is {list(scales.shape)}, but {name} has {wanted} blocks")
     for first in range(0, len(weight), _PIECE_ROWS):
         rows = weight[first : first + _PIECE_ROWS].float()
-        factors = scales[first // _BLOCK : (first + _PIECE_ROWS) // _BLOCK]
-        for block, factor in zip(torch.split(rows, _BLOCK), factors, strict=True):
-            block *= factor.repeat_interleave(_BLOCK)[: block.shape[1]]
+        factors = scales[first // FP8_BLOCK : (first + _PIECE_ROWS) // FP8_BLOCK]
+        for block, factor in zip(torch.split(rows, FP8_BLOCK), factors, strict=True):
+            block *= factor.repeat_interleave(FP8_BLOCK)[: block.shape[1]]
         yield rows.to(torch.bfloat16)

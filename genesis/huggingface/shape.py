@@ -76,6 +76,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_5_MOE,
 )
 _MAX_LAYERS: Final = 1_000
+FP8_BLOCK: Final = 128
+"""Rows, and columns, of a block of a weight in FP8 that has a scale."""
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
 _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -327,7 +329,7 @@ def name_part(part: type[FeedForwardConfig | SequenceMixerConfig], options: Mapp
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
-    if quantisation is not None:
+    if quantisation is not None and not is_in_fp8_blocks(quantisation):
         raise UserError(
             f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"
@@ -337,6 +339,16 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
+
+
+def is_in_fp8_blocks(quantisation: Any) -> bool:
+    """Returns whether a `quantization_config` describes weights in FP8 with a scale for each block of 128 times 128."""
+    return (
+        isinstance(quantisation, dict)
+        and quantisation.get("quant_method") == "fp8"
+        and quantisation.get("fmt") in (None, "e4m3")
+        and quantisation.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    )
 
 
 def _read_switches(path: Path, content: dict[str, Any], family: Family) -> dict[str, Any]:

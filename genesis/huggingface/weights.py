@@ -24,6 +24,8 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_no_hole, open_file, path_below, read_file
 
+FP8_SCALE = "_scale_inv"
+"""The end of the name of the scales of a weight in FP8."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
 _PIECE_VALUES = 1 << 24
@@ -138,7 +140,10 @@ def _read_state(
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        found = iterate_tensors(directory, read_file_names(directory))
+        names = read_file_names(directory)
+        if any(name.endswith(FP8_SCALE) for name in names):
+            raise UserError("weights are in FP8 with scales; `genesis import` makes them bfloat16: use its result")
+        found = iterate_tensors(directory, names)
         tensors = ((name, tensor if device is None else tensor.to(device)) for name, tensor in found)
         if family is None:
             return dict(tensors)

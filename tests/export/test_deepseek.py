@@ -59,8 +59,11 @@ def write_blocks(directory: Path, name: str = "deepseek v3, as moonlight") -> di
 
 def test_blocks_in_fp8_become_bfloat16_rounded_once_and_the_copy_is_removed(tmp_path: Path) -> None:
     wanted = write_blocks(tmp_path / "model")
+    family, config = read_shape(tmp_path / "model")
+    with pytest.raises(UserError, match="weights are in FP8 with scales; `genesis import` makes them bfloat16"):
+        read_weights(tmp_path / "model", config, family)
     with without_blocks(tmp_path / "model", tmp_path / "run") as plain:
-        family, config = read_shape(plain)
+        assert read_shape(plain) == (family, config)
         found = read_weights(plain, config, family)
         expected = family.to_ours(wanted, config)
         assert found.keys() == expected.keys()
