@@ -25,7 +25,8 @@ from genesis.tokenizer.tokenizer import Tokenizer
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
 Llama, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Gemma 3, Phi-3, Phi-4, Granite,
-OLMo 2, OLMo 3, OLMoE, ERNIE 4.5, GLM-4.5, dots.llm1, SmolLM2 or SmolLM3.
+OLMo 2, OLMo 3, OLMoE, ERNIE 4.5, GLM-4.5, dots.llm1, SmolLM2, SmolLM3,
+DeepSeek-V2 or DeepSeek-V3 (and Moonlight, Kimi K2).
 Features that the decoder cannot represent are refused by name. The result is proved like an export, in
 proof.json. A model on the Hub is downloaded first. `genesis generate` loads the directory; the recipe in the
 directory trains from its weights in a new run.
@@ -65,6 +66,13 @@ def main(argv: list[str]) -> int:
     code = describe_code(directory)
     if code is not None:
         print(f"code of the model was not run: {code}; only the classes of Genesis and transformers were used")
+    for start, number in proof.get("left_out", {}).items():
+        print(
+            f"left out: {numbered(number, 'tensors')} whose names begin with {start!r}: layers that predict further "
+            "tokens, and models of other kinds beside the text model, are not imported"
+        )
+    if proof.get("is_dequantised"):
+        print("dequantised: weights in FP8 are in bfloat16 in the checkpoint, and the proof is about these")
     print_proof(proof)
     if not arguments.no_tokenizer:
         tokenizer = open_tokenizer(arguments.out)

@@ -26,8 +26,11 @@ from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.huggingface.family import Family, attention_of
+from genesis.huggingface.latent import latents_of
 from genesis.huggingface.shape import write_shape
+from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.model.latent import LatentAttentionConfig
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.model.rotary import RopeScaling
 
@@ -52,6 +55,8 @@ KEYS: Final[Mapping[str, tuple[str, GGUFValueType]]] = {
     "first_k_dense_replace": (Keys.LLM.LEADING_DENSE_BLOCK_COUNT, _UINT),
     "routed_scaling_factor": (Keys.LLM.EXPERT_WEIGHTS_SCALE, _FLOAT),
     "norm_topk_prob": (Keys.LLM.EXPERT_WEIGHTS_NORM, _BOOL),
+    "q_lora_rank": (Keys.Attention.Q_LORA_RANK, _UINT),
+    "kv_lora_rank": (Keys.Attention.KV_LORA_RANK, _UINT),
     "full_attention_interval": (Keys.LLM.FULL_ATTENTION_INTERVAL, _UINT),
     "linear_conv_kernel_dim": (Keys.SSM.CONV_KERNEL, _UINT),
     "linear_key_head_dim": (Keys.SSM.STATE_SIZE, _UINT),
@@ -124,6 +129,8 @@ _LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=(
 _YARN: Final = {"has_whole_bounds": (True,), "beta_fast": (None, 32.0), "beta_slow": (None, 1.0)}
 """Options of YaRN to the values that llama.cpp has: it does not read the bounds of a file."""
 _WINDOWS: Final = frozenset({"sliding_window", "window_layers", "window_rope_theta"})
+_LITE_LAYERS: Final = (26, 27)
+"""Numbers of layers from which llama.cpp takes a model with latents to have queries without one."""
 _GEMMA_62_LAYERS: Final = 62
 """Number of layers of the Gemma 3 for which llama.cpp divides the width of the model by the number of heads."""
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -176,6 +183,16 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         only={"swiglu_limit": (7.0,)},
         has_output=True,
     ),
+    # It has one epsilon for all norms, and rotates neighbours.
+    "deepseek_v3": Architecture(
+        MODEL_ARCH.DEEPSEEK2,
+        scalings=(),
+        only={"rms_norm_eps": (1e-6,), "rope_interleave": (True,)},
+        has_output=True,
+    ),
+    "deepseek_v2": Architecture(
+        MODEL_ARCH.DEEPSEEK2, scalings=(), only={"rms_norm_eps": (1e-6,), "topk_method": ("greedy",)}, has_output=True
+    ),
     "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
     "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
 }
@@ -195,7 +212,11 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     content = write_shape(family, config)
     content["head_dim"] = _head_width(config)
     content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
-    unknown = find_uncomputed(found, family, config)
+    latents = latents_of(config)
+    if latents is None:
+        unknown = find_uncomputed(found, family, config)
+    else:
+        unknown = _find_uncomputed_latents(latents, config.num_layers)
     if unknown is not None:
         raise UserError(f"llama.cpp's {found.name} would compute something else, because {unknown}: {instead}")
     for key, values in found.only.items():
@@ -237,6 +258,15 @@ def find_uncomputed(architecture: Architecture, family: Family, config: DecoderC
     return _find_other_windows(architecture, config)
 
 
+def _find_uncomputed_latents(latents: LatentAttentionConfig, num_layers: int) -> str | None:
+    if latents.rope_scaling is not None:
+        return f"mixers.rope_scaling.kind is {latents.rope_scaling.kind!r}, whose factors it has in another place"
+    if latents.query_latent_dim is None and num_layers not in _LITE_LAYERS:
+        of_lite = " or ".join(map(str, _LITE_LAYERS))
+        return f"mixers.query_latent_dim is None, which it takes from a number of layers of {of_lite}"
+    return None
+
+
 def _find_other_windows(architecture: Architecture, config: DecoderConfig) -> str | None:
     attention, every = attention_of(config), architecture.window_every
     if every is None:
@@ -255,28 +285,28 @@ def _find_other_windows(architecture: Architecture, config: DecoderConfig) -> st
 
 
 def _head_width(config: DecoderConfig) -> int:
-    return attention_of(config).head_width(config.dim)
+    latents = latents_of(config)
+    return attention_of(config).head_width(config.dim) if latents is None else latents.head_dim
 
 
 def describe_model(
     architecture: Architecture, content: Mapping[str, Any], config: DecoderConfig
 ) -> dict[str, tuple[Any, GGUFValueType]]:
     """Returns the keys of a file about the model, each with the value and its type."""
-    keys = {key: (content[theirs], kind) for theirs, (key, kind) in KEYS.items() if theirs in content}
-    attention, head_dim = attention_of(config), content["head_dim"]
-    rotated = attention.rotary_dim or head_dim
-    keys |= {Keys.Attention.KEY_LENGTH: (head_dim, _UINT), Keys.Attention.VALUE_LENGTH: (head_dim, _UINT)}
-    keys[Keys.Rope.DIMENSION_COUNT] = (rotated, _UINT)
-    if attention.sliding_window is not None:
-        keys[Keys.Attention.SLIDING_WINDOW] = (attention.sliding_window, _UINT)
-    if attention.query_growth is not None:
-        keys[Keys.Attention.TEMPERATURE_SCALE] = (attention.query_growth, _FLOAT)
+    keys = {key: (content[theirs], kind) for theirs, (key, kind) in KEYS.items() if content.get(theirs) is not None}
+    latents = latents_of(config)
+    if latents is None:
+        keys |= _describe_attention(attention_of(config), content["head_dim"])
+    else:
+        keys[Keys.Attention.KEY_LENGTH] = (latents.head_dim, _UINT)
+        keys[Keys.Attention.VALUE_LENGTH] = (latents.value_dim, _UINT)
+        keys[Keys.Rope.DIMENSION_COUNT] = (latents.rotary_dim, _UINT)
     if architecture.arch == MODEL_ARCH.GPT_OSS:
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = (content["intermediate_size"], _UINT)
-    if attention.rope_scaling is not None:
-        keys |= _describe_scaling(attention.rope_scaling)
     if "n_group" in content:
-        keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(ExpertGatingFuncType.SIGMOID), _UINT)
+        is_softmax = content.get("scoring_func") == "softmax"
+        scores = ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID
+        keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(scores), _UINT)
         if (
             content["topk_group"] < content["n_group"]
         ):  # else all experts are free to choose, and llama.cpp asks for less
@@ -288,6 +318,19 @@ def describe_model(
     if architecture.arch in (MODEL_ARCH.QWEN35, MODEL_ARCH.QWEN35MOE):
         keys[Keys.Rope.DIMENSION_SECTIONS] = (_IMAGE_AXES, GGUFValueType.ARRAY)
     return {key.format(arch=architecture.name): value for key, value in keys.items()}
+
+
+def _describe_attention(attention: AttentionConfig, head_dim: int) -> dict[str, tuple[Any, GGUFValueType]]:
+    keys: dict[str, tuple[Any, GGUFValueType]] = {
+        Keys.Attention.KEY_LENGTH: (head_dim, _UINT),
+        Keys.Attention.VALUE_LENGTH: (head_dim, _UINT),
+        Keys.Rope.DIMENSION_COUNT: (attention.rotary_dim or head_dim, _UINT),
+    }
+    if attention.sliding_window is not None:
+        keys[Keys.Attention.SLIDING_WINDOW] = (attention.sliding_window, _UINT)
+    if attention.query_growth is not None:
+        keys[Keys.Attention.TEMPERATURE_SCALE] = (attention.query_growth, _FLOAT)
+    return keys if attention.rope_scaling is None else keys | _describe_scaling(attention.rope_scaling)
 
 
 def _describe_scaling(scaling: RopeScaling) -> dict[str, tuple[Any, GGUFValueType]]:
@@ -391,7 +434,7 @@ def plan_tensors(
         found.append(replace(placed, kind=chosen))
         if is_output and name != output and architecture.has_output:
             found.append(StoredTensor(ours, output, shape, chosen))
-    scaling = attention_of(config).rope_scaling
+    scaling = None if latents_of(config) else attention_of(config).rope_scaling
     if scaling is not None and scaling.kind == "llama3":
         num_factors = (attention_of(config).rotary_dim or content["head_dim"]) // 2
         found.append(StoredTensor(None, "rope_freqs.weight", (num_factors,), GGMLQuantizationType.F32))

@@ -17,6 +17,7 @@ from genesis.base.errors import UserError, blaming, numbered
 from genesis.base.progress import Stage, stage
 from genesis.base.run_directory import RunDirectory
 from genesis.chat.learned import find_stop_ids
+from genesis.export.dequantise import without_blocks
 from genesis.export.hub import Download, describe_source
 from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
@@ -24,7 +25,7 @@ from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
-from genesis.huggingface.weights import read_weights
+from genesis.huggingface.weights import count_dropped, read_weights
 from genesis.model.adapter import check_nf4, list_nf4_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.nf4 import quantise
@@ -112,6 +113,31 @@ def import_directory(
         check_directory(directory)  # transformers opens whatever it finds there
     except OSError as error:
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
+    with without_blocks(directory, out) as plain:
+        return _import_plain(
+            *(plain, out),
+            has_tokenizer=has_tokenizer,
+            dtype=dtype,
+            is_nf4=is_nf4,
+            download=download,
+            compares_models=compares_models,
+            is_whole=is_whole,
+            is_dequantised=plain != directory,
+        )
+
+
+def _import_plain(
+    directory: Path,
+    out: Path,
+    *,
+    has_tokenizer: bool,
+    dtype: torch.dtype | None,
+    is_nf4: bool,
+    download: Download | None,
+    compares_models: bool,
+    is_whole: bool,
+    is_dequantised: bool,
+) -> dict[str, Any]:
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     with torch.device("meta"):
@@ -154,6 +180,7 @@ def import_directory(
             compares_models=compares_models,
             is_whole=is_whole,
         )
+        proof |= {"left_out": count_dropped(directory, family), "is_dequantised": is_dequantised}
         proof |= describe_source(download) | {"alike_stops": {str(token): number for token, number in alike.items()}}
         write_proof(staging, proof)
     return proof

@@ -33,7 +33,8 @@ from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed, attention_of
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
+from genesis.huggingface.latent import latents_of
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.stored import find_nf4_tensors, list_nf4_tensors, list_weights, read_stored
 from genesis.huggingface.weights import iterate_tensors, read_file_names
@@ -262,7 +263,7 @@ def _compare_models(
     prompt = sequences[0][:_PROMPT_TOKENS]
     num_new = min(size.num_new_tokens, config.max_seq_len - len(prompt))
     kept = [min(len(sequence), size.sequence_tokens) for sequence in sequences]
-    their_logits, their_text = _ask_transformers(directory, sequences, kept, prompt, num_new)
+    their_logits, their_text = _ask_transformers(directory, sequences, kept, prompt, num_new, family)
     gc.collect()  # one model at a time
     decoder = _build_decoder(directory, names, config, family)
     largest = difference = 0.0
@@ -395,22 +396,22 @@ def build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None, size: Pr
 
 def find_long_length(config: DecoderConfig) -> int:
     """Returns the length of a sequence that exceeds the window and the unscaled context by as many tokens again."""
-    attention = attention_of(config)
-    bounds = [0 if attention.sliding_window is None else attention.sliding_window]
-    bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len or 0)
+    attention, latents = config.parts.attention, latents_of(config)
+    scaling = getattr(latents or attention, "rope_scaling", None)
+    bounds = [0 if attention is None else attention.sliding_window or 0]
+    bounds.append(0 if scaling is None else scaling.original_seq_len or 0)
     return min(max(bounds) + SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
 
 
 def _ask_transformers(
-    directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int
+    directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int, family: Family
 ) -> tuple[list[Tensor], list[int]]:
     with stage("loading transformers' model"):
         model, loading = load_model(directory)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if loading[kind]:
-            raise UserError(
-                f"transformers reports {kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
-            )
+        names = [name for name in sorted(map(str, loading[kind])) if not family.is_dropped(name)]
+        if names:
+            raise UserError(f"transformers reports {kind.replace('_', ' ')}: {', '.join(names)}")
     model.eval()
     build: Any = GenerationConfig
     greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from genesis.base.errors import UserError, numbered
+from genesis.huggingface.latent import LatentTable, latents_of
 from genesis.huggingface.mixture import MixtureTable
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig, Scales
@@ -85,6 +86,7 @@ class Family:
             `softmax_scale`, and the power of the key's value that this field has.
         has_norm_offset: Whether norms scale by 1 plus their weight.
         linear_keys: Key of `config.json` to field of `GatedDeltaConfig`, for families with linear layers.
+        latent: The keys of its latent attention; None if it has plain attention, of which the fields above are.
         wrapped_type: The `model_type` of checkpoints that hold such a model beside others: its settings are in
             `text_config`, and its names begin with `model.language_model`.
         dropped: Beginnings of the names of tensors that belong to those other models.
@@ -122,6 +124,7 @@ class Family:
     multipliers: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     has_norm_offset: bool = False
     linear_keys: Mapping[str, str] = field(default_factory=dict)
+    latent: LatentTable | None = None
     wrapped_type: str | None = None
     dropped: tuple[str, ...] = ()
     extra_layers: str | None = None
@@ -138,29 +141,22 @@ class Family:
         Raises:
             TypeError: The decoder's feed-forward part is not the family's.
         """
-        parts, own = config.parts, attention_of(config)
-        attention = asdict(own)
-        options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
-        options |= {**self.attention, "rope_theta": own.rope_theta}
-        options |= {name: value for name, value in self.switches.values() if attention[name] == value}
-        if own.qk_norm is not None:
-            options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
-        feed_forward = parts.feed_forward
+        parts, feed_forward = config.parts, config.parts.feed_forward
         if type(feed_forward) is not self.feed_forward:
             raise TypeError(f"{self.model_type} has no {type(feed_forward).__name__}")
+        latents = latents_of(config)
         compared: dict[str, tuple[Any, Any]] = {
             "norm.placement": (parts.norm.placement, self.norm_placement),
             "norm.has_offset": (parts.norm.has_offset, self.has_norm_offset),
             **self._compare_scales(config),
-            **{
-                f"attention.{name}": (attention[name], value)
-                for name, value in options.items()
-                if name not in self.free
-            },
         }
+        if self.latent is not None and latents is not None:
+            compared |= self.latent.compare(latents)
+        else:
+            compared |= self._compare_attention(config)
         if isinstance(feed_forward, DenseConfig):
             compared["feed_forward.activation"] = (feed_forward.activation, self.activation)
-        scaling = own.rope_scaling
+        scaling = (latents or attention_of(config)).rope_scaling
         if scaling is not None and self.rope_kinds is not None and scaling.kind not in self.rope_kinds:
             compared["attention.rope_scaling.kind"] = (scaling.kind, self.rope_kinds[0])
         if scaling is not None and scaling.kind == "dynamic":
@@ -171,6 +167,19 @@ class Family:
         if self.mixture is not None and isinstance(feed_forward, MixtureConfig):
             found += self.mixture.find_differences(feed_forward, config.num_layers)
         return found
+
+    def _compare_attention(self, config: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+        """Returns each option of attention that no key sets, and what it is in this family."""
+        own = attention_of(config)
+        attention = asdict(own)
+        options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
+        options |= {**self.attention, "rope_theta": own.rope_theta}
+        options |= {name: value for name, value in self.switches.values() if attention[name] == value}
+        if own.qk_norm is not None:
+            options["qk_norm_eps"] = config.parts.norm.eps  # config.json has one epsilon for all norms
+        return {
+            f"attention.{name}": (attention[name], value) for name, value in options.items() if name not in self.free
+        }
 
     def _compare_scales(self, config: DecoderConfig) -> dict[str, tuple[float, float]]:
         """Returns each factor of the decoder that no key of its own sets, and what it is in this family."""

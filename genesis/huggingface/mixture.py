@@ -24,6 +24,8 @@ SHARED: Final = {
     f"feed_forward.shared.{name}.weight": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
 }
 SHARED_GATE: Final = {"feed_forward.shared_gate": "mlp.shared_expert_gate.weight"}
+_METHOD: Final = "topk_method"
+_METHODS: Final = ("greedy", "group_limited_greedy")
 _MAX_EXPERTS: Final = 100_000
 _DEFAULTS: Final[dict[str, Any]] = {one.name: one.default for one in fields(MixtureConfig)}
 
@@ -42,6 +44,8 @@ class MixtureTable:
             no such key.
         normalized: Key that switches the normalisation of weights, or its constant value.
         has_bias: Whether scores are sigmoids, with a bias and groups; otherwise they are a softmax.
+        has_greedy_groups: Whether scores are a softmax with groups, each of which has the score of its best expert, if
+            `topk_method` asks for them.
         default_experts: The number of experts of a `config.json` without any of the keys.
         has_biases: Whether router and experts have biases.
         gate_limit: Key of the limit of the clamped activation; None if the activation is not clamped.
@@ -54,6 +58,7 @@ class MixtureTable:
     shared_count: str | None = None
     normalized: str | bool = "norm_topk_prob"
     has_bias: bool = False
+    has_greedy_groups: bool = False
     default_experts: int | None = None
     has_biases: bool = False
     gate_limit: str | None = None
@@ -99,11 +104,14 @@ class MixtureTable:
             found |= {"shared_ffn_dim": _read_count(path, content, self.shared_width), "has_shared_gate": True}
         if self.shared_count is not None:
             found["shared_ffn_dim"] = _read_count(path, content, self.shared_count) * found["ffn_dim"]
-        if self.has_bias:
+        if self.has_bias or self.has_greedy_groups:
             scale = content.get("routed_scaling_factor", 1.0)
             if type(scale) not in (int, float):
                 raise UserError(f"{path}: routed_scaling_factor is {scale!r}; it must be a number")
-            found |= {"scores": "sigmoid", "has_balance_bias": True, "routed_scale": float(scale)}
+            found["routed_scale"] = float(scale)
+        if self.has_bias:
+            found |= {"scores": "sigmoid", "has_balance_bias": True}
+        if self.has_bias or (self.has_greedy_groups and self._read_is_grouped(path, content)):
             for name, key in (("num_groups", "n_group"), ("top_groups", "topk_group")):
                 found[name] = _read_count(path, {**content, key: content.get(key) or 1}, key)
         if self.has_biases:
@@ -113,7 +121,16 @@ class MixtureTable:
             if type(limit) not in (int, float):
                 raise UserError(f"{path}: {self.gate_limit} is {limit!r}; it must be a number")
             found["gate_limit"] = float(limit)
+        if self.has_greedy_groups and found.get("top_groups", 1) < found.get("num_groups", 1):
+            found["group_top"] = 1
         return found | self._read_dense(path, content)
+
+    @staticmethod
+    def _read_is_grouped(path: Path, content: Mapping[str, Any]) -> bool:
+        method = content.get(_METHOD)
+        if method not in _METHODS:
+            raise UserError(f"{path}: {_METHOD} is {method!r}; it must be {' or '.join(map(repr, _METHODS))}")
+        return bool(method == _METHODS[1])
 
     def _read_normalized(self, path: Path, content: Mapping[str, Any]) -> bool:
         if isinstance(self.normalized, bool):
@@ -152,11 +169,13 @@ class MixtureTable:
         if self.shared_count is not None:
             # A width that is no multiple is read back as another one, and so refused.
             keys[self.shared_count] = (config.shared_ffn_dim or 0) // config.ffn_dim
-        if self.has_bias:
+        if self.has_bias or self.has_greedy_groups:
             keys |= {"routed_scaling_factor": config.routed_scale}
             keys |= {"n_group": config.num_groups, "topk_group": config.top_groups}
         if self.gate_limit is not None:
             keys[self.gate_limit] = config.gate_limit
+        if self.has_greedy_groups:
+            keys[_METHOD] = _METHODS[config.top_groups < config.num_groups]
         if self.dense == "first":
             keys["first_k_dense_replace"] = config.num_dense_layers
         if self.dense == "step":

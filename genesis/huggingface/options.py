@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from genesis.base.errors import UserError, numbered
 from genesis.huggingface.family import Family, attention_of
+from genesis.huggingface.latent import latents_of, write_growth
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig, Scales
+from genesis.model.latent import LatentAttentionConfig
 
 _NEEDED: Final = ("factor", "low_freq_factor", "high_freq_factor", "short_factors", "long_factors")
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -165,6 +167,12 @@ def find_context(rope: Mapping[str, Any], content: Mapping[str, Any]) -> Any:
 
 def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Returns the keys of `config.json`, for transformers 5 and, where wavelengths are scaled, for transformers 4."""
+    latents = latents_of(config)
+    if latents is not None:
+        keys = _write_rope_of_all(latents)
+        for rope in keys.values():
+            rope |= write_growth(latents)
+        return keys
     attention = attention_of(config)
     keys = _write_rope_of_all(attention)
     if attention.query_growth is not None:
@@ -181,7 +189,7 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     return keys | local | {"rope_parameters": {_WHOLE: whole, _WINDOWED: windowed}}
 
 
-def _write_rope_of_all(attention: AttentionConfig) -> dict[str, Any]:
+def _write_rope_of_all(attention: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]:
     scaling = attention.rope_scaling
     if scaling is None:
         return {"rope_parameters": {"rope_theta": attention.rope_theta, "rope_type": "default"}}

@@ -40,7 +40,8 @@ _STACK_PARAMETERS: Final = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
 _NESTED: Final = "base_layer"
 """PEFT wraps the module once for each adapted parameter, in their order, so that the outer wrapper has the last."""
 _TAKEN_AS_EXPERTS: Final = dict.fromkeys(
-    ("qwen2_moe", "qwen3_moe", "dots1", "glm4_moe"), frozenset({"gate_proj", "up_proj", "down_proj"})
+    ("qwen2_moe", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+    frozenset({"gate_proj", "up_proj", "down_proj"}),
 )
 """The names of linear layers that PEFT takes for those of single experts, as earlier versions of transformers had them,
 wherever they are in models of these types."""

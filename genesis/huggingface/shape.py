@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.base.errors import UserError
+from genesis.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.ernie4_5 import ERNIE4_5
@@ -15,6 +16,7 @@ from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
 from genesis.huggingface.gpt_oss import GPT_OSS
 from genesis.huggingface.granite import GRANITE, GRANITE_HYBRID
+from genesis.huggingface.latent import latents_of
 from genesis.huggingface.linear import find_linear_differences, read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -43,6 +45,8 @@ from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, refuse_body
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.foreign.config import PREFIX, TransformersConfig
+from genesis.model.latent import LatentAttentionConfig
+from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 
@@ -68,11 +72,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
     DOTS1,
     GLM4_MOE,
     GPT_OSS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
 )
 _MAX_LAYERS: Final = 1_000
+FP8_BLOCK: Final = 128
+"""Rows, and columns, of a block of a weight in FP8 that has a scale."""
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
 _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -148,13 +156,16 @@ def find_family(config: DecoderConfig) -> Family:
         UserError: No family has these parts.
     """
     refuse_body(config)
-    if config.mixers is not None:
+    latents = latents_of(config)
+    if config.mixers is not None and latents is None:
         names = dict.fromkeys(type(mixer).__name__ for mixer in config.mixers)
         raise UserError(f"no family of Hugging Face's has layers of {', '.join(names)}; export as --format safetensors")
     part = type(config.parts.feed_forward)
-    candidates = [family for family in FAMILIES if family.is_written and family.feed_forward is part]
+    written = [family for family in FAMILIES if family.is_written and (family.latent is None) == (latents is None)]
+    candidates = [family for family in written if family.feed_forward is part]
     if not candidates:
-        raise UserError(f"no family of Hugging Face's has a {part.__name__}; export as --format safetensors")
+        beside = "" if latents is None else f" beside a {type(latents).__name__}"
+        raise UserError(f"no family of Hugging Face's has a {part.__name__}{beside}; export as --format safetensors")
     found = ((one, one.find_differences(config) + find_linear_differences(config, one)) for one in candidates)
     closest, differences = min(found, key=lambda pair: len(pair[1]))
     if differences:
@@ -208,11 +219,19 @@ def find_names(config: DecoderConfig) -> TensorNames:
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for transformers, plain JSON."""
     content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    attention = attention_of(config)
+    feed_forward = config.parts.feed_forward
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
             content |= write_rope(config, family)
+    mixture: dict[str, Any] = {}
+    if family.mixture is not None and isinstance(feed_forward, MixtureConfig):
+        mixture = family.mixture.write(feed_forward, config.num_layers)
+    latents = latents_of(config)
+    if family.latent is not None and latents is not None:
+        rope = {"rope_theta": latents.rope_theta} | write_rope(config, family)
+        return {**content, **mixture, **family.latent.write(latents), **rope, **family.constants}
+    attention = attention_of(config)
     content |= write_windows(attention, family, config.num_layers) | write_multipliers(config, family)
     content |= {key: getattr(attention, name) == value for key, (name, value) in family.switches.items()}
     if family.linear_keys:
@@ -222,9 +241,7 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
         share = (attention.rotary_dim or head_dim) / head_dim
         content["rope_parameters"] = {**content["rope_parameters"], "partial_rotary_factor": share}
         content["partial_rotary_factor"] = share  # for programs that read the older key, or else take the default
-    feed_forward = config.parts.feed_forward
-    if family.mixture is not None and isinstance(feed_forward, MixtureConfig):
-        content |= family.mixture.write(feed_forward, config.num_layers)
+    content |= mixture
     if "no_rope_every" in family.free:
         every = attention.no_rope_every or config.num_layers + 1
         content["no_rope_layer_interval"] = every
@@ -247,7 +264,13 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         raise UserError(f"{path}: {null[0]} is null; give its value")
     shape = {field: content[key] for key, field in plain.items()}
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
-    num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
+    eps = content["rms_norm_eps"]
+    if family.latent is not None:
+        rope = read_rope(path, content, family)
+        shape["max_seq_len"] = find_context(rope, content)
+        shape["mixers"] = [name_part(LatentAttentionConfig, family.latent.read(path, content, rope))]
+        return build_decoder_config(_add_parts(path, content, family, shape), where=str(path))
+    num_heads = shape.pop("num_heads")
     is_partial = "rotary_dim" in family.free
     rope = read_rope(path, content, family, _ROPE_OF_PARTS if is_partial else frozenset())
     shape["max_seq_len"] = find_context(rope, content)
@@ -284,27 +307,33 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         shape["attention"] = {**attention, **options}
     else:
         shape |= attention
+    return build_decoder_config(_add_parts(path, content, family, shape | linear), where=str(path))
+
+
+def _add_parts(path: Path, content: dict[str, Any], family: Family, shape: dict[str, Any]) -> dict[str, Any]:
+    """Returns the shape with its norms and its feed-forward part."""
+    eps = content["rms_norm_eps"]
     if family.norm_placement == "before" and not family.has_norm_offset:
         shape["norm_eps"] = eps
     else:
         shape["norm"] = {"eps": eps, "placement": family.norm_placement, "has_offset": family.has_norm_offset}
-    shape |= linear
     if family.mixture is not None:
         shape["feed_forward"] = name_part(MixtureConfig, family.mixture.read(path, content))
     elif family.activation != "silu":
         dense = {"ffn_dim": shape.pop("ffn_dim"), "activation": family.activation}
         shape["feed_forward"] = name_part(DenseConfig, dense)
-    return build_decoder_config(shape, where=str(path))
+    return shape
 
 
-def name_part(part: type[FeedForwardConfig], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a feed-forward part as `DecoderConfig.feed_forward` has it in a recipe."""
+def name_part(part: type[FeedForwardConfig | SequenceMixerConfig], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a part that is chosen by its class as a recipe has it."""
     return {"class_path": f"{part.__module__}.{part.__qualname__}", "init_args": dict(options)}
 
 
 def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
-    if quantisation is not None and not (family.reads_mxfp4 and is_mxfp4(content)):
+    is_read = is_in_fp8_blocks(quantisation) or (family.reads_mxfp4 and is_mxfp4(content))
+    if quantisation is not None and not is_read:
         raise UserError(
             f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"
@@ -314,6 +343,16 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
+
+
+def is_in_fp8_blocks(quantisation: Any) -> bool:
+    """Returns whether a `quantization_config` describes weights in FP8 with a scale for each block of 128 times 128."""
+    return (
+        isinstance(quantisation, dict)
+        and quantisation.get("quant_method") == "fp8"
+        and quantisation.get("fmt") in (None, "e4m3")
+        and quantisation.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    )
 
 
 def _read_switches(path: Path, content: dict[str, Any], family: Family) -> dict[str, Any]:

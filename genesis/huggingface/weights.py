@@ -25,6 +25,8 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_no_hole, open_file, path_below, read_file
 
+FP8_SCALE = "_scale_inv"
+"""The end of the name of the scales of a weight in FP8."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
 _PIECE_VALUES = 1 << 24
@@ -140,7 +142,10 @@ def _read_state(
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        stored = iterate_tensors(directory, read_file_names(directory))
+        names = read_file_names(directory)
+        if any(name.endswith(FP8_SCALE) for name in names):
+            raise UserError("weights are in FP8 with scales; `genesis import` makes them bfloat16: use its result")
+        stored = iterate_tensors(directory, names)
         found = ((name, tensor if device is None else tensor.to(device)) for name, tensor in stored)
         if family is None:
             return dict(found)
@@ -151,6 +156,14 @@ def _read_state(
         raise UserError(f"{directory}: {error}") from None
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:  # the last one from mapping a file
         raise UserError(f"{directory} cannot be read: {' '.join(str(error).split())}") from None
+
+
+@reads_directory
+def count_dropped(directory: Path, family: Family) -> dict[str, int]:
+    """Returns how many tensors of a directory's files are left out, by the beginning of their names."""
+    names = read_file_names(directory)
+    counts = {start: sum(name.startswith(start) for name in names) for start in family.dropped}
+    return {start: number for start, number in counts.items() if number}
 
 
 def _stack_in_file(directory: Path, parts: list[Tensor]) -> Tensor:

@@ -29,7 +29,6 @@ LOAD: Final = "load_tokens"
 ENTROPY: Final = "router_entropy_nats"
 """The figure of a mixture with the entropy of the router's scores, a sum over the counted tokens."""
 _TINY: Final = 1e-20  # DeepSeek-V3's, for sigmoid scores that are all zero
-_GROUP_TOP: Final = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class MixtureConfig(FeedForwardConfig):
         has_normalized_weights: Whether the weights of a token's experts are divided by their sum.
         routed_scale: The factor of the routed experts' output.
         num_groups: Number of groups of experts, of which a token uses some.
-        top_groups: Number of groups that a token uses; the score of a group is the sum of its best two.
+        top_groups: Number of groups that a token uses.
+        group_top: Number of a group's best experts whose scores are added up as the score of the group.
         num_dense_layers: Number of first layers that are dense.
         mixture_every: Of the other layers, those whose number, counted from 1, is a multiple of this are mixtures.
         dense_ffn_dim: Width inside a dense layer; None if every layer is a mixture.
@@ -77,6 +77,7 @@ class MixtureConfig(FeedForwardConfig):
     routed_scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_top: int = 2
     num_dense_layers: int = 0
     mixture_every: int = 1
     dense_ffn_dim: int | None = None
@@ -247,7 +248,7 @@ class Router(Part):
             scores = scores + self.balance_bias
         if config.top_groups < config.num_groups:
             by_group = scores.view(-1, config.num_groups, config.num_experts // config.num_groups)
-            best = by_group.topk(min(_GROUP_TOP, by_group.shape[2]), dim=2).values.sum(2)
+            best = by_group.topk(min(config.group_top, by_group.shape[2]), dim=2).values.sum(2)
             left = best.topk(config.top_groups, dim=1).indices
             is_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, left, False)
             scores = by_group.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)

@@ -18,6 +18,7 @@ from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.float8 import Float8Options
 from genesis.model.foreign.config import TransformersConfig as TransformersConfig  # as for the mixture below
 from genesis.model.language_model import BodyConfig, BodyShape
+from genesis.model.latent import LatentAttentionConfig as LatentAttentionConfig  # as for the mixture below
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # a recipe and a checkpoint may then name it
 from genesis.model.norm import NormConfig

@@ -35,18 +35,21 @@ def read_weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "name"), [("tests.model.latent_attention", "mixer"), ("genesis.model.latent", "attention")]
+)
 def test_a_run_with_a_mixer_of_an_own_file_goes_on_bit_for_bit_and_is_planned_and_generates(
-    genesis: Genesis, tiny_corpus: Path, tmp_path: Path
+    genesis: Genesis, tiny_corpus: Path, tmp_path: Path, package: str, name: str
 ) -> None:
-    recipe = write_latent(tmp_path, tiny_corpus)
+    recipe = write_latent(tmp_path, tiny_corpus, package)
     fit = ("fit", "--config", str(recipe), *ALLOW)
     middle = tmp_path / "straight/checkpoints/step-00000002"
     for run, *options in (("straight",), ("parted", "--ckpt_path", str(middle))):
         done = genesis(*fit, "--run_dir", str(tmp_path / run), *options)
         assert done.status == 0, done.err
     straight, parted = (read_weights(tmp_path / run) for run in ("straight", "parted"))
-    assert {"blocks.0.mixer.compress.weight", "blocks.1.attention.key.weight"} <= straight.keys()
-    assert all(torch.equal(parted[name], weight) for name, weight in straight.items())
+    assert {f"blocks.0.{name}.compress.weight", "blocks.1.attention.key.weight"} <= straight.keys()
+    assert all(torch.equal(parted[key], weight) for key, weight in straight.items())
     held = read_manifest(tmp_path / "parted/checkpoints/step-00000004").recipe["model"]["decoder"]["mixers"]
     assert [one["class_path"].rpartition(".")[2] for one in held] == ["LatentAttentionConfig", "AttentionConfig"]
     planned = genesis("plan", "--config", str(recipe), "--json", *ALLOW)

@@ -245,8 +245,39 @@ FAMILIES |= {
     "qwen3-next": ("qwen3_next", LINEAR | SHARED),
     "qwen3.5 with experts": ("qwen3_5_moe_text", LINEAR | SHARED),
 }
+DEEPSEEK = GLM | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+}
+BALANCED = {"num_mtp_layers": 0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+GROWN = YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.1}
+FAMILIES |= {
+    "deepseek v3": (
+        "deepseek_v3",
+        DEEPSEEK | BALANCED | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "rope_parameters": GROWN},
+    ),
+    "deepseek v3, as moonlight": ("deepseek_v3", DEEPSEEK | BALANCED | {"rms_norm_eps": 1e-5}),
+    "deepseek v3, halves rotated": (
+        "deepseek_v3",
+        DEEPSEEK | BALANCED | {"rope_interleave": False, "v_head_dim": 12, "norm_topk_prob": False},
+    ),
+    "deepseek v2": (
+        "deepseek_v2",
+        DEEPSEEK
+        | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek v2 lite": ("deepseek_v2", DEEPSEEK),
+}
 WRITTEN_AS = {"qwen3_next": "qwen3_5_moe_text", "granitemoehybrid": "granite"}
 ORIGINALS = {"llama 3.1": 64, "llama, yarn": 64, "olmo3, yarn": 64, "ministral 3": 64, "phi 4": 100, "gpt-oss": 64}
+
+ORIGINALS |= {"deepseek v3": 64, "deepseek v2": 64}
 """The context before scaling, of families whose positions are scaled from there on."""
 SLOW = set(FAMILIES) - {"mistral"}
 NUM_STEPS = 3
@@ -334,7 +365,7 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
     assert proof["logits"]["longest_context"] == 128 + beyond
     ours = load_decoder(tmp_path / "run").decoder.train()
     biases = [parameter for key, parameter in ours.named_parameters() if key.endswith("balance_bias")]
-    assert bool(biases) == (model_type in ("dots1", "glm4_moe"))
+    assert bool(biases) == (model_type in ("dots1", "glm4_moe", "deepseek_v3"))
     assert len(biases) == sum(key.endswith("e_score_correction_bias") for key, _ in theirs.named_buffers())
     assert all(float(bias.abs().min()) > 0.0 for bias in biases)
     ids = torch.randint(90, (2, 300))

@@ -44,6 +44,10 @@ SHARED_EXPERTS = {
     **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
 }
+LATENTS = {
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 32, "rms_norm_eps": 1e-6},
+}
 LINEAR = {
     **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32},
@@ -88,6 +92,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", SHARED_EXPERTS | {"num_key_value_heads": 4, "sliding_window": None}),
     "glm4_moe": ("glm4_moe", SHARED_EXPERTS | {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "deepseek_v3": (
+        "deepseek_v3",
+        SHARED_EXPERTS | LATENTS | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    ),
+    "deepseek_v3, as moonlight": (
+        "deepseek_v3",
+        SHARED_EXPERTS | LATENTS | {"num_hidden_layers": 27, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0},
+    ),
+    "deepseek_v2": ("deepseek_v2", SHARED_EXPERTS | LATENTS | {"q_lora_rank": 24, "norm_topk_prob": False}),
     "qwen3_5_text": ("qwen3_5_text", LINEAR),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
 }

@@ -64,9 +64,10 @@ KNOWN = {
         "full_attention_interval",
         "scoring_func",
     ),
+    *("num_key_value_heads", "topk_method", "n_group", "topk_group"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 }
-"""Keys that `genesis.huggingface.options`, `linear` and `mixture` read by themselves."""
+"""Keys that `genesis.huggingface.options`, `linear`, `latent` and `mixture` read by themselves."""
 HARMLESS = {
     *("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits"),
     *("router_aux_loss_coef", "router_jitter_noise", "num_nextn_predict_layers", "num_mtp_layers"),
@@ -86,8 +87,8 @@ def test_every_key_of_transformers_is_in_a_table_or_harmless(family):
     assert unread == UNREAD.get(family.model_type, set())
 
 
-UNREAD = {"granitemoehybrid": {"intermediate_size", "time_step_limit"}}
-"""Keys of layers and parts that models which can be imported do not have."""
+UNREAD = {"granitemoehybrid": {"intermediate_size", "time_step_limit"}, "deepseek_v2": {"head_dim"}}
+"""Keys of layers and parts that models which can be imported do not have, or that follow from others."""
 
 
 def test_weights_that_files_hold_in_one_tensor_come_back_as_they_were():

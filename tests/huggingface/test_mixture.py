@@ -64,8 +64,9 @@ def write(directory: Path, content: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("family", NEW, ids=lambda family: family.model_type)
 def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Path) -> None:
-    counts = {"n_routed_experts": 6, "num_experts_per_tok": 2} if family.mixture and family.mixture.has_bias else {}
-    counts |= {"n_shared_experts": 1} if counts else {}
+    has_counts = family.mixture and (family.mixture.has_bias or family.mixture.has_greedy_groups)
+    counts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1} if has_counts else {}
+    counts |= {"num_key_value_heads": 4, "n_group": 3, "topk_group": 1} if family.latent else {}
     found, config = read_shape(write(tmp_path, build_config(family, **counts)))
     assert replace(found, dropped=family.dropped) == family
     written = find_family(config)
@@ -94,6 +95,17 @@ def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Pat
             "dots1",
             {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 4, "n_shared_experts": 1},
             "not a multiple of num_groups",
+        ),
+        ("deepseek_v3", {}, "num_key_value_heads is 2; with latents it must be num_attention_heads, 4, or null"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be from 1 to 1,048,576"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rope_interleave": 1}, "rope_interleave is 1; it must be true or"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'.* it must be 'sigmoid'"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "attention_bias": True}, "attention_bias is True"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        (
+            "deepseek_v2",
+            {"num_key_value_heads": 4, "num_experts_per_tok": 2, "topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc'; it must be 'greedy' or 'group_limited_greedy'",
         ),
         ("qwen3_5_moe_text", {"layer_types": ["full_attention"]}, "layer_types is"),
         ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),

@@ -68,6 +68,11 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+LATENT = {
+    "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 0, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "qwen3_moe": EXPERTS | {"head_dim": 16},
@@ -84,6 +89,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8, "swiglu_limit": 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "deepseek_v3": LATENT | {"norm_topk_prob": True, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    "deepseek_v2": LATENT,
     "qwen3_next": LINEAR | SHARED,
     "qwen3_5_moe_text": LINEAR | SHARED,
 }  # fmt: skip

@@ -19,6 +19,7 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.describe import describe
 from genesis.model.feed_forward import DenseConfig
 from genesis.model.kv_cache import CacheTensor, KVCache
+from genesis.model.latent import LatentAttentionConfig as LatentsConfig
 from genesis.model.mixer import SequenceMixerConfig
 from genesis.model.norm import NormConfig
 from genesis.model.recipe import build_decoder_config, dump_decoder_config
@@ -30,6 +31,7 @@ SHAPE: dict[str, Any] = {"vocab_size": 97, "dim": 48, "num_layers": 3, "ffn_dim"
 HEADS = AttentionConfig(6, 2, 1e4)
 LINEAR = GatedDeltaConfig(2, 4, 8, 12, attention_every=3)
 LATENT = LatentAttentionConfig(num_heads=4, latent_dim=16, key_dim=8, rotary_dim=4, value_dim=10)
+LATENTS = LatentsConfig(**asdict(LATENT))
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
 LONGROPE = RopeScaling(
     2.0, original_seq_len=60, kind="longrope", short_factors=(1.0, 1.1, 1.2, 1.3), long_factors=(1.5, 2.0, 3.0, 4.0)
@@ -69,6 +71,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gated output": {"attention": replace(HEADS, has_output_gate=True)},
     "linear attention": {"attention": HEADS, "linear_attention": LINEAR},
     "linear attention alone": {"attention": HEADS, "linear_attention": replace(LINEAR, attention_every=9)},
+    "latents": {"mixers": (LATENTS,)},
+    "latents of queries, too, and yarn": {
+        "mixers": (
+            replace(
+                LATENTS,
+                query_latent_dim=20,
+                has_interleaved_rope=True,
+                rope_scaling=RopeScaling(4.0, original_seq_len=32, kind="yarn"),
+                softmax_growth=1.0,
+            ),
+        )
+    },
     "a mixer of an own file": {"mixers": (LATENT,)},
     "three mixers in turn": {"mixers": (LINEAR, LATENT, HEADS)},
 }

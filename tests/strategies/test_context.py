@@ -17,6 +17,7 @@ from genesis.base.errors import UserError
 from genesis.model import shares
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig, Scales
+from genesis.model.latent import LatentAttentionConfig as LatentsConfig
 from genesis.model.loss import token_losses
 from genesis.model.norm import NormConfig
 from genesis.model.shares import share_context
@@ -74,6 +75,9 @@ MODELS: dict[str, DecoderConfig] = {
     ),
     "mixture": mix(BASE, "softmax"),
     "biased mixture": mix(BASE, "shared"),
+    "latents": replace(
+        BASE, num_heads=None, num_kv_heads=None, mixers=(LatentsConfig(4, 16, 8, 4, 10, query_latent_dim=12),)
+    ),
     "linear": mix(BASE, "linear without experts"),
     "linear mixture": mix(BASE, "linear"),
 }
@@ -171,6 +175,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("scales", CP2),
                 ("mixture", CP2),
                 ("biased mixture", CP2 | {"expert_parallel": 2}),
+                ("latents", CP2),
                 ("linear", CP2),
                 ("linear mixture", CP2),
                 ("tied", CP2 | {"activation_checkpointing": "block"}),
@@ -194,6 +199,8 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("gate", CP2 | {"tensor_parallel": 2}),
                 ("mixture", CP2 | {"tensor_parallel": 2}),
                 ("linear", CP2 | {"tensor_parallel": 2}),
+                ("latents", CP2 | {"tensor_parallel": 2}),
+                ("latents", CP2 | {"pipeline_parallel": 2}),
             ],
         ),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import DecoderConfig
 from genesis.model.delta import GatedDeltaConfig
+from genesis.model.latent import LatentAttentionConfig as LatentsConfig
 from genesis.model.norm import NormConfig
 from genesis_callbacks.testing import run_ranks
 from tests.model.latent_attention import LatentAttentionConfig
@@ -53,6 +54,9 @@ CONFIGS = {
         norm=NormConfig(1e-5, has_offset=True),
         linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2),
     ),
+    "latents": replace(
+        TINY, num_heads=None, num_kv_heads=None, mixers=(LatentsConfig(4, 16, 8, 4, 10, query_latent_dim=12),)
+    ),
     "a mixer of an own file": replace(
         TINY, num_heads=None, num_kv_heads=None, mixers=(LatentAttentionConfig(4, 16, 8, 4, 10), ATTENTION)
     ),
@@ -76,6 +80,8 @@ def first_gradients(config: DecoderConfig, strategy: str) -> dict[str, Tensor]:
         pytest.param("linear attention", "checkpointing", marks=pytest.mark.slow),
         pytest.param("a mixer of an own file", "checkpointing", marks=[pytest.mark.slow, pytest.mark.each]),
         pytest.param("a mixer of an own file", "compiled_shards", marks=pytest.mark.slow),
+        pytest.param("latents", "checkpointing", marks=pytest.mark.slow),
+        pytest.param("latents", "compiled_shards", marks=pytest.mark.slow),
         pytest.param("linear attention", "compiled_shards", marks=pytest.mark.slow),
     ],
 )

@@ -26,6 +26,7 @@ from genesis.model.decoder import Decoder, DecoderConfig, Scales
 from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import Dense, DenseConfig
 from genesis.model.initial import fill_normal
+from genesis.model.latent import LatentAttentionConfig as LatentsConfig
 from genesis.model.loss import IGNORE_INDEX, token_losses
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
@@ -77,6 +78,9 @@ SCALED = replace(
     scales=Scales(3.0, 0.5, 0.5),
 )
 DELTA = replace(with_attention(), linear_attention=GatedDeltaConfig(2, 4, 8, 8, attention_every=2))
+LATENTS = replace(
+    with_experts(), num_heads=None, num_kv_heads=None, mixers=(LatentsConfig(4, 16, 8, 4, 10, query_latent_dim=12),)
+)
 
 Case = tuple[DecoderConfig, AdapterConfig | None, dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -106,6 +110,8 @@ CASES: dict[str, Case] = {
     ),
     "experts with biases": (with_experts(has_biases=True, gate_limit=0.3), None, {"expert_parallel": 2}),
     "delta layers": (DELTA, None, {}),
+    "latents": (LATENTS, None, {}),
+    "adapters of latents": (LATENTS, LORA, {"activation_checkpointing": "block"}),
     "experts": (with_experts(balance_loss=0.01), None, {}),
     "shared experts": (with_experts(balance_loss=0.01), None, {"expert_parallel": 2}),
     "adapters": (with_attention(1, has_qkv_bias=True), LORA, {}),
@@ -428,6 +434,7 @@ LATENT = replace(DENSE, num_heads=None, num_kv_heads=None, mixers=(LatentAttenti
             4,
             "cannot share data.seq_len 18: set it to 2",
         ),
+        (RunOptions(LATENTS, CrossEntropy), 3, "cannot share num_heads 4: set it to 2"),
         (RunOptions(LATENT, CrossEntropy), 2, "cannot share a LatentAttentionConfig, which has no `find_uncut`"),
         (RunOptions(DENSE, KTO), 2, "KTO does not train under tensor parallelism: set it to 1"),
         (RunOptions(DENSE, CrossEntropy, has_float8=True), 2, "model.float8 needs whole layers"),
