@@ -220,25 +220,11 @@ class Batch:
         # length of a prompt would cost far more than a second call.
         logits: list[Tensor] = []
         failed: list[NewToken] = []
-        num_old = len(self._rows)
-        if num_old:
+        if self._rows:
             logits.append(self._continue())
         if self._newcomers:
-            newcomers, self._newcomers, self._sampler = self._newcomers, [], None
-            for row in newcomers:
-                self._rows.append(row)
-                if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
-                    failed += self.fail(len(self._rows) - 1)
-            try:
-                new = [self._read(start, stop) for start, stop in self._plan_reads(num_old)]
-            except (MemoryError, RuntimeError) as error:
-                if not (self._fails_alone and is_out_of_memory(error)):
-                    raise
-                new = []
-            if new:
-                logits += new
-            else:  # behind the handler, which keeps the tensors of the failed forward
-                failed += self.fail(num_old)
+            new, failed = self._join()
+            logits += new
         if not logits:
             return failed
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -247,6 +233,22 @@ class Batch:
             if tokens[index].is_last:
                 self._leave(index, is_number=not math.isnan(tokens[index].log_prob))
         return tokens + failed
+
+    def _join(self) -> tuple[list[Tensor], list[NewToken]]:
+        """Returns the logits after the prompts of the new texts, and the ends of those that the memory fails."""
+        newcomers, self._newcomers, self._sampler = self._newcomers, [], None
+        failed: list[NewToken] = []
+        num_old = len(self._rows)
+        for row in newcomers:
+            self._rows.append(row)
+            if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
+                failed += self.fail(len(self._rows) - 1)
+        try:
+            return [self._read(start, stop) for start, stop in self._plan_reads(num_old)], failed
+        except (MemoryError, RuntimeError) as error:
+            if not (self._fails_alone and is_out_of_memory(error)):
+                raise
+        return [], failed + self.fail(num_old)  # behind the handler, which keeps the tensors of the failed forward
 
     def fail(self, first: int = 0) -> list[NewToken]:
         """Ends the texts from a row on for which the memory was not enough, and drops the stored blocks.
