@@ -50,8 +50,14 @@ def write_theirs(directory: Path, marker: Path) -> None:
     plant_code(directory, marker)
 
 
+def plant_in_run(directory: Path, marker: Path) -> None:
+    plant_code(directory, marker)
+    (directory / "config.json").unlink()  # a run has none
+
+
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
     write_theirs(theirs, marker)
@@ -61,8 +67,7 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
     assert "auto_map in config.json" in line
     assert "configuration_planted.py" in line
     run("import", theirs, tmp_path / "weights", "--no_tokenizer", "--proof", "weights")
-    plant_code(own, marker)
-    (own / "config.json").unlink()  # a run has none
+    plant_in_run(own, marker)
     write_jsonl(tmp_path / "web.jsonl", TEXTS)
     sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
     run("tokenizer", "inspect", "--tokenizer", theirs, "--sources", sources, statuses=(0, 1))
@@ -83,7 +88,7 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
             assert status == 200
     recipe = ("--config", own / "recipe.yaml", "--data.corpus", corpora / "web", *SMALL)
     run("fit", *recipe, "--run_dir", tmp_path / "tuned")
-    plant_code(tmp_path / "tuned", marker)
+    plant_in_run(tmp_path / "tuned", marker)
     run("validate", *recipe, "--ckpt_path", own)
     run("plan", *recipe, statuses=(0, 1))
     run("doctor", *recipe, "--device", "cpu", "--parts", "memory", "--dir", tmp_path / "examined", statuses=(0, 1))
@@ -103,6 +108,7 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_code_of_a_model_runs_neither_in_transformers_decoder_nor_in_a_whole_fine_tuning(tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
     write_theirs(theirs, marker)
@@ -112,10 +118,10 @@ def test_code_of_a_model_runs_neither_in_transformers_decoder_nor_in_a_whole_fin
     foreign = tmp_path / "foreign"
     lines = run("import", theirs, foreign, "--as", "transformers")
     assert "auto_map in config.json" in lines
-    plant_code(foreign, marker)
+    plant_in_run(foreign, marker)
     recipe = ("--config", foreign / "recipe.yaml", "--data.corpus", tmp_path / "web", *SMALL)
     run("fit", *recipe, "--run_dir", tmp_path / "continued")
-    plant_code(tmp_path / "continued", marker)
+    plant_in_run(tmp_path / "continued", marker)
     run("export", tmp_path / "continued", tmp_path / "back")
     run("evaluate", tmp_path / "continued", "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
     run("import", theirs, tmp_path / "small", "--dtype", "nf4", "--proof", "weights")
@@ -125,7 +131,7 @@ def test_code_of_a_model_runs_neither_in_transformers_decoder_nor_in_a_whole_fin
     words = ("finetune", theirs, tmp_path / "chat.jsonl", "--out", tmp_path / "tuned", *SMALL)
     out = run(*words)
     assert "held-out loss" in out
-    plant_code(tmp_path / "tuned/base", marker)
+    plant_in_run(tmp_path / "tuned/base", marker)
     run("finetune", tmp_path / "tuned/base", tmp_path / "chat.jsonl", "--out", tmp_path / "again", *SMALL)
     assert not marker.exists()
 
