@@ -22,10 +22,10 @@ from typing import Final
 
 from genesis.base.errors import RunEndedError
 from genesis.base.parent import end_with_forker
-from genesis.base.processes import OUT_OF_MEMORY, PipedWorker, serve_pipe
+from genesis.base.processes import OUT_OF_MEMORY, PipedWorker, count_processor_ticks, serve_pipe
 
 _CLOCK_PER_PROCESSOR: Final = 30.0
-"""Seconds that a busy machine may take for a second of processor time."""
+"""Seconds that a busy machine may take for a second of processor time before the worker is looked at."""
 _CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _LIMITS: Final = struct.Struct("dq")
 """What precedes a message: seconds of processor time, bytes of memory."""
@@ -69,21 +69,22 @@ class LimitedWorkers:
             message: What the worker gets.
             seconds: Processor time for the answer.
             num_bytes: Memory for the answer, beyond what the worker has before.
-            wait_seconds: How long to wait; None for what a busy machine may take for the processor time.
+            wait_seconds: How long to wait; None to wait while the worker uses processor time, however busy the machine.
 
         Raises:
             LimitReachedError: The answer takes more, or ends the worker.
             RunEndedError: A worker cannot run, or `end` was called meanwhile.
         """
         limited = _LIMITS.pack(seconds, num_bytes) + message
-        if wait_seconds is None:
-            wait_seconds = seconds * _CLOCK_PER_PROCESSOR
         num_ends, status = self._num_ends, 0
         for _ in range(self._num_workers + 1):  # idle workers may all have been killed from outside
             worker = self._take(num_ends)
             answer: bytes | None = b""
             try:
-                answer = _exchange(worker, limited, wait_seconds)
+                if wait_seconds is None:
+                    answer = _exchange(worker, limited, seconds * _CLOCK_PER_PROCESSOR, is_patient=True)
+                else:
+                    answer = _exchange(worker, limited, wait_seconds)
             except (EOFError, OSError):
                 status = worker.process.wait()
             finally:
@@ -153,12 +154,20 @@ class LimitedWorkers:
         self._starter = ThreadPoolExecutor(1, "start-workers")
 
 
-def _exchange(worker: PipedWorker, message: bytes, wait_seconds: float) -> bytes | None:
-    """Returns the answer of a worker; None if there is none in time."""
+def _exchange(worker: PipedWorker, message: bytes, wait_seconds: float, *, is_patient: bool = False) -> bytes | None:
+    """Returns the answer of a worker; None if there is none in time.
+
+    With `is_patient` that is when the worker has used no processor time for so long: the kernel ends one that does.
+    """
     worker.connection.send_bytes(message)
     arrival = select.poll()
     arrival.register(worker.connection.fileno(), select.POLLIN)
-    return worker.connection.recv_bytes() if arrival.poll(int(wait_seconds * 1000)) else None
+    used = 0
+    while not arrival.poll(int(wait_seconds * 1000)):
+        before, used = used, count_processor_ticks(worker.process.pid)
+        if not is_patient or used <= before:
+            return None
+    return worker.connection.recv_bytes()
 
 
 # ---- in the worker

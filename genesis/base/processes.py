@@ -325,6 +325,15 @@ def _is_loading(entry: Path) -> bool:
     return not int(fields[6]) & _NO_PROGRAM_FLAGS and fields[0] not in (b"Z", b"X") and fields[48] == b"0"
 
 
+def count_processor_ticks(pid: int) -> int:
+    """Returns the processor time of a process in the kernel's ticks; 0 without /proc, and once it has ended."""
+    try:
+        _, fields = _read_stat(_PROC / str(pid))
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
 def _read_stat(entry: Path) -> tuple[str, list[bytes]]:
     """Returns the name of a process and the fields of its file `stat` from the third one, the state, on."""
     # The name stands in brackets and may contain anything, also brackets and spaces.

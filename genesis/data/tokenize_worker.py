@@ -38,6 +38,8 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 
 _BATCH_BYTES = 1 << 20
+_DOCUMENT_BYTES = 256
+"""What a document takes beside its text: a batch of one-letter lines would need 800 MB."""
 _HASH_RANGE = 1 << 64
 
 
@@ -305,7 +307,7 @@ def _batches(documents: Iterator[Document | BadRow], num_bytes: int) -> Iterator
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.utf8)
+        size += len(document.utf8) + _DOCUMENT_BYTES
         if size >= num_bytes:
             yield batch
             batch, size = [], 0

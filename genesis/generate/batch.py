@@ -77,10 +77,10 @@ class Request:
 
 
 class OutOfMemoryError(UserError):
-    """The memory was not enough to read a prompt; other texts go on."""
+    """The memory was not enough for a text; the batch goes on."""
 
     def __init__(self) -> None:
-        super().__init__("the memory is not enough to read the prompt: shorten it, or try again")
+        super().__init__("the memory is not enough for the text: shorten the prompt, or try again")
 
 
 class NewToken(NamedTuple):
@@ -143,7 +143,7 @@ class Batch:
             None to read all new prompts together.
         head: The head that computes logits, as `Decoder.forward` takes it.
         has_blocks: Whether whole blocks of a prompt are read one by one, as `PrefixStore` needs it; no model does so
-            whose keys depend on the length of the text.
+            whose keys depend on the length of the text. New texts that the memory is not enough for then fail alone.
         store: The blocks that were computed before; None to compute all.
     """
 
@@ -175,7 +175,8 @@ class Batch:
         self._newcomers: list[_Row] = []
         self._num_added = 0
         self._prefix, self._read_tokens, self._head = list(prefix), read_tokens, head
-        self._has_blocks, self._store = has_blocks and not decoder.config.reads_length, store
+        self._fails_alone, self._store = has_blocks, store
+        self._has_blocks = has_blocks and not decoder.config.reads_length
         if prefix:
             self._read_prefix()
 
@@ -219,19 +220,11 @@ class Batch:
         # length of a prompt would cost far more than a second call.
         logits: list[Tensor] = []
         failed: list[NewToken] = []
-        num_old = len(self._rows)
-        if num_old:
+        if self._rows:
             logits.append(self._continue())
         if self._newcomers:
-            newcomers, self._newcomers, self._sampler = self._newcomers, [], None
-            for row in newcomers:
-                self._rows.append(row)
-                if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
-                    self._leave(len(self._rows) - 1, is_number=False)
-                    failed.append(
-                        NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True, failure=OutOfMemoryError())
-                    )
-            logits += [self._read(start, stop) for start, stop in self._plan_reads(num_old)]
+            new, failed = self._join()
+            logits += new
         if not logits:
             return failed
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -240,6 +233,38 @@ class Batch:
             if tokens[index].is_last:
                 self._leave(index, is_number=not math.isnan(tokens[index].log_prob))
         return tokens + failed
+
+    def _join(self) -> tuple[list[Tensor], list[NewToken]]:
+        """Returns the logits after the prompts of the new texts, and the ends of those that the memory fails."""
+        newcomers, self._newcomers, self._sampler = self._newcomers, [], None
+        failed: list[NewToken] = []
+        num_old = len(self._rows)
+        for row in newcomers:
+            self._rows.append(row)
+            if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
+                failed += self.fail(len(self._rows) - 1)
+        try:
+            return [self._read(start, stop) for start, stop in self._plan_reads(num_old)], failed
+        except (MemoryError, RuntimeError) as error:
+            if not (self._fails_alone and is_out_of_memory(error)):
+                raise
+        return [], failed + self.fail(num_old)  # behind the handler, which keeps the tensors of the failed forward
+
+    def fail(self, first: int = 0) -> list[NewToken]:
+        """Ends the texts from a row on for which the memory was not enough, and drops the stored blocks.
+
+        After a step that ended with such an error, all texts must: their rows in the cache are half written.
+        """
+        if self._store is not None:
+            self._store.clear()
+        self._rows += self._newcomers
+        self._newcomers = []
+        failed = []
+        for index in reversed(range(first, len(self._rows))):
+            handle = self._rows[index].handle
+            failed.append(NewToken(handle, _NO_TOKEN, math.nan, (), is_last=True, failure=OutOfMemoryError()))
+            self._leave(index, is_number=False)
+        return failed
 
     def _leave(self, index: int, *, is_number: bool = True) -> None:
         last = self._rows.pop()

@@ -45,6 +45,12 @@ def busy(message: str) -> ApiError:
     return ApiError(message, status=429, code="server_busy", retry_after_seconds=1)
 
 
+def out_of_memory() -> ApiError:
+    """Returns the error for a request that the memory is not enough for."""
+    message = "the memory is not enough for the request: shorten the prompt, or try again"
+    return ApiError(message, status=503, code="out_of_memory")
+
+
 def stopping() -> ApiError:
     """Returns the error for requests that are active when the server stops."""
     return ApiError("the server is shutting down", status=503, code="server_ending")

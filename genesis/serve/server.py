@@ -20,7 +20,7 @@ from genesis.generate.load import Loaded
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.completion import Completion, error_event
 from genesis.serve.connections import KEEPALIVE_SECONDS, Connections, count_connections, find_connection
-from genesis.serve.errors import ApiError, as_api_error
+from genesis.serve.errors import ApiError, as_api_error, out_of_memory
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
 from genesis.serve.preparer import MAX_BODY_BYTES, Preparer
@@ -107,6 +107,8 @@ class Server:
             return _answer(self._timed_out())
         except ConnectionError:  # the client has disconnected, so that nobody would read a response
             raise
+        except MemoryError:
+            return _answer(out_of_memory())
         except Exception:
             _log.exception("a request failed")
             return _answer(ApiError("internal error; see the server's log", status=500, code="server_failed"))
@@ -228,6 +230,8 @@ class Server:
             await response.write(error_event(self._tell(error)))
         except TimeoutError:
             await response.write(error_event(self._timed_out()))
+        except MemoryError:
+            await response.write(error_event(out_of_memory()))
         except Exception:
             _hang_up(request)  # the response has begun, so that an error response would corrupt it
             raise

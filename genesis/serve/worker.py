@@ -15,17 +15,22 @@ from typing import NamedTuple
 
 import torch
 
+from genesis.base.device import is_out_of_memory
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, NewToken, OutOfMemoryError, Request
 from genesis.generate.load import Loaded
 from genesis.generate.prefix_store import PrefixStore
 from genesis.generate.prompt_scores import ScoredToken, score_prompt
 from genesis.model.decoder import Decoder
-from genesis.serve.errors import ApiError, stopping
+from genesis.serve.errors import ApiError, out_of_memory, stopping
 from genesis.serve.prompt import Facts
 from genesis.serve.turns import Turns
 
 _log = logging.getLogger(__name__)
+
+_JOINING_TOKENS = 2048
+"""Tokens of prompts after which no further text joins a step, so that long prompts of one client do not delay those of
+others, and running texts, by more than one of them."""
 
 
 class PromptScores(NamedTuple):
@@ -178,7 +183,7 @@ class Worker:
             while self._admit(batch):
                 self._score_next(decoder)
                 results: list[tuple[Ticket, Result]] = []
-                for token in batch.step():
+                for token in _step(batch):
                     ticket = self._live.pop(token.request) if token.is_last else self._live[token.request]
                     results.append((ticket, token))
                 self._post(self._deliver, results)
@@ -193,8 +198,11 @@ class Worker:
                 for handle in [handle for handle, ticket in self._live.items() if ticket.is_cancelled]:
                     batch.remove(handle)
                     del self._live[handle]
-                while self._waiting and batch.num_free:
-                    self._add(batch, self._waiting.take(Counter(ticket.client for ticket in self._live.values())))
+                num_tokens = 0
+                while self._waiting and batch.num_free and num_tokens < _JOINING_TOKENS:
+                    next_ = self._waiting.take(Counter(ticket.client for ticket in self._live.values()))
+                    num_tokens += len(next_.request.prompt)
+                    self._add(batch, next_)
                 if self._live or self._unscored:
                     return True
                 self._changed.wait()
@@ -206,8 +214,17 @@ class Worker:
             return
         try:
             self._live[batch.add(ticket.request)] = ticket
-        except UserError as error:
+        except (UserError, MemoryError, RuntimeError) as error:
+            self._refuse(ticket, error)
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
+        """Sends the error of one text; one that is not about the text is raised again."""
+        if isinstance(error, UserError):
             self._post(self._deliver, [(ticket, error)])
+        elif is_out_of_memory(error):
+            self._post(self._deliver, [(ticket, out_of_memory())])
+        else:
+            raise error
 
     def _score_next(self, decoder: Decoder) -> None:
         """Scores one waiting prompt; only one per step, so that running texts do not wait for all prompts."""
@@ -216,7 +233,11 @@ class Worker:
         if ticket is None:
             return
         assert ticket.num_prompt_logprobs is not None
-        tokens = score_prompt(decoder, ticket.request.prompt, ticket.num_prompt_logprobs)
+        try:
+            tokens = score_prompt(decoder, ticket.request.prompt, ticket.num_prompt_logprobs)
+        except (MemoryError, RuntimeError) as error:
+            self._refuse(ticket, error)
+            return
         is_last = ticket.request.max_new_tokens == 0
         if not is_last:
             ticket.num_prompt_logprobs = None
@@ -236,6 +257,9 @@ class Worker:
 
     def _explain(self, error: Exception) -> ApiError:
         """Returns the error for clients; the server's log gets the traceback, which contains no prompt."""
+        if is_out_of_memory(error):
+            _log.error("a model ended: the memory is not enough for it")
+            return out_of_memory()
         _log.error("a model failed", exc_info=error)
         return ApiError(f"the model failed: {type(error).__name__}", status=500, code="model_failed")
 
@@ -274,9 +298,19 @@ def _check_is_finite(loaded: Loaded) -> None:
         )
 
 
+def _step(batch: Batch) -> list[NewToken]:
+    """Returns the next tokens; if the memory is not enough for them, all texts fail, and the model goes on."""
+    try:
+        return batch.step()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return batch.fail()  # behind the handler, which keeps the tensors of the failed forward
+
+
 def _check(result: Result) -> Result:
     if isinstance(result, NewToken) and isinstance(result.failure, OutOfMemoryError):
-        return ApiError(str(result.failure), status=503, code="out_of_memory")
+        return out_of_memory()
     if isinstance(result, NewToken) and result.failure is not None:
         return ApiError(f"the grammar of the request {result.failure}", code="grammar_failed")
     log_probs: list[float | None] = []

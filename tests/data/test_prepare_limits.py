@@ -1,6 +1,7 @@
 """A tokenizer that takes too long for a text ends `data prepare` in one line."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from genesis.base.errors import UserError
 from genesis.base.processes import PipedWorker
 from genesis.data.prepare import prepare_corpus
 from genesis.data.sources import SourceOptions
+from genesis.data.tokenize_worker import FinishedPart, Job, Progress, Setup, tokenize
+from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import write_tokenizer
 from tests.data.corpus_support import make_options, write_jsonl
 from tests.forged.runner import ForkedWorker
@@ -36,6 +39,26 @@ def test_an_expression_without_end_ends_the_command_in_one_line(
     options = make_options(tmp_path, tokenizer=write_slow_tokenizer(tmp_path / "slow"), sources=sources)
     with pytest.raises(UserError, match=r"^the tokenizer takes too long for a text: [^\n]*$"):
         prepare_corpus(options)
+
+
+def test_one_letter_lines_are_encoded_some_thousand_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def run_here(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
+        for job in jobs:
+            for message in tokenize(setup, open_tokenizer(setup.tokenizer), job):
+                counts.extend([message.num_tokens] if isinstance(message, Progress) and message.num_tokens else [])
+                yield message
+
+    monkeypatch.setattr("genesis.data.prepare.run_jobs", run_here)
+    (tmp_path / "a.txt").write_text("a\n" * 10_000)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer)
+    sources = (SourceOptions("web", (str(tmp_path / "a.txt"),)),)
+    prepare_corpus(make_options(tmp_path, tokenizer=tokenizer, sources=sources))
+    assert len(counts) == 3
+    assert max(counts) <= 2 * 4096 + 2
 
 
 def end_without_memory(descriptor: int) -> None:

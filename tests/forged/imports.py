@@ -49,6 +49,82 @@ _TOKENIZERS: Final[dict[str, dict[str, Any]]] = {
     "another model": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
     "no vocabulary": {"model": {"type": "BPE", "vocab": {}, "merges": []}},
 }
+_LATER: Final[dict[str, dict[str, Any]]] = {
+    "scores that are no numbers": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", "x"], ["b", None]]}},
+    "a vocabulary of one letter": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]] * 50_000}},
+    "words without limit": {
+        "model": {
+            **{"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0}, "continuing_subword_prefix": "##"},
+            **{"max_input_chars_per_word": 2**62},
+        }
+    },
+    "padding to gigabytes": {
+        "padding": {
+            **{"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None},
+            **{"pad_id": 0, "pad_type_id": 0, "pad_token": "a"},
+        }
+    },
+    "a cut to nothing": {
+        "truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**62}
+    },
+    "a decoder that doubles": {
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"}] * 40,
+        }
+    },
+    "a hundred thousand symbols": {
+        "added_tokens": [
+            {
+                **{"id": number, "content": f"<{number}>", "single_word": False, "lstrip": False, "rstrip": False},
+                **{"normalized": False, "special": True},
+            }
+            for number in range(100_000)
+        ]
+    },
+    "an alien symbol": {
+        "added_tokens": [
+            {
+                **{"id": 0, "content": ALIEN, "single_word": True, "lstrip": True, "rstrip": True},
+                **{"normalized": True, "special": True},
+            }
+        ]
+    },
+    "merges of nothing": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"], ["", ""], "a"]}},
+    "no expression": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}},
+}
+_CONFIGS: Final[dict[str, dict[str, Any]]] = {
+    "YaRN without end": {"rope_scaling": {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 1}},
+    "a factor of nothing": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+    "a million factors": {
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 10**6, "long_factor": [1e-300] * 10**6}
+    },
+    "a million kinds of layers": {"layer_types": ["full_attention"] * 10**6},
+    "a window of minus one": {"model_type": "mistral", "sliding_window": -1},
+    "quantised": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "a large head": {"head_dim": 2**31},
+    "no heads of keys": {"num_key_value_heads": 0},
+    "a million ends": {"eos_token_id": list(range(10**6))},
+    "no epsilon": {"rms_norm_eps": float("nan")},
+    "no type": {"dtype": ALIEN, "torch_dtype": ALIEN},
+    "another family": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+    "many experts": {"model_type": "qwen3_moe", "num_experts": 10**9, "num_experts_per_tok": 10**9},
+    "a model in it": {"text_config": {"text_config": {"text_config": {"vocab_size": 10**9}}}},
+}
+_OTHER_TENSORS: Final[dict[str, dict[str, Any]]] = {
+    "a name that leads out": {"../../out": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+    "a shape of many sizes": {"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}},
+    "sizes that overflow": {"a": {"dtype": "U8", "shape": [2**32, 2**32], "data_offsets": [0, 0]}},
+    "long metadata": {
+        "__metadata__": {"a": "x" * (8 << 20)},
+        "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+    },
+    "metadata of no text": {"__metadata__": [1], "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+    "4 bits": {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}},
+}
+_NF4: Final = (*COMMAND, "--dtype", "nf4", "--proof", "weights")
+_FOREIGN: Final = (*COMMAND, "--as", "transformers", "--no_tokenizer", "--proof", "weights")
+_GGUF: Final = ("export", "../in/run", "../out/model.gguf", "--gguf", "f16")
 _IDS: Final = (20_000_000, 2**32 - 1, 2**32, -1, 10**400)
 _HEADERS: Final[dict[str, Any]] = {
     "terabytes": {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
@@ -75,9 +151,30 @@ def iterate_cases(seed: int, mark: Path) -> Iterator[Case]:
         *_forge_code(mark),
     ):
         yield Case("import", name, forge, COMMAND)
+    for name, forge in (*_forge_shapes(), *_forge_weights()):
+        yield Case("import", f"nf4: {name}", forge, _NF4)
+    for name, forge in (*_set_each("config.json", _CONFIGS), *_forge_headers(_OTHER_TENSORS), *_forge_code(mark)):
+        yield Case("import", f"as transformers: {name}", forge, _FOREIGN)
+    files = [
+        f"run/{name}" for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "recipe.yaml")
+    ]
+    for name, forge in (*forge_files(files, seed), *forge_json(files[:2], seed, num_changed=8)):
+        yield Case("import", f"gguf: {name}", forge, _GGUF, ("run",))
+
+
+def _set_each(file: str, changes: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Forge]]:
+    for name, values in changes.items():
+        yield f"{file}: {name}", set_values(MODEL / file, **values)
+
+
+def _forge_headers(headers: dict[str, Any]) -> Iterator[tuple[str, Forge]]:
+    for name, header in headers.items():
+        data = json.dumps(header).encode()
+        yield f"weights: {name}", rewrite(WEIGHTS, lambda _, d=data: len(d).to_bytes(8, "little") + d + bytes(64))  # type: ignore[misc]
 
 
 def _forge_shapes() -> Iterator[tuple[str, Forge]]:
+    yield from _set_each("config.json", _CONFIGS)
     for key in _SIZES:
         for value in _LARGE:
             yield f"config.json: {key} {str(value)[:20]}", set_values(MODEL / "config.json", **{key: value})
@@ -92,8 +189,7 @@ def _forge_shapes() -> Iterator[tuple[str, Forge]]:
 
 def _forge_tokenizers() -> Iterator[tuple[str, Forge]]:
     path = MODEL / "tokenizer.json"
-    for name, changes in _TOKENIZERS.items():
-        yield f"tokenizer.json: {name}", set_values(path, **changes)
+    yield from _set_each("tokenizer.json", _TOKENIZERS | _LATER)
     for number in _IDS:
 
         def add(data: bytes, number: int = number) -> bytes:
@@ -105,9 +201,7 @@ def _forge_tokenizers() -> Iterator[tuple[str, Forge]]:
 
 
 def _forge_weights() -> Iterator[tuple[str, Forge]]:
-    for name, header in _HEADERS.items():
-        data = json.dumps(header).encode()
-        yield f"weights: {name}", rewrite(WEIGHTS, lambda _, d=data: len(d).to_bytes(8, "little") + d + bytes(64))  # type: ignore[misc]
+    yield from _forge_headers(_HEADERS | _OTHER_TENSORS)
     for claimed in (1, 1 << 62, (1 << 64) - 1):
         yield f"weights: header of {claimed}", rewrite(WEIGHTS, lambda d, c=claimed: c.to_bytes(8, "little") + d[8:])  # type: ignore[misc]
 

@@ -38,7 +38,7 @@ def iterate_cases(seed: int, mark: Path) -> Iterator[Case]:
         yield Case("manifest", f"verify {name}", forge, ("data", "verify", "../in/corpus"))
     for name, forge in forge_json(["corpus/manifest.json"], seed, num_changed=12):
         yield Case("manifest", f"inspect {name}", forge, ("data", "inspect", "../in/corpus"))
-    for number in range(4):
+    for number in range(len(_RECIPES)):
         forge = rewrite(Path("run/recipe.yaml"), lambda data, n=number: _RECIPES[n] + data)  # type: ignore[misc]
         yield Case("manifest", f"recipe {number}", forge, ("plan", "--config", "../in/run/recipe.yaml"))
 
@@ -48,6 +48,16 @@ _RECIPES: Final = (
     f"{ALIEN}: 1\n".encode(),
     b"[" * 100_000,
     b"!!python/object/apply:os.system ['true']\n",
+    b"".join(b"k%d: %d\n" % (number, number) for number in range(30_000)),
+    b"a0: &a0 [1]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (n + 1, n + 1, n, n) for n in range(40)),
+    b"a0: &a0 {x: 1}\n" + b"".join(b"a%d: &a%d {<<: [*a%d, *a%d]}\n" % (n + 1, n + 1, n, n) for n in range(40)),
+    b"\xff\xfe\x00",
+    b"a: " + b"9" * 100_000 + b"\n",
+    b"a: 1:" + b"1:" * 50_000 + b"1\n",
+    b"? " * 5_000 + b"a\n",
+    b"a: |\n" + b" " * 400_000 + b"x\n",
+    b"a: !!binary " + b"A" * 100_000 + b"\n",
+    b"a: 2001-99-99\nb: !!timestamp x\n",
 )
 
 

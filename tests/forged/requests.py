@@ -72,13 +72,87 @@ _LARGE: Final[dict[str, dict[str, Any]]] = {
     "many choices": {**_TEXT, "n": 10**9},
     "many tokens": {**_TEXT, "max_tokens": 2**31 - 1},
 }
+_DEEP: Final = json.loads('{"items":' * 300 + "{}" + "}" * 300)
+_SCHEMAS: Final[dict[str, Any]] = {
+    "no object": [],
+    "an alien type": {"type": ALIEN},
+    "itself": {"$ref": "#"},
+    "from elsewhere": {"$ref": "file:///etc/passwd"},
+    "deep": _DEEP,
+    "a large factor": {"type": "integer", "multipleOf": 10**9 + 7},
+    "large bounds": {"type": "string", "minLength": 10**9, "maxLength": 10**10},
+    "many items": {"type": "array", "minItems": 10**8, "items": {"type": "array", "minItems": 10**8}},
+    "many words": {"enum": [f"w{number}" for number in range(4000)]},
+    "an expression": {"type": "string", "pattern": "(a{1,999}){1,999}(b|bb)+$"},
+    "two of each": {
+        "$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}},
+        "$ref": "#/$defs/d0",
+    },
+    "any of many": {"anyOf": [{"properties": {f"a{n}": {"pattern": f"(x|y){{{n}}}"}}} for n in range(300)]},
+    "numbers": {"type": "number", "minimum": -1e308, "maximum": 1e-308, "exclusiveMinimum": 10**400},
+    "a name of control characters": {"type": "object", "properties": {ALIEN: {"const": ALIEN}}, "required": [ALIEN]},
+}
+_STRUCTURES: Final[dict[str, Any]] = {
+    "an expression of nothing": {"regex": ""},
+    "an open expression": {"regex": "(((("},
+    "counts of counts": {"regex": "((a{1,999}){1,999}){1,999}"},
+    "an expression that looks ahead": {"regex": "(?=a)(?!b)\\1"},
+    "letters of all languages": {"regex": r"(\p{L}{1,300}|\p{N}{1,300}){1,300}"},
+    "a grammar of nothing": {"grammar": ""},
+    "a grammar of no rule": {"grammar": "start: nowhere"},
+    "a grammar of itself": {"grammar": "start: start"},
+    "an ambiguous grammar": {"grammar": 'start: s\ns: s s | "a" | ""'},
+    "a grammar of many rules": {"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(2000))},
+    "an import": {"grammar": "%import common.WORD\nstart: WORD"},
+    "a file": {"grammar": '%llguidance {"grammars": [{"json_file": "/etc/passwd"}]}\nstart: "a"'},
+    "no choice": {"choice": []},
+    "an alien choice": {"choice": [ALIEN, "", "\ud800"]},
+    "two structures": {"regex": "a", "choice": ["a"]},
+}
+_BIASES: Final[dict[str, Any]] = {
+    "an id beyond": {"10000000": 1},
+    "no id": {ALIEN: 1},
+    "a bias of much": {"1": 10**400},
+    "a bias of a text": {"1": "x"},
+    "a list": [1],
+    "many ids": {str(number): 1 for number in range(60_000)},
+    "negative": {"-1": 1},
+}
+_TOOLS: Final[dict[str, Any]] = {
+    "a number": 5,
+    "a tool of nothing": [{}],
+    "an alien name": [{"type": "function", "function": {"name": ALIEN, "parameters": {}}}],
+    "a long name": [{"type": "function", "function": {"name": "n" * 100_000}}],
+    "the same twice": _CHAT["tools"] * 2,
+    "parameters of a list": [{"type": "function", "function": {"name": "f", "parameters": [1]}}],
+    "deep parameters": [{"type": "function", "function": {"name": "f", "parameters": _DEEP}}],
+    "many": [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {"type": "object"}}} for n in range(3000)
+    ],
+}
+
+
+def _iterate_structures() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, schema in _SCHEMAS.items():
+        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        yield f"schema: {name}", {**_CHAT, "tools": [], "response_format": wanted}
+    for name, structure in _STRUCTURES.items():
+        yield f"structure: {name}", {**_TEXT, "structured_outputs": structure}
+    for name, bias in _BIASES.items():
+        yield f"bias: {name}", {**_TEXT, "logit_bias": bias}
+    for name, tools in _TOOLS.items():
+        for choice in ("auto", "required"):
+            yield f"tools {choice}: {name}", {**_CHAT, "tools": tools, "tool_choice": choice}
+    yield "a choice of another tool", {**_CHAT, "tool_choice": {"type": "function", "function": {"name": ALIEN}}}
+
+
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def iterate_requests(seed: int) -> Iterator[tuple[str, bytes]]:
     """Yields names and bytes."""
     yield from _RAW.items()
-    for name, content in _LARGE.items():
+    for name, content in (*_LARGE.items(), *_iterate_structures()):
         yield name, _build(content, json.dumps(content).encode())
     for content in (_TEXT, _CHAT):
         kind = "chat" if "messages" in content else "text"

@@ -165,6 +165,47 @@ def test_where_memory_ends_the_store_is_dropped_or_the_text_alone_fails(
     assert texts == {handle: slow_greedy(decoder, prompt, 6) for handle, prompt in wanted.items()}
 
 
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+@pytest.mark.parametrize("where", ["_read", "_continue", "_draw"])
+@torch.no_grad()
+def test_where_memory_ends_behind_the_blocks_texts_fail_and_the_batch_goes_on(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
+) -> None:
+    if kind == "linear":
+        decoder = build_sharp(mix(replace(decoder.config, num_layers=2, has_tied_embeddings=False), "linear"))
+    store = PrefixStore(10**9)
+    running = Batch(decoder, 3, NO_STOP, has_blocks=True, store=store)
+    first = running.add(Request(PROMPTS[0], 6, GREEDY))
+    texts = {first: [token.id for token in running.step()]}
+    act = getattr(running, where)
+
+    def end_of_memory(*arguments: object) -> None:
+        act(*arguments)  # the rows are written
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    second = running.add(Request(PROMPTS[5], 6, GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(running, where, end_of_memory)
+        if where == "_read":
+            found = running.step()
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                running.step()
+            found = running.fail()
+            texts.clear()
+    failed = {token.request for token in found if isinstance(token.failure, batch.OutOfMemoryError)}
+    assert failed == ({second} if where == "_read" else {first, second})
+    assert not store.num_bytes
+    third = running.add(Request(PROMPTS[3], 6, GREEDY))
+    while found:
+        for token in found:
+            if token.failure is None:
+                texts.setdefault(token.request, []).append(token.id)
+        found = running.step()
+    wanted = {third: PROMPTS[3]} | ({first: PROMPTS[0]} if where == "_read" else {})
+    assert texts == {handle: slow_greedy(decoder, prompt, 6) for handle, prompt in wanted.items()}
+
+
 def test_a_name_says_what_is_in_a_block_and_before_it() -> None:
     text = list(range(3 * BLOCK))
     assert len(name_blocks(text)) == 2, "the last token must be read, for its logits"

@@ -5,6 +5,7 @@ The module needs nothing but Python, so that it starts fast in a process of its 
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import sys
@@ -21,9 +22,11 @@ class Attack:
     def __init__(self, port, seconds, token):
         self.port, self.token = port, token.encode()
         self.end = time.monotonic() + seconds
+        self.numbers = itertools.count(time.time_ns() // 1_000_000 % 2**30)
 
-    async def connect(self, buffer=None):
+    async def connect(self, buffer=None, address="127.0.0.1"):
         sock = socket.socket()
+        sock.bind((address, 0))
         sock.setblocking(False)
         if buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -76,6 +79,41 @@ class Attack:
         await asyncio.sleep(5.0)
         writer.close()
 
+    async def slow_reader(self):
+        body = json.dumps({"model": "latest", "prompt": "a", "max_tokens": 200, "stream": True, "logprobs": 5}).encode()
+        reader, writer = await self.connect(buffer=2**12)
+        writer.write(self.head(b"completions", len(body)) + body)
+        while await reader.read(64):
+            await asyncio.sleep(0.1)
+        writer.close()
+
+    async def hard_grammar(self):
+        number = next(self.numbers)  # none is one that was asked for before
+        hard = (
+            {"regex": f"(a|aa)+(a{{1,{900 + number % 99}}}){{1,900}}"},
+            {"json": {"type": "integer", "multipleOf": 10**9 + number}},
+            {
+                "json": {
+                    "allOf": [
+                        {"properties": {f"a{j}": {"pattern": f"x{number}{i}"} for j in range(28)}} for i in range(45)
+                    ]
+                }
+            },
+            {"grammar": f'start: x{{1,{number % 5000 + 1}}}\nx: "a" | x x | "b" x'},
+            {"choice": [f"{number}{i}" for i in range(4000)]},
+            {"regex": f"({'|'.join(f'.*{i}{number}.*' for i in range(60))})" * 3},
+        )[number % 6]
+        await self._post(
+            {"model": "latest", "prompt": "a", "max_tokens": 50, "structured_outputs": hard}, b"completions"
+        )
+
+    async def new_prefix(self):
+        number = next(self.numbers)
+        prompt = [1 + (number >> 8 * place) % 256 for place in range(4)] + [5] * 1500
+        # From another address: clients of one address share their turns.
+        asked = {"model": "latest", "prompt": prompt, "max_tokens": 1}
+        await self._post(asked, b"completions", address="127.0.0.2")
+
     async def wrong_token(self):
         reader, writer = await self.connect()
         writer.write((HEAD % (b"GET", b"models", b"wrong") + b"\r\n") * 100)
@@ -105,9 +143,9 @@ class Attack:
         await self._post({"model": "latest", "prompt": [1] * (BODY_BYTES // 4)}, b"completions")
         await self._post({"model": "latest", "prompt": "a", "user": [{}] * (BODY_BYTES // 5)}, b"completions")
 
-    async def _post(self, content, path=b"chat/completions"):
+    async def _post(self, content, path=b"chat/completions", address="127.0.0.1"):
         body = json.dumps(content).encode()
-        reader, writer = await self.connect()
+        reader, writer = await self.connect(address=address)
         writer.write(self.head(path, len(body)) + body)
         await writer.drain()
         await reader.readuntil(b"\r\n\r\n")
@@ -116,10 +154,13 @@ class Attack:
 
 NUMBERS = {
     "nothing": 1,
-    "idle": MANY,
+    "idle": 2000,
     "slow_head": MANY,
     "slow_body": 200,
     "unread_stream": 30,
+    "slow_reader": 30,
+    "hard_grammar": 10,
+    "new_prefix": 10,
     "wrong_token": 30,
     "large_chat": 30,
     "large_tools": 10,

@@ -29,9 +29,11 @@ from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
 from genesis.serve.repeats import RepeatFilter
 from genesis.serve.server import Server, answering, bind
+from tests.forged.runner import cpu_seconds
 from tests.serve import attackers
 from tests.serve.conftest import CHAT_TEMPLATE
 from tests.serve.support import DEADLINE_SECONDS, Running, elsewhere, start_here
+from tests.tiny_runs import build_decoder, save
 
 TOKEN = "a-token-of-some-length"
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
@@ -335,9 +337,9 @@ def test_what_exceeds_the_context_is_refused_beside_the_server_before_it_is_enco
 class Attacked:
     """A server in a process of its own, under an attack of another process."""
 
-    def __init__(self, run, directory, num_descriptors):
+    def __init__(self, run, directory, num_descriptors, options):
         self.log = directory / "log"
-        command = [sys.executable, "-m", "genesis", "serve", str(run), "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "genesis", "serve", str(run), "--port", "0", "--device", "cpu", *options]
         shell = f"ulimit -n {num_descriptors}; exec {shlex.join(command)}"
         environment = {**os.environ, "GENESIS_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as log:
@@ -356,15 +358,21 @@ class Attacked:
         return process
 
     def ask(self, number):
-        """Returns the status of a text or a chat, and the seconds that it took."""
+        """Returns the status of a text or a chat, the seconds that it took, and those of the server's processor."""
         path, body = (("completions", ASKED), ("chat/completions", ASKED_CHAT))[number % 2]
-        began = time.monotonic()
+        began, used = time.monotonic(), self.cpu_seconds()
         status, _, _ = self.running.ask(f"/v1/{path}", body, RIGHT)
-        return status, time.monotonic() - began
+        return status, time.monotonic() - began, self.cpu_seconds() - used
 
-    def memory_bytes(self):
-        """Returns what the server and its processes hold in memory."""
-        pids = [str(self.process.pid), *Path(self.children).read_text().split()]
+    def cpu_seconds(self):
+        return sum(cpu_seconds(int(pid)) for pid in self.pids())
+
+    def pids(self, *, of_processes=True):
+        return [str(self.process.pid), *(Path(self.children).read_text().split() if of_processes else ())]
+
+    def memory_bytes(self, *, of_processes=True):
+        """Returns what the server, and its processes, hold in memory."""
+        pids = self.pids(of_processes=of_processes)
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
         return pages * resource.getpagesize()
 
@@ -376,11 +384,12 @@ class Attacked:
     def kill(self):
         self.process.kill()
         self.process.wait()
+        self.process.stdout.close()
 
 
 @contextlib.contextmanager
-def attacked(run, directory, num_descriptors=1024):
-    server = Attacked(run, directory, num_descriptors)
+def attacked(run, directory, num_descriptors=1024, *options):
+    server = Attacked(run, directory, num_descriptors, options)
     try:
         yield server
     finally:
@@ -403,35 +412,50 @@ def test_a_client_is_answered_and_a_signal_ends_the_server_under_all_attacks(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_under_each_attack_a_client_is_answered_within_a_second_and_memory_stays(chat_run, tmp_path):
+    """The result of the last run is in benchmarks/records/serve-attacks.md.
+
+    A second server, which nobody attacks, has the same requests: its answers are late by what the machine takes. What
+    counts is the processor time of the server and its processes while a request waits: that of a quiet core.
+    """
     seconds = float(os.environ.get("GENESIS_ATTACK_SECONDS", "60"))
-    with attacked(chat_run, tmp_path) as server:
-        for kind in ("large_chat", "many_turns"):  # what loads, and what starts
-            process = server.attack(5.0, kind)
+    save(chat_run / "checkpoints", 4, build_decoder(5, max_seq_len=2048), {}, max_seq_len=2048)
+    options = (4096, "--prefix_cache_gb", "0.02")
+    (tmp_path / "spared").mkdir()
+    with attacked(chat_run, tmp_path, *options) as server, attacked(chat_run, tmp_path / "spared", *options) as spared:
+        for kind in ("large_chat", "many_turns", "new_prefix", "hard_grammar"):  # what loads, starts and is kept
+            process = server.attack(max(5.0, seconds / 4), kind)
             process.communicate()
             process.wait()
         assert [server.ask(number)[0] for number in range(4)] == [200] * 4
-        p99s, begun = {}, server.memory_bytes()
+        assert [spared.ask(number)[0] for number in range(4)] == [200] * 4
+        waited, begun = {}, server.memory_bytes()
         for kind in ("nothing", *ATTACKS, "all"):
             kinds = ATTACKS if kind == "all" else [kind]
-            before, size = server.memory_bytes(), server.log.stat().st_size
+            size = server.log.stat().st_size
             process = server.attack(seconds, *kinds)
-            answers = []
+            answers, of_spared = [], []
             while process.poll() is None:
-                answers.append(server.ask(len(answers)))
-                time.sleep(max(0.0, 1.0 - answers[-1][1]))
+                begin = time.monotonic()
+                for one, found in ((server, answers), (spared, of_spared)):
+                    found.append(one.ask(len(found)))
+                time.sleep(max(0.0, begin + 1.0 - time.monotonic()))
             process.communicate()
-            took = sorted(one for _, one in answers)
-            p99 = took[math.ceil(0.99 * len(took)) - 1]
+            took, without = (sorted(one for _, one, _ in found) for found in (answers, of_spared))
+            used = sorted(one for _, _, one in answers)
+            p99, p99_without, waited[kind] = (one[math.ceil(0.99 * len(one)) - 1] for one in (took, without, used))
+            whole, alone = server.memory_bytes() / 1e6, server.memory_bytes(of_processes=False) / 1e6
             print(
-                f"| {kind} | {len(took)} | {took[len(took) // 2]:.3f} | {p99:.3f} | {before / 1e6:.0f} | "
-                f"{server.memory_bytes() / 1e6:.0f} | {server.log.stat().st_size - size} |",
+                f"| {kind} | {len(took)} | {took[len(took) // 2]:.3f} | {without[len(without) // 2]:.3f} | {p99:.3f} | "
+                f"{p99_without:.3f} | {waited[kind]:.2f} | {alone:.0f} | {whole:.0f} | "
+                f"{server.log.stat().st_size - size} |",
                 flush=True,
             )
-            assert {status for status, _ in answers} == {200}
-            p99s[kind] = p99
+            assert {status for status, _, _ in answers} == {200}
         time.sleep(35.0)  # processes without work end
+        print(f"memory: {begun / 1e6:.0f} MB before, {server.memory_bytes() / 1e6:.0f} MB after", flush=True)
         assert server.memory_bytes() < 1.05 * begun
-        assert max(p99s.values()) < 1.0 + p99s["nothing"]  # what the machine itself takes from a client
-        server.end(signal.SIGTERM)
+        assert max(waited.values()) < 1.0
+        for one in (server, spared):
+            one.end(signal.SIGTERM)

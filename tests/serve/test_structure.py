@@ -255,3 +255,36 @@ def test_a_prompt_that_the_memory_has_no_room_for_fails_alone(run: Path, monkeyp
     assert (status, failed, status_again) == (200, 503, 200)
     assert answer["error"]["code"] == "out_of_memory"
     assert first["choices"] == again["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("genesis.generate.batch.LogitChanges", {"frequency_penalty": 1.0}),
+        ("genesis.generate.batch._gather_figures", {}),
+        ("genesis.serve.worker.score_prompt", {"echo": True, "logprobs": 1}),
+        ("genesis.serve.server.Completion", {}),
+        ("genesis.serve.server.Completion", {"stream": True}),
+    ],
+)
+def test_a_request_that_the_memory_is_not_enough_for_gets_a_line_and_the_next_an_answer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, asked: dict[str, Any]
+) -> None:
+    body = {"model": "latest", "prompt": "All", "max_tokens": 2, "seed": 5}
+
+    def end_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    def ask(client: openai.OpenAI, running: Running) -> list[tuple[int, Any]]:
+        first = running.ask("/v1/completions", body)
+        with monkeypatch.context() as patch:
+            patch.setattr(name, end_of_memory)
+            failed = running.ask("/v1/completions", {**body, **asked})
+        return [first, failed, running.ask("/v1/completions", body)]
+
+    (status, first, _), (failed, answer, _), (status_again, again, _) = talk(run, ask)
+    assert (status, failed, status_again) == (200, 503, 200)
+    assert answer["error"]["code"] == "out_of_memory"
+    assert "shorten the prompt" in answer["error"]["message"]
+    assert first["choices"] == again["choices"]
+    assert not caplog.records
