@@ -76,7 +76,8 @@ class Completion:
             for index, prompt in enumerate(texts)
         ]
         called = [text for text in texts if asked.tools]
-        readers = [ToolReader(form, asked.tools, has_one_call=asked.has_one_call) for _ in called]
+        how = {"has_one_call": asked.has_one_call, "is_stream": asked.is_stream}
+        readers = [ToolReader(form, asked.tools, **how) for _ in called]
         # Those of the form may get a whole answer at once; these see when its first call has ended.
         self._watchers = [ToolReader(form, asked.tools) for _ in called if asked.has_one_call]
         self._form: Form = (

@@ -93,11 +93,10 @@ class ChatForm:
         return self._describe(Part(choice, Shown("", []), None), "delta", {"role": "assistant", "content": ""})
 
     def piece(self, part: Part) -> dict[str, Any] | None:
-        """Returns the new text, and the calls that it completes, each of them whole."""
+        """Returns the new text, the calls that it completes, and parts of arguments."""
         found, finish_reason = self._read(part)
-        first = self._readers[part.choice].num_calls - len(found.calls) if found.calls else 0
-        calls = [{"index": index, **call} for index, call in enumerate(found.calls, start=first)]
-        delta = {**({"content": found.content} if found.content else {}), **({"tool_calls": calls} if calls else {})}
+        calls = {"tool_calls": found.calls} if found.calls else {}
+        delta = {**({"content": found.content} if found.content else {}), **calls}
         if not delta and finish_reason is None and self._num_top_logprobs is None:
             return None
         return self._describe(part._replace(finish_reason=finish_reason), "delta", delta)
