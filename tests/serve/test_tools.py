@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import llguidance
 import pytest
 
 from genesis.generate.batch import NewToken, Request
@@ -250,17 +251,17 @@ def glm(**values: str) -> str:
     ],
 )
 def test_forced_calls_in_tags_and_python_hold_to_the_schema_and_are_read_as_json(
-    template: str, text: str, wanted: dict[str, Any] | None, tmp_path: Path
+    template: str, text: str, wanted: dict[str, Any] | None
 ) -> None:
-    tokenizer = open_tokenizer(qwen(tmp_path))
     form, tools = find_form(template), {"plan": PLANNED, "now": {}}
-    grammar = compile_grammar(write_choice(form, tools, tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)
-    fits = True
-    is_whole = False
-    for token in tokenizer.encode(text):
-        fits = fits and bool(grammar.mask()[token])
-        is_whole = fits and grammar.accept(token)
-    assert (fits, is_whole) == (wanted is not None,) * 2
+    of_bytes = llguidance.LLTokenizer("byte")
+    grammar, tokens = (
+        llguidance.LLMatcher(of_bytes, write_choice(form, tools, None)),
+        of_bytes.tokenize_str(text),
+    )
+    assert not grammar.get_error()
+    is_right = grammar.try_consume_tokens(tokens) == len(tokens) and grammar.is_accepting()
+    assert is_right == (wanted is not None)
     if wanted is not None:
         (call,) = ToolReader(form, tools).feed(text, is_last=True).calls
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("plan", wanted)
