@@ -27,6 +27,7 @@ from genesis.chat.template import (
 VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "chatml.jinja": ({}, {"has_tools": False}),
     "deepseek_r1.jinja": ({}, {"opens_thinking": False}),
+    "deepseek_v3_1.jinja": ({}, {"has_enable_thinking": True}),
     "gemma.jinja": ({}, {"has_system": False}),
     "glm4.jinja": ({}, {"is_compact": True}),
     "llama3_1.jinja": ({}, {"prints_today": True}),
@@ -38,7 +39,10 @@ VARIANTS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
 }
 """The variables by which models of one family differ, with a value for each kind; {} for the family's first models."""
 MAX_SHOWN: Final = 60
-MODES: Final[Sequence[Mapping[str, Any]]] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+MODES: Final[Sequence[Mapping[str, Any]]] = (
+    *({}, {"enable_thinking": True}, {"enable_thinking": False}),
+    {"thinking": True},  # of DeepSeek-V3.1
+)
 _SLOTS: Final = ("default_system", "default_system_with_tools")
 """The variables of a training template that hold what a model writes in place of a missing system turn."""
 _SLOT_MARK: Final = "\ue020"

@@ -20,6 +20,7 @@ from genesis.export.importing import import_directory
 from genesis.export.staging import check_is_new
 from genesis.generate.checkpoint_reference import find_export
 from genesis.huggingface.directory import describe_code
+from genesis.tokenizer.losses import describe_losses
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -76,6 +77,9 @@ def main(argv: list[str]) -> int:
     print_proof(proof)
     if not arguments.no_tokenizer:
         tokenizer = open_tokenizer(arguments.out)
+        lost = describe_losses(tokenizer)
+        if lost is not None:
+            print(lost)
         _print_turn_ends(tokenizer)
         _print_alike_stops(tokenizer, proof.get("alike_stops", {}), arguments)
     if arguments.proof == "weights":

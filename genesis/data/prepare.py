@@ -61,6 +61,7 @@ from genesis.data.tokenize_worker import (
     staged_path,
 )
 from genesis.tokenizer.files import write_files
+from genesis.tokenizer.losses import describe_losses
 from genesis.tokenizer.open import has_hash, has_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.files import replace_file
@@ -176,6 +177,9 @@ def prepare_corpus(
     """
     with stage("tokenizing", unit="bytes") as shown:
         tokenizer = open_tokenizer(options.tokenizer)
+        lost = describe_losses(tokenizer)
+        if lost is not None:
+            warn(lost)
         chat = None
         if any(source.chat is not None for source in options.sources):
             plan = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME

@@ -17,6 +17,7 @@ from genesis.evaluate.results import Measure
 from genesis.evaluate.score import default_batch_tokens
 from genesis.generate.load import Loaded
 from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.losses import describe_losses
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest
 
@@ -110,9 +111,11 @@ class HeldOutQuestion(Question):
         return "heldout" if self._path is None else f"heldout-{self._path.resolve().name.split('.')[0]}"
 
     def describe(self, manifest: Manifest, tokenizer: Tokenizer, learned: Path | None) -> dict[str, Any]:
-        """Returns the hash of the text, and the settings that cut it into sequences."""
+        """Returns the hash of the text, the settings that cut it into sequences, and what the tokenizer loses of it."""
         held_out = self._open(manifest, tokenizer)
-        return {"kind": "heldout", "data_hash": held_out.data_hash, "seq_len": held_out.sequence_format.seq_len}
+        described = {"kind": "heldout", "data_hash": held_out.data_hash, "seq_len": held_out.sequence_format.seq_len}
+        lost = describe_losses(tokenizer)
+        return described if lost is None else {**described, "lost": lost}
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
         """Sums the loss over the text."""

@@ -121,7 +121,9 @@ def describe_tokenizer(
     merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model.get("merges") or []]
     is_of_bytes = any(one.get("type") == "ByteLevel" for one in iterate_steps(content.get("decoder"), "decoders"))
     if not merges:
-        raise UserError(f"llama.cpp gets no merges from a tokenizer of type {model.get('type')}: {_INSTEAD}")
+        raise UserError(
+            f"a GGUF here has byte-pair encoding alone, and this tokenizer is of type {model.get('type')}: {_INSTEAD}"
+        )
     unknown = model.get("unk_token")
     merged = (model.get("vocab") or {}).keys() - {one["content"] for one in content.get("added_tokens") or []}
     pieces, kinds = [], []

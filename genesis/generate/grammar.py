@@ -141,7 +141,7 @@ def compile_grammar(text: str, tokenizer: Tokenizer, vocab_size: int, stop_ids: 
 def _build_tokens(library: Any, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> Any:
     """Returns the library's form of a vocabulary, which takes a tenth of a second."""
     spellings = [
-        _CONTROL_MARK + piece.encode() if tokenizer.is_control(token) else tokenizer.decode_bytes([token])
+        tokenizer.decode_bytes([token]) if tokenizer.token_num_bytes[token] else _CONTROL_MARK + piece.encode()
         for token, piece in enumerate(tokenizer.pieces)
     ]
     spellings += [b""] * (vocab_size - len(spellings))

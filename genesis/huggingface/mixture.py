@@ -105,10 +105,9 @@ class MixtureTable:
         if self.shared_count is not None:
             found["shared_ffn_dim"] = _read_count(path, content, self.shared_count) * found["ffn_dim"]
         if self.has_bias or self.has_greedy_groups:
-            scale = content.get("routed_scaling_factor", 1.0)
-            if type(scale) not in (int, float):
-                raise UserError(f"{path}: routed_scaling_factor is {scale!r}; it must be a number")
-            found["routed_scale"] = float(scale)
+            found["routed_scale"] = _read_number(
+                path, {"routed_scaling_factor": 1.0, **content}, "routed_scaling_factor"
+            )
         if self.has_bias:
             found |= {"scores": "sigmoid", "has_balance_bias": True}
         if self.has_bias or (self.has_greedy_groups and self._read_is_grouped(path, content)):
@@ -117,10 +116,7 @@ class MixtureTable:
         if self.has_biases:
             found["has_biases"] = True
         if self.gate_limit is not None:
-            limit: Any = content.get(self.gate_limit)
-            if type(limit) not in (int, float):
-                raise UserError(f"{path}: {self.gate_limit} is {limit!r}; it must be a number")
-            found["gate_limit"] = float(limit)
+            found["gate_limit"] = _read_number(path, content, self.gate_limit)
         if self.has_greedy_groups and found.get("top_groups", 1) < found.get("num_groups", 1):
             found["group_top"] = 1
         return found | self._read_dense(path, content)
@@ -189,6 +185,13 @@ class MixtureTable:
 def without_dense(block_tensors: Mapping[str, str]) -> dict[str, str]:
     """Returns the names of a block's tensors without those of its dense feed-forward part."""
     return {ours: theirs for ours, theirs in block_tensors.items() if not ours.startswith("feed_forward.")}
+
+
+def _read_number(path: Path, content: Mapping[str, Any], key: str) -> float:
+    value: Any = content.get(key)
+    if type(value) not in (int, float):
+        raise UserError(f"{path}: {key} is {value!r}; it must be a number")
+    return float(value)
 
 
 def _read_count(path: Path, content: Mapping[str, Any], key: str) -> int:

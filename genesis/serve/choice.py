@@ -172,6 +172,8 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer.is_control(token):
         return tokenizer.pieces[token]
     content = tokenizer.decode_bytes([token])
+    if not content:  # of unknown text
+        return tokenizer.pieces[token]
     if not tokenizer.is_byte(token):
         with suppress(UnicodeDecodeError):  # a piece may hold only part of a character
             return content.decode()

@@ -78,10 +78,11 @@ class Completion:
             for index, prompt in enumerate(texts)
         ]
         called = texts if has_reader else []
+        how = {"has_one_call": asked.has_one_call, "is_stream": asked.is_stream}
         readers = [
-            HarmonyReader(asked.tools)
+            HarmonyReader(asked.tools, is_stream=asked.is_stream)
             if form is HARMONY
-            else ToolReader(form, asked.tools, has_one_call=asked.has_one_call)
+            else ToolReader(form, asked.tools, **how)
             for _ in called
         ]
         # Those of the form may get a whole answer at once; these see when its first call has ended.

@@ -94,11 +94,9 @@ class ChatForm:
         return self._describe(Part(choice, Shown("", []), None), "delta", {"role": "assistant", "content": ""})
 
     def piece(self, part: Part) -> dict[str, Any] | None:
-        """Returns the new text, and the calls that it completes, each of them whole."""
+        """Returns the new text, the calls that it completes, and parts of arguments."""
         found, finish_reason = self._read(part)
-        first = self._readers[part.choice].num_calls - len(found.calls) if found.calls else 0
-        calls = [{"index": index, **call} for index, call in enumerate(found.calls, start=first)]
-        texts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": calls}
+        texts = {"reasoning_content": found.reasoning, "content": found.content, "tool_calls": found.calls}
         delta = {key: value for key, value in texts.items() if value}
         if not delta and finish_reason is None and self._num_top_logprobs is None:
             return None

@@ -23,10 +23,11 @@ class HarmonyReader:
 
     Args:
         tools: The tools of the request.
+        is_stream: Whether calls have their index, as in a stream. Each is given when it is whole.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, tools: Tools, *, is_stream: bool = False) -> None:
+        self._tools, self._is_stream = tools, is_stream
         self._held = ""
         self._header: str | None = None  # None before that of a message is whole
         self._num_searched = 0  # characters of a call in which no sign begins
@@ -75,6 +76,7 @@ class HarmonyReader:
             self._header = None
         if function and is_whole:
             calls = parse_calls(f"{function[1]}{body}", HARMONY, self._tools) or []
-            self.num_calls += len(calls)
-            return ToolText("" if calls else body, [describe_call(call) for call in calls])
+            first, self.num_calls = self.num_calls, self.num_calls + len(calls)
+            indices = range(first, self.num_calls) if self._is_stream else [None] * len(calls)
+            return ToolText("" if calls else body, [describe_call(*one) for one in zip(calls, indices, strict=True)])
         return ToolText("", [], body) if _ANALYSIS.search(header) else ToolText(body, [])

@@ -10,7 +10,9 @@ from genesis.base.errors import numbered
 from genesis.generate.ids import write_ids
 from genesis.serve.conversation import write_conversation
 from genesis.serve.errors import ApiError
+from genesis.serve.fields import show
 from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
+from genesis.tokenizer.losses import find_losses, writes
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 
 
@@ -64,6 +66,13 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt
     """
     if facts.tokenizer is None and asked.stop:
         raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
+    lost = next((text for text in asked.stop if facts.tokenizer and not writes(facts.tokenizer, text)), None)
+    if lost is not None:
+        assert facts.tokenizer is not None
+        raise ApiError(
+            f"stop has {show(lost)}, which this model never writes: its tokenizer {find_losses(facts.tokenizer)}",
+            param="stop",
+        )
     wrong = next((token for token, _ in asked.sampling.logit_bias if token >= facts.vocab_size), None)
     if wrong is not None:
         raise ApiError(

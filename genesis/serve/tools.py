@@ -14,8 +14,15 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 from genesis.generate.grammar import write_schema
-from genesis.serve.fields import refuse
+from genesis.serve.forced_calls import (
+    CallWriter,
+    write_function_tags,
+    write_keyed_tags,
+    write_python,
+    write_python_list,
+)
 from genesis.serve.held import count_held
+from genesis.serve.streamed_object import StreamedObject
 from genesis.tokenizer.tokenizer import Tokenizer
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -43,8 +50,8 @@ class ToolForm(NamedTuple):
         end: What follows; None if calls end with the answer.
         family: The family, for messages.
         mark: What a template of this family has beside `begin`.
-        forced: What a call that is asked for has before its arguments, with NAME for the tool, and behind them. None
-            where the arguments are no JSON, or other signs stand around.
+        forced: What a call that is asked for has before its arguments, with NAME for the tool, and behind them; where
+            the arguments are no JSON, what writes the rules of a call.
         is_bare: Whether a whole answer may be calls without what precedes them.
         symbols: Further control symbols within calls.
     """
@@ -53,11 +60,12 @@ class ToolForm(NamedTuple):
     end: str | None
     family: str = ""
     mark: str = ""
-    forced: tuple[str, str] | None = ('{"name": "NAME", "arguments": ', "}")
+    forced: tuple[str, str] | CallWriter = ('{"name": "NAME", "arguments": ', "}")
     is_bare: bool = False
     symbols: tuple[str, ...] = ()
 
 
+_DEEPSEEK_SIGNS: Final = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
 _LINES: Final = ('\n{"name": "NAME", "arguments": ', "}\n")
 _LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
 _MISTRAL_SYMBOLS: Final = ("[ARGS]", "[CALL_ID]")
@@ -73,8 +81,8 @@ HARMONY: Final = ToolForm(
 """Read by `genesis.serve.harmony`."""
 # Of several with one sign, the first whose mark is in the template.
 _FORMS: Final = (
-    ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced=None),
-    ToolForm("<tool_call>", "</tool_call>", "GLM", mark="<arg_key>", forced=None),
+    ToolForm("<tool_call>", "</tool_call>", "Qwen3-Coder", mark="<function=", forced=write_function_tags),
+    ToolForm("<tool_call>", "</tool_call>", "GLM", mark="<arg_key>", forced=write_keyed_tags),
     ToolForm("<tool_call>", "</tool_call>", "Hermes", forced=_LINES),  # Qwen, SmolLM, Granite 4, too
     # The model must write an id, which no one reads.
     ToolForm(
@@ -84,17 +92,24 @@ _FORMS: Final = (
     ToolForm("[TOOL_CALLS]", None, "Mistral", forced=_LIST, symbols=_MISTRAL_SYMBOLS),
     ToolForm("<|python_tag|>", None, "Llama 3", forced=('{"name": "NAME", "parameters": ', "}"), is_bare=True),
     ToolForm("<|tool_call|>", "<|/tool_call|>", "Phi-4 mini", forced=_LIST),
-    ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced=None),
+    ToolForm("<|tool_call_start|>", "<|tool_call_end|>", "LFM2", forced=write_python_list),
     HARMONY,
-    ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced=None),
+    ToolForm("<function_calls>", "</function_calls>", "OLMo 3", forced=write_python),
     ToolForm(
-        "<\uff5ctool\u2581call\u2581begin\uff5c>",
-        "<\uff5ctool\u2581call\u2581end\uff5c>",
-        "DeepSeek",
-        forced=None,
+        *_DEEPSEEK_SIGNS,
+        "DeepSeek-V3",
+        mark="```json",
+        forced=(f"function{_SEPARATOR}NAME\n```json\n", "\n```"),
         symbols=(_SEPARATOR,),
     ),
+    ToolForm(*_DEEPSEEK_SIGNS, "DeepSeek", forced=(f"NAME{_SEPARATOR}", ""), symbols=(_SEPARATOR,)),
 )
+_HEADS: Final = (
+    re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
+    re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"),
+    re.compile(rf"\s*(?:function{_SEPARATOR})?([\w.-]+)(?:{_SEPARATOR}|\n```json\n)\s*(?=\{{)"),
+)
+"""The texts before arguments of JSON, with the name of the tool."""
 _OTHER: Final = ToolForm("<tool_call>", "</tool_call>", is_bare=True)
 
 
@@ -112,7 +127,13 @@ class Call(NamedTuple):
 
 
 class ToolText(NamedTuple):
-    """The part of an answer that can be sent: its text outside of calls, and the calls, in the form of OpenAI's API."""
+    """The part of an answer that can be sent: its text outside of calls, and the calls, in the form of OpenAI's API.
+
+    Args:
+        content: The text.
+        calls: The calls; of a stream their parts, each with the call's index: the first has the name, the others the
+            arguments as they come.
+    """
 
     content: str
     calls: list[dict[str, Any]]
@@ -130,10 +151,14 @@ class ToolReader:
         form: How the model writes calls.
         tools: The tools of the request.
         has_one_call: Whether the answer ends with its first call: what follows is left out.
+        is_stream: Whether arguments of JSON are given as they come. A call is then one as soon as its name is that
+            of a tool and its arguments have begun.
     """
 
-    def __init__(self, form: ToolForm, tools: Tools, *, has_one_call: bool = False) -> None:
+    def __init__(self, form: ToolForm, tools: Tools, *, has_one_call: bool = False, is_stream: bool = False) -> None:
         self._form, self._tools, self._has_one_call = form, tools, has_one_call
+        self._is_stream = is_stream
+        self._arguments: StreamedObject | None = None  # of the call that is given in pieces
         self._held = ""
         self._space = ""  # before the call that has begun; text if it is no call
         self._opening: str | None = None  # of the call that has begun
@@ -147,12 +172,13 @@ class ToolReader:
     def feed(self, text: str, *, is_last: bool) -> ToolText:
         """Returns what can be sent after more text of the answer."""
         self._held += text
-        content, calls = "", []
-        while not (self._has_one_call and self.num_calls):
+        content, calls = "", list[dict[str, Any]]()
+        while self._arguments or not (self._has_one_call and self.num_calls):
             if self._opening is None:
                 content += self._read_text(is_last=is_last)
                 if self._opening is None:
                     break
+            calls += self._read_pieces() if self._is_stream else []
             found = self._read_calls(is_last=is_last)
             if found is None:
                 break
@@ -160,6 +186,18 @@ class ToolReader:
             calls += found.calls
         self._has_content = self._has_content or bool(content)
         return ToolText(content, calls)
+
+    def _read_pieces(self) -> list[dict[str, Any]]:
+        """Returns what has come of the call that has begun, if its arguments are JSON."""
+        pieces = []
+        if self._arguments is None:
+            match = next((found for head in _HEADS if (found := head.match(self._held))), None)
+            if match is None or match[1] not in self._tools:
+                return []
+            self._arguments = StreamedObject(match.end())
+            pieces.append(self._describe(Call(match[1], "")))
+        new = self._arguments.read(self._held)
+        return pieces + ([{"index": self.num_calls - 1, "function": {"arguments": new}}] if new else [])
 
     def _read_text(self, *, is_last: bool) -> str:
         """Returns the text up to a call, or what cannot be the beginning of one."""
@@ -205,20 +243,25 @@ class ToolReader:
 
     def _close(self, stop: int, calls: list[Call] | None = None) -> ToolText:
         """Ends what has begun: calls up to `stop`, or text if there are none."""
-        content = "" if calls else f"{self._space}{self._opening}{self._held[:stop]}"
+        is_given, self._arguments = self._arguments is not None, None
+        calls = (calls or [])[is_given : 1 if self._has_one_call else None]
+        content = "" if calls or is_given else f"{self._space}{self._opening}{self._held[:stop]}"
         self._held = self._held[stop:]
         self._opening, self._space, self._first_end, self._num_searched = None, "", None, 0
-        self._is_behind_call = bool(calls)
-        taken = (calls or [])[: 1 if self._has_one_call else None]
-        self.num_calls += len(taken)
-        return ToolText(content, [describe_call(call) for call in taken])
+        self._is_behind_call = bool(calls) or is_given
+        return ToolText(content, [self._describe(call) for call in calls])
+
+    def _describe(self, call: Call) -> dict[str, Any]:
+        self.num_calls += 1
+        return describe_call(call, self.num_calls - 1 if self._is_stream else None)
 
 
-def describe_call(call: Call) -> dict[str, Any]:
-    """Returns a call in the form of OpenAI's API, with a new id."""
+def describe_call(call: Call, index: int | None) -> dict[str, Any]:
+    """Returns a call in the form of OpenAI's API, with a new id, and with its index in a stream."""
     # Nine letters and digits, which Mistral's templates ask for.
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+    described = {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+    return described if index is None else {"index": index, **described}
 
 
 def find_symbols(form: ToolForm, tokenizer: Tokenizer | None) -> Mapping[int, str]:
@@ -243,18 +286,17 @@ def write_choice(form: ToolForm, tools: Tools, tokenizer: Tokenizer | None) -> s
         tokenizer: The tokenizer of the model, which may have control symbols for the signs of the form.
 
     Raises:
-        ApiError: No grammar is known for the form.
+        ApiError: The arguments of a tool have what the form cannot be held to.
     """
-    if form.forced is None:
-        refuse(
-            "tool_choice",
-            f'asks for a call, which cannot be forced in the form of {form.family}: set it to "auto" or "none"',
-        )
     ids = {piece: token for token, piece in find_symbols(form, tokenizer).items()}
     begin, end = ("", "") if form.is_bare else (form.begin, form.end or "")
-    before, behind = form.forced
     lines = ["start: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, (name, schema) in enumerate(tools.items()):
+        if callable(form.forced):
+            lines += [f"call_{index}: {_write_text(begin, ids)} body_{index} {_write_text(end, ids)}"]
+            lines += form.forced(index, name, schema)
+            continue
+        before, behind = form.forced
         opening = begin + before.replace("NAME", json.dumps(name, ensure_ascii=False)[1:-1])
         lines += [f"call_{index}: {_write_text(opening, ids)} given_{index} {_write_text(behind + end, ids)}"]
         lines += [f"given_{index}: {write_schema(schema)}"]
@@ -423,20 +465,33 @@ def _read_key(keyword: ast.keyword) -> str:
 
 
 def _read_value(node: ast.expr) -> Any:
+    """Returns a literal, in which the words of JSON may stand, too."""
     words = {"true": True, "false": False, "null": None}
-    return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)
+    if isinstance(node, ast.Name) and node.id in words:
+        return words[node.id]
+    if isinstance(node, ast.List):
+        return [_read_value(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else ast.literal_eval(key) for key in node.keys]
+        return dict(zip(keys, map(_read_value, node.values), strict=True))
+    return ast.literal_eval(node)
 
 
 def _convert(text: str, key: str, schema: Mapping[str, Any] | None) -> Any:
     """Returns a value that is spelled without quotes, by the type that the tool's schema gives it."""
     properties = (schema or {}).get("properties")
     of_key = properties.get(key) if isinstance(properties, Mapping) else None
-    if isinstance(of_key, Mapping) and of_key.get("type") == "string":
+    if isinstance(of_key, Mapping) and (of_key.get("type") == "string" or text in _list_strings(of_key)):
         return text
     try:
         return _DECODER.decode(text)
     except ValueError:
         return text
+
+
+def _list_strings(schema: Mapping[str, Any]) -> list[str]:
+    choices = [*schema["enum"]] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    return [one for one in choices if isinstance(one, str)]
 
 
 def _refuse_constant(name: str) -> None:

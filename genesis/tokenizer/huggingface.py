@@ -1,7 +1,8 @@
 """Tokenizers of the library `tokenizers`: a `tokenizer.json`, as most open models have it, and the files beside it.
 
-Only the two forms of byte-pair encoding are supported, because only these define the bytes of each id: over the bytes
-of the text (GPT-2, Llama 3, Qwen, SmolLM, OLMo), and over characters with a fallback to bytes (Llama 2, Mistral).
+Byte-pair encoding over the bytes of the text (GPT-2, Llama 3, Qwen, SmolLM, OLMo) or over characters with a fallback to
+bytes (Llama 2, Mistral), unigram models (T5, ALBERT, XLM-R) and WordPiece (BERT): `genesis.tokenizer.spelling` has the
+bytes of each id.
 
 - A *special* token of the vocabulary is a control symbol: it stands for no bytes, and no text is encoded to it. Any
   other added token (`<tool_call>` of Qwen, runs of spaces) is text and stands for its bytes.
@@ -9,11 +10,16 @@ of the text (GPT-2, Llama 3, Qwen, SmolLM, OLMo), and over characters with a fal
   document begins with bos only where the tokenizer itself puts it before a text. Generated text stops at eos and at the
   `eos_token_id` of `generation_config.json`.
 - Some tokenizers normalise texts first (NFC in Qwen2), add a space before each text (Llama 2), or drop a byte without
-  a token (SmolLM2). Counts and decoded bytes refer to the text after these changes.
+  a token (SmolLM2). Counts and decoded bytes refer to the text after these changes; `genesis.tokenizer.losses`
+  names them.
+- The unknown token of unigram models and WordPiece stands for text that is lost: it has no bytes, and is no control
+  symbol, because texts are encoded to it.
+- The vocabulary of a unigram model has the spellings of control symbols. They are renamed where a text has no symbols,
+  by a space that no text has there.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -34,6 +40,7 @@ from genesis.tokenizer.limits import (
     list_hard_texts,
 )
 from genesis.tokenizer.literal import LiteralControls, may_have_hidden
+from genesis.tokenizer.spelling import NO_EXACT_BYTES, SPACE_MARK, find_model_type, find_spelling, find_unknown
 from genesis.tokenizer.tokenizer import is_utf8
 from genesis_callbacks.base.json_text import load_json
 
@@ -42,7 +49,6 @@ TEMPLATE_NAME: Final = "chat_template.jinja"
 IDENTITY_NAMES: Final = (CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME)
 """Optional files that are part of the tokenizer's identity."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SPACE_MARK: Final = "\u2581"
 _PROBE: Final = "Probe: 1234  two spaces\t\r\n \ufb01 \u0958e\u0301 \U0001f469\u200d\U0001f467 it's \u4f60\u597d\0 end "
 _MAX_COMPOSED: Final = 4
 """By how much NFC may shorten a text: a character of UTF-8 is at most three times as long when it is decomposed."""
@@ -81,29 +87,37 @@ class HuggingFaceTokenizer:
         self.pieces: tuple[str, ...] = tuple(by_id.get(token, f"<unused {token}>") for token in range(self.vocab_size))
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token for token, one in added.items() if one.special}
-        self._controls = frozenset(special | (set(range(self.vocab_size)) - by_id.keys()))
-        spelling = _find_spelling(content)
-        self._bytes = [b"" if token in self._controls else spelling(piece) for token, piece in enumerate(self.pieces)]
+        spelling = find_spelling(content)
+        unknown = find_unknown(content)
+        silent = special | (set(range(self.vocab_size)) - by_id.keys())
+        self._bytes = [
+            b"" if token in silent or piece == unknown else spelling(piece) for token, piece in enumerate(self.pieces)
+        ]
+        self._controls = frozenset(silent if unknown is None else silent - {vocabulary[unknown]})
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
         self._is_partial = [not is_utf8(one) for one in self._bytes]
         symbols = [self.pieces[token] for token in sorted(special)]
         self._expressions = list_expressions(content)
         self.has_unknown_expressions: bool = has_unknown(self._expressions)
-        self._texts = TextSearch(self._tokenizer, self._expressions)
+        self._is_unigram = find_model_type(content) == "Unigram"
+        self._texts = TextSearch(self._renamed if self._is_unigram else self._tokenizer, self._expressions)
         self._texts.check([_PROBE, _BEYOND_ASCII, *symbols, *list_hard_texts(self._expressions)])
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
-        self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
-        self.altered_characters: str = _SPACE_MARK if spelling(_SPACE_MARK) == b" " else ""
+        decoders = {one.get("type") for one in iterate_steps(content.get("decoder"), "decoders")}
+        self._has_metaspace = "Metaspace" in decoders
+        is_marked = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
+        self._strips_space = is_marked or "WordPiece" in decoders
+        self.altered_characters: str = SPACE_MARK if spelling(SPACE_MARK) == b" " else ""
         self.bos_id: int | None = self._find_bos()
-        self.eos_id: int | None = self._find_named("eos_token")
+        self.eos_id: int | None = self._find_eos()
         self.pad_id: int | None = self._find_named("pad_token")
         self.stop_ids: frozenset[int] = _read_stop_ids(files) | (frozenset() if self.eos_id is None else {self.eos_id})
         self.chat_template: str | None = _read_template(files, self._config)
         named = {key: _read_piece(self._config.get(key)) for key in _NAMED}
         self.named_tokens: Mapping[str, str] = {key: piece for key, piece in named.items() if piece is not None}
         is_plain = content.get("normalizer") is None and not self._missing
-        self.is_lossless: bool = is_plain and self.decode(self.encode(_PROBE)) == _PROBE
+        self.is_lossless: bool = is_plain and self._round_trip(_PROBE) == _PROBE
         self._longest = self._find_longest(content, list(added.values()))
         self._check()
 
@@ -140,10 +154,12 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8.
 
-        The space that the tokenizer adds before a text is removed.
+        The space that the tokenizer adds before a text is removed; a decoder `Metaspace` removes all of its token.
         """
-        content = self.decode_bytes(ids)
-        return (content.removeprefix(b" ") if self._strips_space else content).decode("utf-8", errors="replace")
+        spelled = [piece for token in ids if (piece := self._bytes[token])]
+        if spelled and self._strips_space:
+            spelled[0] = spelled[0].replace(b" ", b"") if self._has_metaspace else spelled[0].removeprefix(b" ")
+        return b"".join(spelled).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
@@ -187,7 +203,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _with_hidden(self) -> tokenizers.Tokenizer:
         """The tokenizer for which hidden spellings are the symbols, and plain ones text, split in the same places."""
-        built = self._build(has_controls_in_text=False)
+        built = self._renamed if self._is_unigram else self._build(has_controls_in_text=False)
         built.add_tokens(
             [
                 tokenizers.AddedToken(self.literal.swap(one.content), **{flag: getattr(one, flag) for flag in _FLAGS})
@@ -205,12 +221,32 @@ class HuggingFaceTokenizer:
         by_spelling = self._with_hidden.get_vocab(with_added_tokens=True)
         return {by_spelling[self.literal.swap(one.content)]: token for token, one in self._specials.items()}
 
+    @property
+    def _renamed(self) -> tokenizers.Tokenizer:
+        """The tokenizer with spellings of control symbols that no text has; their ids stay."""
+        content = json.loads(self._tokenizer.to_str())
+        special = {one["content"] for one in content["added_tokens"] if one["special"]}
+        for one in content["added_tokens"]:
+            one["content"] = f" {one['content']}" if one["special"] else one["content"]
+        vocabulary = content["model"]["vocab"]
+        content["model"]["vocab"] = [[f" {piece}" if piece in special else piece, score] for piece, score in vocabulary]
+        renamed = tokenizers.Tokenizer.from_str(json.dumps(content))
+        renamed.encode_special_tokens = True
+        return renamed
+
     def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
         built = _open(self.files, self._config)
         built.no_truncation()
         built.no_padding()
         built.encode_special_tokens = not has_controls_in_text
         return built
+
+    def _find_eos(self) -> int | None:
+        """Returns eos, or the token that separates texts if the tokenizer puts that behind a text, as BERT's does."""
+        named = self._find_named("eos_token")
+        between = self._find_named("sep_token")
+        *_, last = self._texts.encode("a", is_framed=True).ids
+        return between if named is None and last == between else named
 
     def _find_named(self, key: str) -> int | None:
         piece = _read_piece(self._config.get(key))
@@ -244,6 +280,9 @@ class HuggingFaceTokenizer:
         longest = max(1, *(len(one.content.encode()) for one in added), *map(len, self._bytes))
         return longest * (_MAX_COMPOSED if kinds else 1)
 
+    def _round_trip(self, text: str) -> str:
+        return self.decode(self.encode(text))
+
     def _spell_text(self, text: str) -> str:
         return self.spell(self.encode(text), has_controls=False)
 
@@ -253,12 +292,13 @@ class HuggingFaceTokenizer:
         Raises:
             UserError: An id spells other text, or a text is encoded to a control symbol.
         """
-        if self.decode(self.encode(_PROBE)) != self._spell_text(_PROBE):
-            raise UserError(f"its decoder does not concatenate the bytes of its tokens; {_REMEDY}")
+        if self._round_trip(_PROBE) != self._spell_text(_PROBE):
+            raise UserError(f"its decoder does not concatenate the bytes of its tokens; {NO_EXACT_BYTES}")
         unknown = {chr(byte) if byte < 0x80 else _BEYOND_ASCII for byte in self._missing}
-        for text in (*(self.pieces[token] for token in sorted(self._controls)), *unknown):
+        symbols = [self.pieces[token] for token in sorted(self._controls)]
+        for text in (*symbols, *(f" {symbol}" for symbol in symbols if self._is_unigram), *unknown):
             if self._controls.intersection(self.encode(text)):
-                raise UserError(f"the text {text[:40]!r} is encoded to a special token; {_REMEDY}")
+                raise UserError(f"the text {text[:40]!r} is encoded to a special token; {NO_EXACT_BYTES}")
 
 
 def _spell_for_version_4(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -275,58 +315,6 @@ def _spell_for_version_4(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return (
         {} if changed == config else {CONFIG_NAME: json.dumps(changed, indent=2, ensure_ascii=False).encode() + b"\n"}
     )
-
-
-def _spell_bytes(piece: str) -> bytes:
-    """Returns the bytes of a piece whose characters stand for bytes by GPT-2's map; other pieces are plain text."""
-    try:
-        return bytes([_BYTE_OF[character] for character in piece])
-    except KeyError:
-        return piece.encode()
-
-
-def _spell_characters(piece: str) -> bytes:
-    if len(piece) == len("<0x41>") and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:-1], 16)])
-    return piece.encode()
-
-
-def _spell_marked_characters(piece: str) -> bytes:
-    return _spell_characters(piece).replace(_SPACE_MARK.encode(), b" ")
-
-
-def _find_spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """Returns the function from a piece to its bytes.
-
-    Raises:
-        UserError: No function is known to be correct for this tokenizer.
-    """
-    model = content.get("model") or {}
-    decoders = {one.get("type"): one for one in iterate_steps(content.get("decoder"), "decoders")}
-    kind = model.get("type", "BPE" if "merges" in model else None)
-    if kind != "BPE":
-        raise UserError(f"its model is {kind}; {_REMEDY}")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise UserError(f"its {key} is {model[key]!r}; {_REMEDY}")
-    if "ByteLevel" in decoders:
-        return _spell_bytes
-    if model.get("byte_fallback") and "ByteFallback" in decoders:
-        is_marked = "Metaspace" in decoders or _SPACE_MARK in str(decoders.get("Replace"))
-        return _spell_marked_characters if is_marked else _spell_characters
-    raise UserError(f"its decoder is {', '.join(map(str, decoders)) or None}; {_REMEDY}")
-
-
-def _map_bytes() -> dict[str, int]:
-    """Returns GPT-2's map from characters to bytes: printable ones stand for themselves, others follow from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | shifted
-
-
-_BYTE_OF: Final = _map_bytes()
-_REMEDY: Final = "only byte-pair encoding whose tokens spell bytes can be read"
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The library `tokenizers` and our own tables follow the numbers in the files: an 
 a step that replaces may double each text. The limits are far above what tokenizers need.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,10 @@ _MAX_UNUSED_IDS: Final = 65_536
 """Ids without a token that a vocabulary may have: some models leave gaps."""
 _MAX_ADDED: Final = 100_000
 _MAX_PIECE_CHARS: Final = 10_000
+_MAX_UNIGRAM_CHARS: Final = 256
+"""The longest piece of a unigram model, which is searched from each character of a text."""
+_MAX_WORD_CHARS: Final = 256
+"""The longest word that WordPiece splits, in a time that grows with the square of it; longer ones are unknown."""
 _MAX_STEPS: Final = 64
 _MAX_STEP_CHARS: Final = 1_000
 _MAX_GROWTH: Final = 256
@@ -30,6 +35,8 @@ _LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _PATHS: Final = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 LINEAR: Final = (
+    " {2,}",  # of unigram models, as those of T5 and XLM-R
+    r"\A | \z",  # of `genesis.tokenizer.unigram_form`
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",  # GPT-4, Llama 3, OLMo 2, SmolLM3
     rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",  # Qwen 2 to 3
@@ -50,6 +57,14 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         UserError: An id is far beyond the number of tokens, a token is too long, there are too many added tokens, or
             the steps make texts many times longer.
     """
+    model = content.get("model")
+    model = model if isinstance(model, dict) else {}
+    longest_word = model.get("max_input_chars_per_word", 0)
+    if not isinstance(longest_word, int) or longest_word > _MAX_WORD_CHARS:
+        raise UserError(
+            f"its max_input_chars_per_word is {quote(longest_word)}: at most {_MAX_WORD_CHARS} characters are read"
+        )
+    longest_piece = _MAX_UNIGRAM_CHARS if isinstance(model.get("vocab"), list) else _MAX_PIECE_CHARS
     tokens = list(_list_tokens(content, config))
     limit = len(tokens) + _MAX_UNUSED_IDS
     for piece, token in tokens:
@@ -58,10 +73,9 @@ def check_claims(content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
                 f"the token {quote(piece)} has the id {quote(token)}: with {numbered(len(tokens), 'tokens')}, an "
                 f"id is a number from 0 to {limit - 1:,}"
             )
-        if isinstance(piece, str) and len(piece) > _MAX_PIECE_CHARS:
+        if isinstance(piece, str) and len(piece) > longest_piece:
             raise UserError(
-                f"the token {quote(piece)} has {numbered(len(piece), 'characters')}: at most {_MAX_PIECE_CHARS:,} "
-                "are read"
+                f"the token {quote(piece)} has {numbered(len(piece), 'characters')}: at most {longest_piece:,} are read"
             )
     for name, inner in _STEPS:
         _check_growth(name, list(iterate_steps(content.get(name), inner)))
@@ -88,8 +102,10 @@ def check_stop_ids(ids: list[Any]) -> None:
         )
 
 
-def check_charsmap(charsmap: bytes) -> None:
-    """Checks the normaliser of a SentencePiece model: a trie after its size, then texts that end with a zero byte.
+def check_charsmap(charsmap: bytes) -> int:
+    """Returns the bytes of the longest text for a character in the normaliser of a SentencePiece model.
+
+    The normaliser is a trie after its size, then texts that end with a zero byte.
 
     Raises:
         UserError: One character stands for a long text.
@@ -100,6 +116,7 @@ def check_charsmap(charsmap: bytes) -> None:
         raise UserError(
             f"its normaliser makes {longest:,} bytes of a character: at most {_MAX_CHARSMAP_BYTES} are read"
         )
+    return longest
 
 
 def list_expressions(content: Mapping[str, Any]) -> list[str]:
@@ -149,6 +166,8 @@ def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
     if num_added > _MAX_ADDED:
         raise UserError(f"it has {numbered(num_added, 'added tokens')}: at most {_MAX_ADDED:,} are read")
     yield from vocabulary.items() if isinstance(vocabulary, dict) else ()
+    for one in vocabulary if isinstance(vocabulary, list) else ():
+        yield (one[0] if isinstance(one, list) and one else one), None
     for one in added if isinstance(added, list) else ():
         yield (one.get("content"), one.get("id")) if isinstance(one, dict) else (one, None)
     for key, one in listed.items() if isinstance(listed, dict) else ():
@@ -171,7 +190,9 @@ def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
             raise UserError(
                 f"its {name} has a text of {numbered(longest, 'characters')}: at most {_MAX_STEP_CHARS:,} are read"
             )
-        if step.get("type") == "ByteLevel":
+        if step.get("type") == "Precompiled":
+            growth *= max(1, check_charsmap(_read_base64(step.get("precompiled_charsmap"))))
+        elif step.get("type") == "ByteLevel":
             growth *= 2  # a character for each byte, of which the next step would make two bytes
         elif step.get("type") == "Replace":
             # A regular expression may match the empty text before each character.
@@ -181,6 +202,13 @@ def _check_growth(name: str, steps: list[Mapping[str, Any]]) -> None:
         raise UserError(
             f"its {name} makes a text up to {growth:,.0f} times longer: at most {_MAX_GROWTH:,} times is read"
         )
+
+
+def _read_base64(value: Any) -> bytes:
+    try:
+        return base64.b64decode(value or "")
+    except (ValueError, TypeError):
+        raise UserError(f"its precompiled_charsmap is {quote(value)}, which is not base64") from None
 
 
 def quote(value: Any) -> str:

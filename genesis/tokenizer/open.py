@@ -22,6 +22,7 @@ from genesis.tokenizer.panics import without_panics_printed
 from genesis.tokenizer.sentencepiece import SentencePieceTokenizer, puts_space_before_text
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
+from genesis.tokenizer.unigram_form import convert_unigram, is_unigram
 
 ENTRY_POINT_GROUP: Final = "genesis.tokenizers"
 
@@ -61,7 +62,7 @@ class TokenizerFormat:
 SENTENCEPIECE: Final = TokenizerFormat(
     "SentencePiece",
     (MODEL_NAME,),
-    lambda files: SentencePieceTokenizer(files[MODEL_NAME]),
+    lambda files: _build_sentencepiece(files[MODEL_NAME]),
     extend=extend_sentencepiece,
 )
 HUGGINGFACE: Final = TokenizerFormat(
@@ -75,6 +76,16 @@ HUGGINGFACE: Final = TokenizerFormat(
     identify,
 )
 FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
+
+
+def _build_sentencepiece(model: bytes) -> Tokenizer:
+    """Returns the tokenizer of a model's file; a unigram model that changes texts has the ids of its fast form."""
+    try:
+        return SentencePieceTokenizer(model)
+    except UserError:
+        if not is_unigram(model):
+            raise
+    return HuggingFaceTokenizer(convert_unigram(model))
 
 
 def open_tokenizer(path: Path | str) -> Tokenizer:

@@ -17,7 +17,7 @@ from genesis.chat.options import ChatOptions
 from genesis.chat.proof import check_marks, prove_template
 from genesis.chat.render import open_renderer
 from genesis.chat.template import ChatTemplate, ConversationError, write_defaults
-from genesis.chat.training import VARIANTS, find_training_template
+from genesis.chat.training import MODES, VARIANTS, find_training_template
 from genesis.data.conversations import open_chat_setup
 from genesis.tokenizer.open import open_tokenizer
 from tests.chat.support import CHATML, CONVERSATIONS, TRL, write_tokenizer
@@ -86,10 +86,7 @@ def test_marks_begin_after_the_prompts_and_texts_are_the_recorded_ones(name: str
         shown[case] = text
         before = iter(number for number, message in enumerate(messages) if message["role"] == "assistant")
         for number, span in zip(before, laid_out.spans, strict=True):
-            prompts = [
-                template.render(messages[:number], tools, {**TOKENS, **mode}, has_prompt=True)
-                for mode in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-            ]
+            prompts = [template.render(messages[:number], tools, {**TOKENS, **mode}, has_prompt=True) for mode in MODES]
             assert laid_out.text[: span.start] in prompts, case
     recorded = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
     if os.environ.get("GENESIS_UPDATE_GOLDEN"):
@@ -138,10 +135,7 @@ def test_each_turn_is_what_the_model_s_own_template_writes_for_a_last_turn(name:
         end = 0
         for number, span in zip(numbers, spans, strict=True):
             whole = own.render(given[: number + 1], tools, TOKENS)
-            prompts = [
-                own.render(given[:number], tools, {**TOKENS, **mode}, has_prompt=True)
-                for mode in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-            ]
+            prompts = [own.render(given[:number], tools, {**TOKENS, **mode}, has_prompt=True) for mode in MODES]
             assert any(prompt.endswith(text[end : span.start]) for prompt in prompts)
             marked, end = text[span.start : span.end], span.end
             turns = [whole[len(prompt) :] for prompt in prompts if whole.startswith(prompt)]

@@ -276,7 +276,6 @@ FAMILIES |= {
 }
 WRITTEN_AS = {"qwen3_next": "qwen3_5_moe_text", "granitemoehybrid": "granite"}
 ORIGINALS = {"llama 3.1": 64, "llama, yarn": 64, "olmo3, yarn": 64, "ministral 3": 64, "phi 4": 100, "gpt-oss": 64}
-
 ORIGINALS |= {"deepseek v3": 64, "deepseek v2": 64}
 """The context before scaling, of families whose positions are scaled from there on."""
 SLOW = set(FAMILIES) - {"mistral"}

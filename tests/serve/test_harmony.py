@@ -74,7 +74,7 @@ def test_a_response_has_the_reasoning_beside_its_text() -> None:
     part = Part(0, Shown(text, []), "stop")
     message = ChatForm(None, [HarmonyReader(TOOLS)]).whole(part, "")["message"]
     assert message == {"role": "assistant", "content": "Rain.", "refusal": None, "reasoning_content": "It rains."}
-    piece = ChatForm(None, [HarmonyReader(TOOLS)]).piece(part)
+    piece = ChatForm(None, [HarmonyReader(TOOLS, is_stream=True)]).piece(part)
     assert piece is not None
     assert piece["delta"] == {"reasoning_content": "It rains.", "content": "Rain."}
 

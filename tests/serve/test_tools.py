@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import llguidance
 import pytest
 
 from genesis.generate.batch import NewToken, Request
@@ -175,22 +176,153 @@ def test_the_grammar_of_a_choice_accepts_calls_of_its_tools_alone(sign: str, wri
         assert (fits, is_whole) == (is_right, is_right)
 
 
+PLANNED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Where."},
+        "days": {"type": "integer"},
+        "kind": {"enum": ["sun", "2"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "by": {"anyOf": [{"type": "object", "properties": {"x": {"type": "boolean"}}}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+}
+CODER = "<tool_call>\n<function=plan>\n{}</function>\n</tool_call>"
+GLM = "<tool_call>plan\n{}</tool_call>"
+LFM2 = "<|tool_call_start|>[plan({})]<|tool_call_end|>"
+OLMO3 = "<function_calls>plan({})</function_calls>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+
+
+def write_tags(before: str, behind: str, **values: str) -> str:
+    return "".join(f"{before.format(key)}{value}{behind}" for key, value in values.items())
+
+
+def coder(**values: str) -> str:
+    return CODER.format(write_tags("<parameter={}>\n", "\n</parameter>\n", **values))
+
+
+def glm(**values: str) -> str:
+    return GLM.format(write_tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", **values))
+
+
 @pytest.mark.parametrize(
-    ("template", "family"),
+    ("template", "text", "wanted"),
     [
-        ("<tool_call> <function=", "Qwen3-Coder"),
-        ("<tool_call> <arg_key>", "GLM"),
-        ("<|tool_call_start|>", "LFM2"),
-        ("<function_calls>", "OLMo 3"),
-        (DEEPSEEK[0], "DeepSeek"),
+        (
+            "<tool_call> <function=",
+            coder(city='A </tool_call>\n"b', days="2"),
+            {"city": 'A </tool_call>\n"b', "days": 2},
+        ),
+        ("<tool_call> <function=", coder(city="1", days="-2", kind="2"), {"city": "1", "days": -2, "kind": "2"}),
+        ("<tool_call> <function=", coder(city="A"), None),
+        ("<tool_call> <function=", coder(city="A", days="two"), None),
+        ("<tool_call> <function=", coder(city="A", days="2", kind="3"), None),
+        (
+            "<tool_call> <arg_key>",
+            glm(city="A\nb", days="2", tags='["c"]', by='{"x": true}'),
+            {"city": "A\nb", "days": 2, "tags": ["c"], "by": {"x": True}},
+        ),
+        ("<tool_call> <arg_key>", glm(days="2"), None),
+        (
+            "<|tool_call_start|>",
+            LFM2.format('city="A \\"b\\n)]", days=2, kind="2", by={"x": true}'),
+            {"city": 'A "b\n)]', "days": 2, "kind": "2", "by": {"x": True}},
+        ),
+        (
+            "<|tool_call_start|>",
+            LFM2.format('city="A", days=2, tags=["b", "c"], by=None'),
+            {"city": "A", "days": 2, "tags": ["b", "c"], "by": None},
+        ),
+        ("<|tool_call_start|>", LFM2.format('city="A"'), None),
+        ("<function_calls>", OLMO3.format('city="A", days=2, tags=[]'), {"city": "A", "days": 2, "tags": []}),
+        ("<function_calls>", OLMO3.format('days=2, city="A"'), None),
+        (
+            f"{DEEPSEEK[0]}```json",
+            f'{DEEPSEEK[0]}function{SEPARATOR}plan\n```json\n{{"city": "A", "days": 2}}\n```{DEEPSEEK[1]}',
+            {"city": "A", "days": 2},
+        ),
+        (
+            DEEPSEEK[0],
+            f'{DEEPSEEK[0]}plan{SEPARATOR}{{"city": "A", "days": 2}}{DEEPSEEK[1]}',
+            {"city": "A", "days": 2},
+        ),
+        (DEEPSEEK[0], f'{DEEPSEEK[0]}plan{SEPARATOR}{{"city": "A"}}{DEEPSEEK[1]}', None),
     ],
 )
-def test_a_call_that_cannot_be_forced_in_the_form_of_a_family_is_refused_by_its_name(
-    template: str, family: str
+def test_forced_calls_in_tags_and_python_hold_to_the_schema_and_are_read_as_json(
+    template: str, text: str, wanted: dict[str, Any] | None
 ) -> None:
-    with pytest.raises(ApiError, match=f"^tool_choice .* in the form of {family}: set it to") as error:
-        write_choice(find_form(template), TOOLS, None)
-    assert (error.value.status, error.value.param) == (400, "tool_choice")
+    form, tools = find_form(template), {"plan": PLANNED, "now": {}}
+    of_bytes = llguidance.LLTokenizer("byte")
+    grammar, tokens = (
+        llguidance.LLMatcher(of_bytes, write_choice(form, tools, None)),
+        of_bytes.tokenize_str(text),
+    )
+    assert not grammar.get_error()
+    is_right = grammar.try_consume_tokens(tokens) == len(tokens) and grammar.is_accepting()
+    assert is_right == (wanted is not None)
+    if wanted is not None:
+        (call,) = ToolReader(form, tools).feed(text, is_last=True).calls
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("plan", wanted)
+
+
+@pytest.mark.parametrize("template", ["<tool_call> <function=", "<tool_call> <arg_key>", "<|tool_call_start|>"])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "the argument a of plan with pattern"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "the argument a of plan with an empty list or none"),
+        ({"properties": {"a": {}}, "required": ["b"]}, "b in the parameters of plan"),
+        ({"$ref": "#/x"}, r"\$ref in the parameters of plan"),
+        ({"properties": 5}, "parameters of plan that are no JSON schema"),
+    ],
+)
+def test_a_schema_that_a_form_cannot_be_held_to_is_refused_by_name(
+    template: str, schema: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ApiError, match=words) as error:
+        write_choice(find_form(template), {"plan": schema}, None)
+    assert (error.value.status, error.value.param) == (400, "tools")
+
+
+STREAMED = {
+    "hermes": '{"name": "weather", "arguments": {"city": "}\\"", "days": 2}}',
+    "[TOOL_CALLS][ARGS]": 'weather[ARGS]{"city": "}\\"", "days": 2}',
+    DEEPSEEK[0]: f'weather{SEPARATOR}{{"city": "}}\\"", "days": 2}}',
+}
+
+
+@pytest.mark.parametrize("sign", STREAMED)
+def test_arguments_of_json_are_streamed_as_they_come(sign: str) -> None:
+    form = find_form(sign if sign != "hermes" else "<tool_call>")
+    reader = ToolReader(form, TOOLS, is_stream=True)
+    text = f"Look. {form.begin}{STREAMED[sign]}{form.end or ''}"
+    parts = [reader.feed(character, is_last=False) for character in text] + [reader.feed("", is_last=True)]
+    assert "".join(part.content for part in parts) == "Look."
+    first, *others = [call for part in parts for call in part.calls]
+    assert (first["index"], first["function"]) == (0, {"name": "weather", "arguments": ""})
+    assert all(set(one) == {"index", "function"} and one["index"] == 0 for one in others)
+    assert len(others) > 10
+    arguments = "".join(one["function"]["arguments"] for one in others)
+    assert json.loads(arguments) == {"city": '}"', "days": 2}
+    assert reader.num_calls == 1
+
+
+def test_calls_of_one_stream_are_counted_whether_they_come_in_pieces_or_whole() -> None:
+    reader = ToolReader(find_form("<tool_call>"), TOOLS, is_stream=True)
+    text = (
+        '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "weather", "arguments": {"city": "A"}}</tool_call>'
+    )
+    text += '<tool_call>{"name": "delete", "arguments": {}}</tool_call>'
+    for size in (5, len(text)):
+        reader = ToolReader(find_form("<tool_call>"), TOOLS, is_stream=True)
+        starts = range(0, len(text), size)
+        found = [reader.feed(text[start : start + size], is_last=start + size >= len(text)) for start in starts]
+        calls = [call for part in found for call in part.calls]
+        assert [call["index"] for call in calls if "id" in call] == [0, 1]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{}{"city": "A"}'
+        assert "".join(part.content for part in found).startswith('<tool_call>{"name": "delete"')
 
 
 @pytest.mark.parametrize("size", [1, 4, 10_000])
@@ -338,6 +470,6 @@ def test_an_answer_without_parallel_calls_ends_with_its_first_call(
 
     worker = ScriptedWorker(ids)
     calls, reason = asyncio.run(answer())
-    assert len(calls) == num_calls
+    assert sum("id" in call for call in calls) == num_calls
     assert (worker.num_sent < len(ids) // 2) == (num_calls == 1), "the text went on behind its only call"
     assert reason == ("tool_calls" if num_calls == 1 else "length")
