@@ -13,6 +13,8 @@ from genesis.cli.plan import split_overrides
 from genesis.data.prepare import MAX_VALIDATION_FRACTION
 from genesis.operations.commands import StepFailedError
 from genesis.operations.finetune import VALIDATION_FRACTION, YAML, Finetuning, Method, Request, name_directory
+from genesis.recipe.resolved import list_overrides
+from genesis.recipe.run_length import check_lengths
 
 _DESCRIPTION = """Fine-tunes a model on your data: imports it, prepares the data, trains, measures the loss on held-out
 data before and after, and exports. Each part is a command of Genesis, which is printed, so that you can run it
@@ -41,6 +43,7 @@ def main(argv: list[str]) -> int:
         if word.partition("=")[0] in _OWN:
             raise UserError(f"{word.partition('=')[0]} is set by `genesis finetune` itself: leave it out")
     check_names("fit", options)
+    check_lengths(list_overrides(options))
     check_can_prove("finetune")
     method: Method = arguments.method or "lora"
     if method != "full" and find_spec("peft") is None:

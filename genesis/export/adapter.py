@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 
 from genesis.base.errors import UserError
-from genesis.export.card import describe_nf4, describe_reading
+from genesis.export.card import describe_nf4, describe_reading, name_auto_class
 from genesis.export.proof import (
     PROVE_ADAPTER_MODULE,
     UNPROVED_TOKENIZER,
@@ -157,7 +157,10 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         imported_as = _find_other_type(base_manifest, family) if isinstance(family, Family) else None
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
-        card = _write_card(out.name, checkpoint, manifest, adapter, base, family, imported_as, reading, described)
+        opens = name_auto_class(config)
+        card = _write_card(
+            out.name, checkpoint, manifest, adapter, base, family, imported_as, reading, described, opens
+        )
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         request = {
             "directory": str(staging),
@@ -235,6 +238,7 @@ def _write_card(
     imported_as: str | None,
     reading: Reading,
     described: str,
+    opens: str,
 ) -> str:
     assert manifest.base is not None
     head = yaml.safe_dump({"library_name": "peft", "tags": ["lora"]}, sort_keys=False)
@@ -249,7 +253,7 @@ imported from: some layers have other names there, and PEFT leaves out their ada
     tokenizer = f"\n{described}\n" if described else ""
     if reading.origin == "unproved":
         tokenizer += f"\n**The tokenizer is unproved**: {UNPROVED_TOKENIZER}.\n"
-    names = "AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
+    names = f"{opens}, AutoTokenizer, GenerationConfig"
     names = names if described else names.replace(" AutoTokenizer,", "")
     opened = 'tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")\n' if described else ""
     base_manifest = read_manifest(base)
@@ -267,7 +271,7 @@ Adapters of rank {adapter.rank} in PEFT's format, trained beside a frozen base o
 from peft import PeftModel
 from transformers import {names}
 
-{opened}base = AutoModelForCausalLM.from_pretrained("BASE")
+{opened}base = {opens}.from_pretrained("BASE")
 model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
 # PEFT keeps the stops of the base: this file has those that the adapters learned.
 model.generation_config = GenerationConfig.from_pretrained("THIS_DIRECTORY")

@@ -19,6 +19,7 @@ from genesis.huggingface.directory import read_json
 from genesis.huggingface.stored import list_nf4_tensors
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
+from genesis.model.foreign.config import TransformersConfig
 from genesis.recipe.yaml import dump_yaml
 from genesis.tokenizer.fast_form import CONFIG_NAME as TOKENIZER_CONFIG_NAME
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -36,10 +37,10 @@ _PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
 """Beginnings of values that are paths under any key."""
 _USE: dict[Layout, str] = {
     "huggingface": """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AUTO_CLASS, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")
-model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
+model = AUTO_CLASS.from_pretrained("THIS_DIRECTORY")
 ```
 
 `proof.json` lists the comparisons with the checkpoint.""",
@@ -53,9 +54,9 @@ llama-server -m THIS_DIRECTORY/FILE.gguf
 }
 
 _USE_OF_IDS: Final = """```python
-from transformers import AutoModelForCausalLM
+from transformers import AUTO_CLASS
 
-model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
+model = AUTO_CLASS.from_pretrained("THIS_DIRECTORY")
 ```
 
 `proof.json` lists the comparisons with the checkpoint."""
@@ -65,6 +66,11 @@ _OWN_FORM: Final = (
     "transformers cannot open this tokenizer: the directory contains its own files, which genesis reads "
     '(`genesis generate THIS_DIRECTORY --prompt "..."`). With transformers, use ids as input and output.'
 )
+
+
+def name_auto_class(config: DecoderConfig) -> str:
+    """Returns the name of transformers' class that opens an exported model."""
+    return config.body.auto_class if isinstance(config.body, TransformersConfig) else "AutoModelForCausalLM"
 
 
 def write_card(
@@ -97,7 +103,9 @@ def write_card(
         f"A {'Llama-style language model' if config.body is None else 'language model of transformers'} of "
         f"{numbered(describe(config).num_parameters, 'parameters')} with a context of "
         f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype}.",
-        _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
+        (_USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout]).replace(
+            "AUTO_CLASS", name_auto_class(config)
+        ),
         *([reading] if reading else []),
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
         *(

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from genesis.base.errors import RunEndedError, UserError, blaming
 from genesis.base.progress import stage
@@ -27,7 +26,7 @@ from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_director
 from genesis.huggingface.weights import iterate_pieces, iterate_tensors, read_file_names
 from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.foreign.config import PREFIX, TransformersConfig
-from genesis.model.foreign.decoder import TransformersDecoder, find_shape, own_logits, read_config
+from genesis.model.foreign.decoder import TransformersDecoder, choose_auto, find_shape, own_logits, read_config
 from genesis.model.language_model import project
 from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.files import write_files
@@ -74,7 +73,7 @@ def import_foreign(
     num_bytes = sum(tensor.numel() for tensor in read.values()) * torch.float32.itemsize
     check_proof_memory(2 * num_bytes)
     with stage("opening the model by transformers"):
-        theirs, report = load_model(directory)
+        theirs, report = load_model(directory, choose_auto(read_config(given)))
     _check_report(directory, report)
     found = {f"{PREFIX}{name}": tensor for name, tensor in theirs.state_dict().items()}
     config = _choose_documents(config, found)
@@ -210,8 +209,8 @@ def build_theirs(config: DecoderConfig, state: Mapping[str, Tensor], dtype: torc
         dtype: The type of the weights.
     """
     assert isinstance(config.body, TransformersConfig)
-    build: Any = AutoModelForCausalLM.from_config
-    theirs = build(read_config(config.body.config), dtype=dtype, trust_remote_code=False)
+    described = read_config(config.body.config)
+    theirs = choose_auto(described).from_config(described, dtype=dtype, trust_remote_code=False)
     theirs.load_state_dict({name.removeprefix(PREFIX): tensor for name, tensor in state.items()}, strict=False)
     theirs.tie_weights()
     return theirs
@@ -254,7 +253,7 @@ def write_foreign(
     theirs = build_theirs(config, state, dtype)
     theirs.config.update({key: token for key, token in ids.items() if token is not None})
     theirs.save_pretrained(staging, max_shard_size=max_file_bytes)
-    read, report = load_model(staging)
+    read, report = load_model(staging, choose_auto(theirs.config))
     _check_report(staging, report)
     again = read.state_dict()
     for name, tensor in state.items():

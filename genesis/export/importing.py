@@ -23,6 +23,7 @@ from genesis.export.proof import check_proof_memory, run_proof, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
+from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.family import IMPORTED_AS
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import count_dropped, read_weights
@@ -166,7 +167,8 @@ def _import_plain(
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(
-            state, config, tokenizer, RunDirectory(staging).checkpoints, imported_as=family.model_type
+            *(state, config, tokenizer, RunDirectory(staging).checkpoints),
+            imported_as=str(read_json(directory / CONFIG_NAME)["model_type"]),
         )
         del state
         (staging / _WIDENED_NAME).unlink(missing_ok=True)
@@ -271,7 +273,7 @@ def save_weights(
         tokenizer: The model's tokenizer; None if it has none.
         checkpoints: The directory of checkpoints to create.
         ancestor: The checkpoint that the weights come from; None if there is none.
-        imported_as: The `model_type` of the family that the weights are imported from; None if they are not imported.
+        imported_as: The `model_type` of the files that the weights are imported from; None if they are not imported.
     """
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}

@@ -34,21 +34,23 @@ def load_tokenizer(directory: Path, **options: Any) -> Any:
         return load(data, **options, trust_remote_code=False, local_files_only=True)
 
 
-def load_model(directory: Path) -> tuple[Any, dict[str, Any]]:
+def load_model(directory: Path, auto: Any = None) -> tuple[Any, dict[str, Any]]:
     """Returns transformers' model of a directory in float32, and what transformers reports about its tensors.
 
-    Where transformers has no class for the text model of a type alone, such as `mistral3`, it is the whole model.
+    Args:
+        directory: The directory.
+        auto: The class of transformers that opens it. None for the text model of its type alone, and for the whole
+            model where transformers has none, as of `mistral3`.
     """
     with _without_code(directory) as data:
-        content = read_json(directory / CONFIG_NAME)
-        model_type = content.get("model_type")
-        if is_mxfp4(content):
-            return _load_dequantised(data, content)
-        load: Any = AutoModelForCausalLM.from_pretrained
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            load = AutoModelForImageTextToText.from_pretrained
+        if auto is None:
+            content = read_json(directory / CONFIG_NAME)
+            if is_mxfp4(content):
+                return _load_dequantised(data, content)
+            has_text_alone = content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            auto = AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText
         closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
-        model, report = load(data, dtype=torch.float32, output_loading_info=True, **closed)
+        model, report = auto.from_pretrained(data, dtype=torch.float32, output_loading_info=True, **closed)
     return model, report
 
 

@@ -21,7 +21,7 @@ from genesis.model.mixture import MixtureConfig
 
 OUTPUT_WEIGHT: Final = "output.weight"
 IMPORTED_AS: Final = "imported_as"
-"""The entry of an imported checkpoint's identity with the `model_type` of its family."""
+"""The entry of an imported checkpoint's identity with the `model_type` of the files."""
 _STACKED: Final = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
 """The stacks of all experts in files that have them, to the decoder's stacks, which follow in dimension 1."""
 

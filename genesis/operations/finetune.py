@@ -33,7 +33,8 @@ from genesis.export.adapter import describe_adapter
 from genesis.huggingface.shape import find_names
 from genesis.model.recipe import build_decoder_config, read_adapter_config
 from genesis.operations.commands import Commands, StepFailedError
-from genesis.recipe.resolved import ResolvedRecipe, list_steps
+from genesis.recipe.resolved import ResolvedRecipe, list_overrides, list_steps
+from genesis.recipe.run_length import find_replaced
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.locks import lock_file, open_lock
@@ -48,7 +49,8 @@ YAML: Final = (".yaml", ".yml")
 """Suffixes of a file of options for `data prepare` in the place of data."""
 _RANK: Final = 16
 _DTYPES: Final[dict[Method, tuple[str, ...]]] = {"lora": ("--dtype", "stored"), "nf4": ("--dtype", "nf4"), "full": ()}
-_PAIRS: Final = ("--model.objective", "genesis.objectives.DPO", "--data.num_epochs", "1", "--model.optimizer.lr")
+_PAIRS: Final = ("--model.objective", "genesis.objectives.DPO")
+_PAIRS_LENGTH: Final = ("--data.num_epochs", "1")
 _PAIRS_RATE: Final[dict[Method, str]] = {"lora": "5e-6", "nf4": "5e-6", "full": "5e-7"}
 """Preferences are learned at a fortieth of the usual rates, in one epoch, as in the alignment handbook's recipes."""
 _REQUEST_NAME: Final = "finetune.json"
@@ -217,11 +219,12 @@ class Finetuning:
     def _fit_options(self, manifest: CorpusManifest) -> tuple[str, ...]:
         """Returns the options of `fit` and `validate`; those of the user come last, and win."""
         method = self.request.method
+        length = () if "data.num_epochs" in find_replaced(list_overrides(self.request.options)) else _PAIRS_LENGTH
         return (
             *("--config", str(self.base.imported_recipe), "--run_dir", str(self.run.path)),
             *("--data.corpus", str(self.corpus)),
             *(() if method == "full" else ("--model.adapter.rank", str(_RANK))),
-            *((*_PAIRS, _PAIRS_RATE[method]) if manifest.is_paired else ()),
+            *((*_PAIRS, *length, "--model.optimizer.lr", _PAIRS_RATE[method]) if manifest.is_paired else ()),
             *self.request.options,
         )
 

@@ -252,6 +252,16 @@ def list_steps(arguments: Sequence[str]) -> list[Path | Override]:
     return steps
 
 
+def list_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns the options with values among the words of `genesis fit`, by their names without `init_args`.
+
+    Example:
+        >>> list_overrides(["--data.num_epochs=2", "--config", "recipe.yaml"])
+        {'data.num_epochs': '2'}
+    """
+    return {shorten(step[0]): step[1] for step in list_steps(arguments) if not isinstance(step, Path)}
+
+
 def complete_arguments(arguments: Sequence[str], in_files: Mapping[str, str] | None = None) -> list[str]:
     """Returns the words of a command line, and behind them the options that it replaces in recipes.
 

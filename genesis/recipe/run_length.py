@@ -9,6 +9,8 @@ in the same way.
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from genesis.base.errors import UserError
+
 MAX_STEPS: Final = "trainer.max_steps"
 _NO_NUMBER: Final = {"-1", "null", "None", "~", ""}
 """How an option says that it sets no length."""
@@ -51,6 +53,21 @@ def find_replaced(given: Mapping[str, str]) -> dict[str, str]:
     if lr in has_value:
         replaced[adapter_lr] = "null"
     return {name: none for name, none in replaced.items() if name not in given}
+
+
+def check_lengths(given: Mapping[str, str]) -> None:
+    """Refuses options of one command line of which two set the length of a run.
+
+    Args:
+        given: The options of the command line, with their values as text.
+
+    Raises:
+        UserError: Two of them do.
+    """
+    names = (MAX_STEPS, "data.num_epochs", "data.num_tokens")
+    found = [f"{name} {given[name]}" for name in names if given.get(name, "") not in _NO_NUMBER]
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(found)} each set how long to train: leave one out")
 
 
 def replace_in_files(files: Iterable[tuple[str, Mapping[str, str]]]) -> tuple[dict[str, str], list[str]]:

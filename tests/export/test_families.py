@@ -18,6 +18,7 @@ from genesis.huggingface.shape import find_family, read_shape, write_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder
 from genesis.model.loss import sum_cross_entropy
+from genesis_callbacks.checkpoint import read_manifest
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 90,
@@ -423,6 +424,8 @@ def test_a_model_with_a_vision_tower_is_imported_as_its_text_model(
     with safe_open(tmp_path / "theirs/model.safetensors", "pt") as file:
         assert any("visual" in key or "vision" in key for key in file.keys())  # noqa: SIM118  # no mapping
     import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    assert read_manifest(checkpoint).identity["imported_as"] == model_type
     ours = load_decoder(tmp_path / "run").decoder
     ids = torch.randint(90, (2, 100))
     with torch.no_grad():

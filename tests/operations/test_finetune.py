@@ -171,6 +171,10 @@ def test_pairs_of_answers_are_learned_as_preferences(runner: Runner, tmp_path: P
     assert '"chat": "pairs"' in runner.done[1]
     learned = "--model.objective genesis.objectives.DPO --data.num_epochs 1 --model.optimizer.lr 5e-6"
     assert runner.done[2] == f"fit {ADAPTER} {learned}"  # the loss before is log 2, whatever the data
+    steps = "--trainer.max_steps=5"
+    assert main(["finetune", "MODEL", "pairs.jsonl", "--out", "OTHER", steps]) == 0
+    fit = next(command for command in runner.done if command.startswith("fit") and "OTHER" in command)
+    assert fit.endswith(f"{learned.replace('--data.num_epochs 1 ', '')} {steps}")
 
 
 def test_data_too_few_to_hold_out_any_train_without_losses(
@@ -273,6 +277,10 @@ def test_data_that_could_not_be_prepared_are_replaced_by_others(runner: Runner) 
         ([*NAMED, "--data.corpus", "x"], "--data.corpus is set by `genesis finetune` itself: leave it out"),
         ([*NAMED, "--data.num_epchs", "1"], "unrecognized arguments: --data.num_epchs=1; did you mean"),
         ([*NAMED, "--data.num_epochs", "many"], "data.num_epochs is 'many'"),
+        (
+            [*NAMED, "--data.num_epochs", "1", "--trainer.max_steps", "5"],
+            "trainer.max_steps 5 and data.num_epochs 1 each set how long to train: leave one out",
+        ),
         (["MODEL", "a.yaml", "b.jsonl"], "a YAML file names all data"),
         (["MODEL", "none.jsonl"], "no such file: none.jsonl"),
         (["MODEL", "none.yaml"], "no such file: none.yaml"),

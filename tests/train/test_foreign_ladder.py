@@ -71,6 +71,8 @@ def climb(
         ("gemma3_text", "replicated", 1, None, torch.float32),
         ("gpt_oss", "checkpointing", 2, None, torch.float32),
         ("phi3", "full", 2, LORA, torch.bfloat16),
+        ("olmo3", "zero1", 2, None, torch.float32),
+        ("granite", "compiled_shards", 2, LORA, torch.float32),
     ],
 )
 def test_a_killed_model_of_transformers_climbs_on_bit_for_bit(
@@ -89,7 +91,7 @@ def test_a_killed_model_of_transformers_climbs_on_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["checkpointing", "half_offload"])
+@pytest.mark.parametrize("strategy", ["checkpointing", "half_offload", "zero1", "compiled_shards"])
 def test_two_ranks_train_a_model_of_transformers_like_one(tmp_path: Path, tiny_corpus: Path, strategy: str) -> None:
     base = make_base("gemma3_text", tmp_path / "base", tiny_corpus)
     shared = ("gemma3_text", str(base), str(tiny_corpus))

@@ -45,6 +45,12 @@ class TransformersConfig(BodyConfig):
     def __hash__(self) -> int:
         return hash((json.dumps(self.config, sort_keys=True, default=str), self.documents))
 
+    @property
+    def auto_class(self) -> str:
+        """The name of transformers' class that opens the model."""
+        decoder = import_module("genesis.model.foreign.decoder")
+        return str(decoder.choose_auto(decoder.read_config(self.config)).__name__)
+
     def build(self, shape: BodyShape) -> LanguageModel:
         """Returns the model, without values.
 

@@ -15,7 +15,13 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from genesis.base.errors import UserError, blaming
 from genesis.model.attend.metadata import document_offsets as find_offsets
@@ -29,6 +35,8 @@ from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGro
 T = TypeVar("T")
 
 _ROWS: Final = "set model.decoder.body.init_args.documents to rows, which gives each document a padded row of its own"
+_FLOAT: Final = "__float__"
+"""The only key of an object that stands for a number."""
 _ROUTER: Final = "router"
 """The name of the statistics of all routers together."""
 
@@ -42,7 +50,7 @@ def read_config(content: Mapping[str, Any]) -> Any:
     """Returns transformers' configuration of a model that can be trained, from the content of its `config.json`.
 
     Raises:
-        UserError: transformers has no such causal model, or the model has several towers.
+        UserError: transformers has no such causal model, or one whose language model cannot be trained alone.
     """
     given = dict(content)
     kind = given.pop("model_type")
@@ -52,22 +60,19 @@ def read_config(content: Mapping[str, Any]) -> Any:
             "transformers that has it"
         )
     with blaming(f"config.json of {kind}", "correct it"):
-        config = CONFIG_MAPPING[kind].from_dict(given)
+        config = CONFIG_MAPPING[kind].from_dict(_decode_floats(given))
     if config.is_encoder_decoder:
         raise UserError(
             f"{kind} has an encoder and a decoder, and here each token is predicted from those before it alone: choose "
             "a model without an encoder, or train this one with transformers itself"
         )
-    if config.get_text_config(decoder=True) is not config:
+    is_alone = config.get_text_config(decoder=True) is config
+    if type(config) not in (MODEL_FOR_CAUSAL_LM_MAPPING if is_alone else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         raise UserError(
-            f"{kind} has several towers: save its language model alone by transformers "
-            "(`model.get_decoder()` has its weights), and import that"
+            f"{kind} is no causal language model of transformers, and none beside a tower of images, which alone can "
+            "be trained: choose another"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"{kind} is no causal language model of transformers, which alone can be trained: choose another"
-        )
-    if getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         raise UserError(
             f"{kind} has layers that read keys and values of other layers from a cache, which training has not: choose "
             "a model without num_kv_shared_layers, or train this one with transformers itself"
@@ -75,14 +80,30 @@ def read_config(content: Mapping[str, Any]) -> Any:
     return config
 
 
+def _decode_floats(value: Any) -> Any:
+    """Returns JSON with numbers for what transformers writes for numbers without a form in JSON, such as infinity."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        return {key: _decode_floats(one) for key, one in value.items()}
+    return [_decode_floats(one) for one in value] if isinstance(value, list) else value
+
+
+def choose_auto(config: Any) -> Any:
+    """Returns transformers' class that builds and opens the models of a configuration."""
+    is_alone = config.get_text_config(decoder=True) is config
+    return AutoModelForCausalLM if is_alone else AutoModelForImageTextToText
+
+
 def find_shape(config: Any) -> BodyShape:
     """Returns the fields of a decoder that a configuration of transformers has under its own names."""
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 1 << 20
+    text = config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or 1 << 20
     return BodyShape(
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.vocab_size,
-        min(longest, *_list_fixed_lengths(config, longest)),
+        text.hidden_size,
+        text.num_hidden_layers,
+        text.vocab_size,
+        min(longest, *_list_fixed_lengths(text, longest)),
         bool(config.tie_word_embeddings),
     )
 
@@ -108,8 +129,7 @@ def _build_theirs(body: TransformersConfig, config: Any) -> Any:
     options = {"dtype": torch.float32, "experts_implementation": body.experts, "trust_remote_code": False}
     with blaming(f"config.json of {config.model_type}", "correct it"):
         try:
-            build: Any = AutoModelForCausalLM.from_config
-            return build(config, attn_implementation=attention, **options)
+            return choose_auto(config).from_config(config, attn_implementation=attention, **options)
         except KeyError as error:
             if error.args != (NAME,):
                 raise
@@ -121,6 +141,8 @@ def _build_theirs(body: TransformersConfig, config: Any) -> Any:
 
 class TransformersDecoder(LanguageModel):
     """A model of transformers; see `TransformersConfig`. Its tensors have transformers' names behind `model.`.
+
+    Of a model that also reads images, the language model is trained. The other towers are in every checkpoint, frozen.
 
     Args:
         body: Its configuration.
@@ -134,8 +156,9 @@ class TransformersDecoder(LanguageModel):
 
     def __init__(self, body: TransformersConfig, shape: BodyShape) -> None:
         config = read_config(body.config)
-        super().__init__(config.num_hidden_layers, shape.max_seq_len)
-        self.body_config, self.theirs = body, config
+        self.theirs = config.get_text_config(decoder=True)
+        super().__init__(self.theirs.num_hidden_layers, shape.max_seq_len)
+        self.body_config = body
         _check_shape(shape, find_shape(config))
         self.model = model = _build_theirs(body, config)
         self._names = {module: name for name, module in self.named_modules()}
@@ -154,17 +177,24 @@ class TransformersDecoder(LanguageModel):
             delattr(owner, last)
             vars(owner)[last] = _TiedHead(table)
             self._head = self._table
-        self._body = self._names[model.get_decoder()]
+        body = model.get_decoder()
+        if body is model:  # of Llama 4's text model, whose class names another module
+            body = model.model
+        self._body = self._names[body]
         self._blocks_name = self._find_blocks()
-        self._takes = set(inspect.signature(type(model.get_decoder()).forward).parameters)
-        self._scale, self.softcap = _find_head_form(config)
+        self._of_text = ("",) if self.theirs is config else (f"{self._body}.", f"{self._head}.", f"{self._table}.")
+        for name, parameter in self.named_parameters():  # text reaches no other tower
+            parameter.requires_grad_(name.startswith(self._of_text))
+        self._takes = set(inspect.signature(type(body).forward).parameters)
+        self._scale, self.softcap = _find_head_form(self.theirs)
         self._mark_float32()
 
     def _find_blocks(self) -> str:
-        kinds = set(self.model._no_split_modules or ())
+        body = self.get_submodule(self._body)
+        kinds = {*(self.model._no_split_modules or ()), *(getattr(body, "_no_split_modules", None) or ())}
         found: list[str] = [
-            name
-            for name, module in self.named_modules()
+            self._names[module]
+            for module in body.modules()
             if isinstance(module, nn.ModuleList) and len(module) and all(type(one).__name__ in kinds for one in module)
         ]
         if len(found) != 1:
@@ -336,7 +366,9 @@ class TransformersDecoder(LanguageModel):
         """An estimate: six for each weight in a matrix that a token multiplies."""
         groups = self.parameter_groups()
         in_matrices = sum(
-            one.numel() for name, one in self.named_parameters() if groups[name] not in (VECTORS, EMBEDDINGS)
+            one.numel()
+            for name, one in self.named_parameters()
+            if groups[name] not in (VECTORS, EMBEDDINGS) and name.startswith(self._of_text)
         )
         tied = self.output_weight.numel() if self._head == self._table else 0
         return 6 * (in_matrices + tied - self.num_inactive_parameters)
@@ -355,7 +387,7 @@ class TransformersDecoder(LanguageModel):
     @property
     def num_inactive_parameters(self) -> int:
         """The weights of the stacks of experts that do not see a token, by the configuration."""
-        stacks = [one for one in self.parameters() if one.ndim == 3]
+        stacks = [one for name, one in self.named_parameters() if one.ndim == 3 and name.startswith(self._of_text)]
         active = getattr(self.theirs, "num_experts_per_tok", None)
         return sum(one.numel() // len(one) * max(0, len(one) - active) for one in stacks) if active else 0
 

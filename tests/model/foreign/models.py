@@ -3,11 +3,11 @@
 from typing import Any, Final
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from genesis.model.decoder import DecoderConfig, build_model
 from genesis.model.foreign.config import PREFIX, TransformersConfig
-from genesis.model.foreign.decoder import TransformersDecoder, find_shape
+from genesis.model.foreign.decoder import TransformersDecoder, choose_auto, find_shape
 
 _SHAPE: Final = {
     "hidden_size": 32,
@@ -52,6 +52,51 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 """The keys of a configuration that differ from `_SHAPE`, by `model_type`."""
 
 
+_IMAGES: Final = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_PATCHES: Final = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+}
+_ROPE_OF_IMAGES: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_OF_QWEN: Final = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+_LLAMA: Final = {"model_type": "llama"}
+TOWERS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
+    "gemma3": (FAMILIES["gemma3_text"], _IMAGES, {"mm_tokens_per_image": 4, "image_token_index": 5}),
+    "qwen2_5_vl": ({"rope_parameters": _ROPE_OF_IMAGES}, {**_PATCHES, "fullatt_block_indexes": [0]}, _OF_QWEN),
+    "qwen3_vl": (
+        {"head_dim": 8, "rope_parameters": {**_ROPE_OF_IMAGES, "mrope_interleaved": True}},
+        {**_PATCHES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        _OF_QWEN,
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        {**_IMAGES, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 5, "tie_word_embeddings": False},
+    ),
+    "smolvlm": (_LLAMA, _IMAGES, {"image_token_id": 5, "scale_factor": 2, "pad_token_id": 0}),
+    "llava": (_LLAMA, {**_IMAGES, "model_type": "clip_vision_model", "projection_dim": 16}, {"image_token_index": 5}),
+}
+"""Models with a tower of images: the keys of the language model, of the tower, and of both together."""
+
+
+def configure_towers(kind: str) -> Any:
+    """Returns transformers' configuration of a tiny model that also reads images."""
+    text, images, both = TOWERS[kind]
+    return CONFIG_MAPPING[kind](text_config={**_SHAPE, **text}, vision_config=images, **both)
+
+
 def configure(kind: str, **changes: Any) -> Any:
     """Returns transformers' configuration of a tiny model."""
     return CONFIG_MAPPING[kind](**{**_SHAPE, **FAMILIES.get(kind, {}), **changes})
@@ -60,7 +105,7 @@ def configure(kind: str, **changes: Any) -> Any:
 def make_theirs(config: Any) -> Any:
     """Returns transformers' model, with weights at which sinks, windows and bounds matter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = choose_auto(config).from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
     with torch.no_grad():

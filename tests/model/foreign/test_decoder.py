@@ -18,8 +18,9 @@ from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.objectives.distillation import Distillation
 from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.recompute import apply_recomputation
+from genesis.strategies.wrap import apply_wrappers
 from genesis.train.module import GenesisModule
-from tests.model.foreign.models import FAMILIES, configure, describe, make_theirs, wrap
+from tests.model.foreign.models import FAMILIES, TOWERS, configure, configure_towers, describe, make_theirs, wrap
 
 LENGTHS = (13, 1, 20, 14)
 DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(torch.int32)[None]
@@ -56,6 +57,19 @@ def split_by_kind(model: Any) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
+def check_steps(*contenders: tuple[Any, Any, torch.optim.Optimizer]) -> None:
+    """Trains both models for three steps and compares their losses."""
+    for step in range(3):
+        losses = []
+        for model, run, algorithm in contenders:
+            algorithm.zero_grad()
+            loss = run(model, *draw(step))
+            loss.backward()
+            algorithm.step()
+            losses.append(float(loss.detach()))
+        assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
 @pytest.mark.parametrize("documents", ["packed", "rows"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_packed_documents_train_like_a_loop_of_transformers_over_each(kind: str, documents: Any) -> None:
@@ -65,15 +79,37 @@ def test_packed_documents_train_like_a_loop_of_transformers_over_each(kind: str,
     theirs.get_input_embeddings().padding_idx = None  # else its row learns nothing as an input
     optimizer = build_optimizer(ours, AdamW(lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)))
     reference = torch.optim.AdamW(split_by_kind(theirs), lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(3):
-        losses = []
-        for model, run, algorithm in ((ours, run_ours, optimizer), (theirs, run_theirs, reference)):
-            algorithm.zero_grad()
-            loss = run(model, *draw(step))
-            loss.backward()
-            algorithm.step()
-            losses.append(float(loss.detach()))
-        assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    check_steps((ours, run_ours, optimizer), (theirs, run_theirs, reference))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3_text", "phi3", "gpt_oss"])
+def test_compiled_blocks_train_like_a_loop_of_transformers(kind: str) -> None:
+    theirs = make_theirs(configure(kind)).train()
+    ours = wrap(theirs).train()
+    apply_wrappers(ours, "block", has_compiled_blocks=True)
+    theirs.get_input_embeddings().padding_idx = None
+    optimizer = build_optimizer(ours, AdamW(lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)))
+    reference = torch.optim.AdamW(split_by_kind(theirs), lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    check_steps((ours, run_ours, optimizer), (theirs, run_theirs, reference))
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_language_model_beside_a_tower_of_images_trains_like_a_loop_of_transformers(kind: str) -> None:
+    theirs = make_theirs(configure_towers(kind)).train()
+    ours = wrap(theirs).train()
+    ours.prove(48)
+    names = {name.removeprefix("model."): one.requires_grad for name, one in ours.named_parameters()}
+    assert {name for name, is_trained in names.items() if not is_trained} == {
+        name for name in names if any(part in name for part in ("vision", "visual", "projector", "connector"))
+    }
+    apply_recomputation(ours, "block")
+    theirs.get_input_embeddings().padding_idx = None
+    optimizer = build_optimizer(ours, AdamW(lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95)))
+    reference = torch.optim.AdamW(split_by_kind(theirs), lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    before = {name: one.detach().clone() for name, one in ours.named_parameters() if not one.requires_grad}
+    check_steps((ours, run_ours, optimizer), (theirs.eval(), run_theirs, reference))
+    assert all(torch.equal(ours.get_parameter(name), tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -176,8 +212,6 @@ def test_the_auxiliary_loss_joins_the_sum_of_the_step() -> None:
     ("config", "message"),
     [
         ({"model_type": "nothing_known"}, "never run"),
-        ({"model_type": "gemma3"}, "several towers"),
-        ({"model_type": "llava"}, "several towers"),
         ({"model_type": "t5"}, "has an encoder and a decoder"),
         ({"model_type": "vit"}, "no causal language model"),
         ({"model_type": "gemma3n_text"}, "num_kv_shared_layers"),
