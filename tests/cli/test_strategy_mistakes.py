@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"pipeline_parallel": 2},
         {},
         "the pipeline has 2 stages, and the model 1 layer: lower pipeline_parallel or stages_per_rank until their "
-        "product is at most the number of layers",
+        "product is at most the number of layers; pipeline_parallel 1 fits",
     ),
     "too few micro-batches": (
         {"pipeline_parallel": 2},
