@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     work.append((Contender(LINK, "exchanges of two ranks", _SCRIPT, arguments=("2", LINK)), of_sleeping))
     readies, bursts = run_bursts(work, options.pairs, options.burst_steps)
     what = "tokens per second of training steps of axes on two ranks and at degree 1, in interleaved bursts"
-    record = harness.begin_record("axes", what, argv)
+    record = harness.begin_record("axes", what, argv, ["torch", "lightning"])
     record |= {name: getattr(options, name) for name in ("model", "threads", "pairs", "burst_steps", "micro_batches")}
     record["link"] = link = summarise_link(bursts[LINK])
     record["bubbles"] = {name: bursts[name][-1].figures for name in asleep}

@@ -27,7 +27,7 @@ from genesis.base.parent import end_with_forker
 from genesis.data.window import AccumulationWindow
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
-from genesis.operations.doctor.fits import KeepLosses, Windows, build_trainer
+from genesis.operations.doctor.fits import Windows, build_trainer
 from genesis.operations.doctor.probe import Task
 from genesis.optim import AdamW
 from genesis.strategies import Sharded
@@ -87,14 +87,16 @@ class _Sleep(pl.Callback):
 
 
 def _train(workload: Workload, options: dict[str, Any], directory: str, rank: int, num_ranks: int) -> None:
-    losses = KeepLosses(num_kept=1)
-    sleep = _Sleep(options.pop("sleep_seconds", 0.0))
+    sleep_seconds = options.pop("sleep_seconds", None)
 
     def read_figures() -> dict[str, float]:
         logged = trainer.callback_metrics
         return {name: float(logged[f"parallel/{name}"]) for name in BUBBLE if f"parallel/{name}" in logged}
 
-    gate = Gate(workload, ["torch", "lightning"], lambda: losses.read()[-1], read_figures) if rank == 0 else None
+    def read_loss() -> float:
+        return float(trainer.callback_metrics["train/loss"])  # of all ranks: the last stage of a pipeline has it
+
+    gate = Gate(workload, ["torch", "lightning"], read_loss, read_figures) if rank == 0 else None
     shared = [name for name, degree in options.items() if name.endswith("_parallel") and degree > 1]
     num_readers, data_rank = (1, 0) if shared else (num_ranks, rank)
     windows = [_take(window, data_rank, num_readers) for window in build_windows(workload)]
@@ -102,7 +104,7 @@ def _train(workload: Workload, options: dict[str, Any], directory: str, rank: in
         Task(workload.device, "", str(Path(directory) / str(rank)), rank, num_ranks),
         Sharded(**options),
         ENDLESS,
-        [losses, sleep],
+        [] if sleep_seconds is None else [_Sleep(sleep_seconds)],
         precision=workload.precision,
         log_every_n_steps=1,
         max_epochs=1,

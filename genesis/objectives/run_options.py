@@ -10,7 +10,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.shares import list_cut_columns
 from genesis.objectives.objective import Objective
 
-_NONE_FITS: Final = "no other number fits the batch and the other axes: change data.global_batch_size, or another axis"
+_OF_BATCH: Final = ", and change data.global_batch_size or data.micro_batch_size, which do not fit it"
 
 
 def _always(num_ranks: int) -> bool:
@@ -103,9 +103,11 @@ def check_tensor_share(
     if found is not None:
         divisors = (number for number in range(1, num_available + 1) if num_available % number == 0)
         shared = [n for n in divisors if _find_uncut(run, n) is None and _shares_context(run, context_ranks, n)]
-        nearest = min(filter(fits, shared), key=lambda number: abs(number - num_ranks), default=None)
-        remedy = f"set it to 1, and context_parallel {context_ranks} to 1" if not shared else _NONE_FITS
-        remedy = f"set it to {nearest}" if nearest else remedy
+        fitting = [number for number in shared if fits(number)]
+        nearest = min(fitting or shared, key=lambda number: abs(number - num_ranks), default=None)
+        remedy = f"set it to 1, and context_parallel {context_ranks} to 1"
+        if nearest is not None:
+            remedy = f"set it to {nearest}" + ("" if fitting else _OF_BATCH)
         raise UserError(f"{given}, and so many ranks cannot share {found}: {remedy}")
 
 
@@ -153,12 +155,13 @@ def check_context_share(
         if number % (num_ranks * tensor_ranks):
             # A divisor of the given degree leaves the other axes as they are.
             divisors = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0)
-            fitting = (cp for cp in divisors if _shares_context(run, cp, tensor_ranks) and fits(cp))
-            nearest = max(fitting, default=None)
+            shared = [cp for cp in divisors if _shares_context(run, cp, tensor_ranks)]
+            fitting = [cp for cp in shared if fits(cp)]
+            nearest = max(fitting or shared)
             of_matrices = f" * tensor_parallel {tensor_ranks}" if tensor_ranks > 1 else ""
             raise UserError(
-                f"context_parallel {num_ranks}{of_matrices} does not divide {what}; "
-                + (f"set context_parallel to {nearest}" if nearest else _NONE_FITS)
+                f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to {nearest}"
+                + ("" if fitting else _OF_BATCH)
             )
 
 

@@ -100,10 +100,10 @@ DEEP = DecoderConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=
         # Of the nearest degrees, the heads refuse 3 and the batch refuses what leaves too many readers.
         (8, {"tp": 8}, (2, 1), "cannot share num_heads 4: set it to 4$"),
         (12, {"tp": 12}, (6, 1), "cannot share num_heads 4: set it to 4$"),
-        (8, {"tp": 8}, (3, 1), "cannot share num_heads 4: no other number fits the batch and the other axes"),
+        (8, {"tp": 8}, (3, 1), "cannot share num_heads 4: set it to 4, and change data.global_batch_size"),
         (16, {"cp": 8}, (8, 1), "context_parallel 8 does not divide the 4 heads .*; set context_parallel to 4$"),
         (16, {"cp": 8}, (4, 1), "context_parallel 8 does not divide the 4 heads .*; set context_parallel to 4$"),
-        (16, {"cp": 8}, (2, 1), "context_parallel 8 does not divide the 4 heads .*; no other number fits the batch"),
+        (16, {"cp": 8}, (2, 1), "does not divide the 4 heads .*; set context_parallel to 4, and change data"),
         (6, {"tp": 4, "pp": 2}, (6, 1), "= 8 does not divide 6 ranks: .*; tensor_parallel 1 fits$"),
         (12, {"tp": 4, "pp": 2}, (12, 1), "= 8 does not divide 12 ranks: .*; pipeline_parallel 1 fits$"),
         (8, {"pp": 8}, (8, 1), "8 stages, and the model 4 layers: .*; pipeline_parallel 4 fits$"),
