@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
     what = "tokens per second of training steps of axes on two ranks and at degree 1, in interleaved bursts"
     record = harness.begin_record("axes", what, argv, ["torch", "lightning"])
     record |= {name: getattr(options, name) for name in ("model", "threads", "pairs", "burst_steps", "micro_batches")}
-    record["link"] = link = summarise_link(bursts[LINK])
-    record["bubbles"] = {name: bursts[name][-1].figures for name in asleep}
+    record["link"] = link = take_medians(bursts[LINK])
+    record["bubbles"] = {name: take_medians(bursts[name]) for name in asleep}
     results = summarise({name: bursts[name] for name in contenders}, workload, link)
     record["contenders"] = {
         name: describe_contender(one, readies[name], results[name], bursts[name]) for name, one in contenders.items()
@@ -91,10 +91,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def summarise_link(bursts: Sequence[Burst]) -> dict[str, float]:
-    """Returns the latency and the bandwidth of an exchange between two ranks."""
-    names = ("latency_seconds", "bytes_per_second")
-    return {name: statistics.median(burst.figures[name] for burst in bursts) for name in names}
+def take_medians(bursts: Sequence[Burst]) -> dict[str, float]:
+    """Returns the median of each figure of a contender."""
+    return {name: statistics.median(burst.figures[name] for burst in bursts) for name in bursts[0].figures}
 
 
 def summarise(
@@ -196,7 +195,8 @@ def format_record(record: Mapping[str, Any]) -> str:
     ]
     if all("speed" in result for result in contenders.values()):
         measured, predicted = (order(contenders, key) for key in ("step_seconds", "predicted_step_seconds"))
-        notes += [f"measured order: {', '.join(measured)}", f"order by the plan: {', '.join(predicted)}"]
+        if len(measured) > 1:
+            notes += [f"measured order: {', '.join(measured)}", f"order by the plan: {', '.join(predicted)}"]
     rows = [_format_result(*item) for item in contenders.items()]
     body = [*harness.format_table(_COLUMNS, rows)]
     body += [f"- **{name}**: {one['summary']}." for name, one in contenders.items()]
