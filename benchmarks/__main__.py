@@ -12,6 +12,7 @@ from genesis.evaluate.environment import make_quiet
 BENCHMARKS: Final = {
     "step": "the training step beside bare loops, other trainers and the machine's peak",
     "experts": "a mixture of experts beside a dense model and Mixtral",
+    "axes": "tensor, context and pipeline parallelism on two ranks beside one process and the plan",
     "finetune": "fine-tuning beside TRL: speed, memory, losses",
     "checkpoint": "training steps around a save, ours and torch's",
     "telemetry": "what each telemetry callback costs a training step",

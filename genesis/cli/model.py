@@ -81,7 +81,7 @@ def describe_main(argv: list[str]) -> int:
         table = _table_of(description, recipe.where)
         _add_training(table, description, memory, None if adapter is None else arguments.base_dtype)
         algorithms = " and ".join(type(one).__name__ for one in algorithm.parts)
-        types = "float32" if algorithm.row_block == 1 else "8 bits and float32"
+        types = "float32" if algorithm.find_row_block(adapter) == 1 else "8 bits and float32"
         table.add_row("moments", _gib(optimizer_bytes), f"{types}; of {algorithms}")
         trained = memory.frozen_bytes + memory.weights_bytes + memory.gradients_bytes + optimizer_bytes
         table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")

@@ -1,12 +1,20 @@
 """What decides, beside the number of ranks, whether ranks can share a run: for strategies, and for plans."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from genesis.base.errors import UserError, numbered
 from genesis.model.cut import find_indivisible
 from genesis.model.decoder import DecoderConfig
 from genesis.model.shares import list_cut_columns
 from genesis.objectives.objective import Objective
+
+_OF_BATCH: Final = ", and change data.global_batch_size or data.micro_batch_size, which do not fit it"
+
+
+def _always(num_ranks: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,13 @@ def check_has_plain_experts(run: RunOptions, num_ranks: int) -> None:
         )
 
 
-def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, context_ranks: int = 1) -> None:
+def check_tensor_share(
+    run: RunOptions,
+    num_ranks: int,
+    num_available: int,
+    context_ranks: int = 1,
+    fits: Callable[[int], bool] = _always,
+) -> None:
     """Checks that ranks can share the matrices of a run's model and the tokens of its rows.
 
     Args:
@@ -73,6 +87,7 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, cont
         num_ranks: `tensor_parallel`, at least 2.
         num_available: The ranks that no other axis takes.
         context_ranks: `context_parallel`, which shares rows and heads, too.
+        fits: Whether another number fits the batch and the other axes.
 
     Raises:
         UserError: They cannot; the message has the nearest number that can.
@@ -87,9 +102,12 @@ def check_tensor_share(run: RunOptions, num_ranks: int, num_available: int, cont
     found = _find_uncut(run, num_ranks)
     if found is not None:
         divisors = (number for number in range(1, num_available + 1) if num_available % number == 0)
-        fitting = [n for n in divisors if _find_uncut(run, n) is None and _shares_context(run, context_ranks, n)]
-        nearest = min(fitting, key=lambda number: abs(number - num_ranks), default=None)
-        remedy = f"set it to {nearest}" if nearest else f"set it to 1, and context_parallel {context_ranks} to 1"
+        shared = [n for n in divisors if _find_uncut(run, n) is None and _shares_context(run, context_ranks, n)]
+        fitting = [number for number in shared if fits(number)]
+        nearest = min(fitting or shared, key=lambda number: abs(number - num_ranks), default=None)
+        remedy = f"set it to 1, and context_parallel {context_ranks} to 1"
+        if nearest is not None:
+            remedy = f"set it to {nearest}" + ("" if fitting else _OF_BATCH)
         raise UserError(f"{given}, and so many ranks cannot share {found}: {remedy}")
 
 
@@ -108,8 +126,16 @@ def _find_uncut(run: RunOptions, num_ranks: int) -> str | None:
     return divided and f"{divided} in blocks of {run.row_block} (model.optimizer.init_args.block)"
 
 
-def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> None:
+def check_context_share(
+    run: RunOptions, num_ranks: int, tensor_ranks: int, fits: Callable[[int], bool] = _always
+) -> None:
     """Checks that ranks can share the rows of a run, and the heads of every mixer.
+
+    Args:
+        run: The run.
+        num_ranks: `context_parallel`, at least 2.
+        tensor_ranks: `tensor_parallel`, which shares rows and heads, too.
+        fits: Whether another number fits the batch and the other axes.
 
     Raises:
         UserError: They cannot; the message has the nearest number of ranks that can.
@@ -129,11 +155,13 @@ def check_context_share(run: RunOptions, num_ranks: int, tensor_ranks: int) -> N
         if number % (num_ranks * tensor_ranks):
             # A divisor of the given degree leaves the other axes as they are.
             divisors = (cp for cp in range(1, num_ranks + 1) if num_ranks % cp == 0)
-            fitting = (cp for cp in divisors if _shares_context(run, cp, tensor_ranks))
+            shared = [cp for cp in divisors if _shares_context(run, cp, tensor_ranks)]
+            fitting = [cp for cp in shared if fits(cp)]
+            nearest = max(fitting or shared)
             of_matrices = f" * tensor_parallel {tensor_ranks}" if tensor_ranks > 1 else ""
             raise UserError(
-                f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to "
-                f"{max(fitting, default=1)}"
+                f"context_parallel {num_ranks}{of_matrices} does not divide {what}; set context_parallel to {nearest}"
+                + ("" if fitting else _OF_BATCH)
             )
 
 

@@ -11,7 +11,8 @@ from jaxtyping import BFloat16
 from torch import Tensor
 
 from genesis.base.errors import UserError
-from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
+from genesis.model.adapter import AdapterConfig
+from genesis.model.part import ADAPTERS, EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 
 NO_DECAY: Final = 0.0
 """The weight decay of adapters, if none is given: it would pull their update to zero, which is the base."""
@@ -137,10 +138,17 @@ class Algorithm(ABC):
         """The algorithms of all parameters, each once; that of matrices is the first."""
         return tuple(dict.fromkeys(map(self.of, (MATRICES, HEAD, EMBEDDINGS, VECTORS))))
 
-    @property
-    def row_block(self) -> int:
-        """How many values of a row share an element of a moment at most, which ranks must not divide; 1 if none do."""
-        return max((form.block for part in self.parts for form in part.forms.values()), default=1)
+    def find_row_block(self, adapter: AdapterConfig | None = None) -> int:
+        """Returns how many values of a row share an element of a moment at most, which ranks must not divide.
+
+        Args:
+            adapter: The adapters that are trained, with what is trained beside them; None for all weights.
+        """
+        groups = [MATRICES, HEAD, EMBEDDINGS, VECTORS]
+        if adapter is not None:
+            groups = [ADAPTERS, VECTORS, *({"head": HEAD, "embedding": EMBEDDINGS}[one] for one in adapter.also_train)]
+        blocks = (form.block for group in groups for form in self.of(group).forms.values())
+        return max(blocks, default=1)
 
     def of(self, group: ParameterGroup) -> "Algorithm":
         """Returns the algorithm of a group: another one where this one is not for all parameters."""

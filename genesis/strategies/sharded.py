@@ -1,6 +1,7 @@
 """Sharded: every rank holds a part of the parameters, gradients and optimizer state (FSDP2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -197,19 +198,23 @@ class Sharded(ModelParallelStrategy):
         assert self._layout is not None, "setup_environment makes the layout"
         return self._layout
 
-    def _plan_degrees(self) -> Degrees:
-        num_ranks = self.num_nodes * self.num_processes
+    @property
+    def _num_ranks(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    def _plan_degrees(self, given: Mapping[str, int] | None = None) -> Degrees:
+        axes = self._axes if given is None else given
         if self.shard != "hybrid":
-            return Degrees(**self._axes).resolve(num_ranks)
-        of_stage, rest = divmod(num_ranks, self._axes["pp"])
+            return Degrees(**axes).resolve(self._num_ranks)
+        of_stage, rest = divmod(self._num_ranks, axes["pp"])
         if rest or not of_stage:
-            return Degrees(**self._axes).resolve(num_ranks)  # which refuses them
+            return Degrees(**axes).resolve(self._num_ranks)  # which refuses them
         group = self.ranks_per_shard_group or min(self.num_processes, of_stage)
         if group < 1 or of_stage % group:
             raise UserError(
                 f"ranks_per_shard_group {group} does not divide {of_stage} ranks; one of {list_divisors(of_stage)} does"
             )
-        return Degrees(dp_replicate=of_stage // group, **self._axes).resolve(num_ranks)
+        return Degrees(dp_replicate=of_stage // group, **axes).resolve(self._num_ranks)
 
     @property
     def needs_fixed_rows(self) -> bool:
@@ -229,28 +234,53 @@ class Sharded(ModelParallelStrategy):
     def check_options(self, run: RunOptions) -> None:
         """Refuses what ranks would refuse later, each for itself; see `LayoutStrategy`."""
         check_optimizer_offload(run, self.offload.optimizer_share)
-        degrees = self._plan_degrees()
-        axes = degrees.sparse_axes()
-        ranks_of_group = axes["efsdp"] * axes["ep"]
         shared = [name for name, ranks in self._axes.items() if ranks > 1]
         if run.decoder.body is not None and shared:
             raise UserError(
                 f"{AXIS_NAMES[shared[0]]}_parallel is {self._axes[shared[0]]}, and ranks cannot share the layers of "
                 f"another library ({type(run.decoder.body).__name__}): set it to 1, and shard the model by FSDP2 alone"
             )
+        self._check_degrees(run, self._axes, partial(self._fits, run))
+
+    def _fits(self, run: RunOptions, axis: str, degree: int) -> bool:
+        """Returns whether these ranks can train a run with another degree of one axis."""
+        if axis == "pp" and degree == 1 and (self.stages_per_rank > 1 or self.layers_per_stage is not None):
+            return False
+        try:
+            self._check_degrees(run, {**self._axes, axis: degree}, lambda *_: False)
+        except UserError:
+            return False
+        return True
+
+    def _check_degrees(self, run: RunOptions, axes: Mapping[str, int], fits: Callable[[str, int], bool]) -> None:
+        """Refuses degrees that do not fit the model, the batch or each other.
+
+        Args:
+            run: The run.
+            axes: The degree of each axis.
+            fits: Whether the run could be trained with another degree of an axis.
+        """
+        with self._naming_nearest(axes, ("tp", "cp", "pp"), fits):
+            degrees = self._plan_degrees(axes)
+        sparse = degrees.sparse_axes()
         if degrees.ep > 1:
             check_has_plain_experts(run, degrees.ep)
+            ranks_of_group = sparse["efsdp"] * sparse["ep"]
             check_expert_share(run.decoder.parts.feed_forward, degrees.ep, ranks_of_group, run.whole_matrices)
         if degrees.tp > 1:
             check_torch(degrees.tp)
-            check_tensor_share(run, degrees.tp, degrees.dp_shard * degrees.tp, degrees.cp)
+            num_available = degrees.dp_shard * degrees.tp
+            check_tensor_share(run, degrees.tp, num_available, degrees.cp, partial(fits, "tp"))
         if degrees.cp > 1:
-            check_context_share(run, degrees.cp, degrees.tp)
+            check_context_share(run, degrees.cp, degrees.tp, partial(fits, "cp"))
         if degrees.pp > 1:
-            self._check_pipeline(run, degrees)
+            self._check_pipeline(run, degrees, fits)
+        elif run.batch_sizes is not None:
+            plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
 
-    def _check_pipeline(self, run: RunOptions, degrees: Degrees) -> None:
-        divide_layers(run.decoder, self._num_stages, self.layers_per_stage)
+    def _check_pipeline(self, run: RunOptions, degrees: Degrees, fits: Callable[[str, int], bool]) -> None:
+        with self._naming_nearest(vars(degrees), ("pp",), fits):
+            divide_layers(run.decoder, degrees.pp * self.stages_per_rank, self.layers_per_stage)
         check_pipeline(
             run,
             degrees.pp,
@@ -264,7 +294,23 @@ class Sharded(ModelParallelStrategy):
             )
         if run.batch_sizes is not None:
             num_micro_batches = plan_micro_batches(*run.batch_sizes, degrees.data_world_size)
-            check_micro_batches(num_micro_batches, degrees.pp, self.stages_per_rank)
+            with self._naming_nearest(vars(degrees), ("tp", "cp"), fits):  # fewer ranks that read other data
+                check_micro_batches(num_micro_batches, degrees.pp, self.stages_per_rank)
+
+    @contextmanager
+    def _naming_nearest(
+        self, axes: Mapping[str, int], names: Sequence[str], fits: Callable[[str, int], bool]
+    ) -> Iterator[None]:
+        """Adds the nearest degree that fits, of one of several axes, to a refusal."""
+        try:
+            yield
+        except UserError as error:
+            others = ((axis, n) for axis in names if axes[axis] > 1 for n in list_divisors(self._num_ranks))
+            fitting = [(axis, n) for axis, n in others if n != axes[axis] and fits(axis, n)]
+            if not fitting:
+                raise
+            axis, nearest = min(fitting, key=lambda one: abs(one[1] - axes[one[0]]))
+            raise UserError(f"{error}; {AXIS_NAMES[axis]}_parallel {nearest} fits") from error
 
     @property
     def _num_stages(self) -> int:

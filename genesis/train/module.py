@@ -171,7 +171,7 @@ class GenesisModule(pl.LightningModule):
             batch_sizes=data.batch_sizes if is_training and isinstance(data, CorpusDataModule) else None,
             has_float8=self.float8 is not None,
             has_nf4=self.base_format.is_nf4,
-            row_block=self.algorithm.row_block if is_training else 1,
+            row_block=self.algorithm.find_row_block(self.adapter_config) if is_training else 1,
         )
         layout_strategy(strategy).check_options(run)
         needs_fixed_rows = getattr(strategy, "needs_fixed_rows", False)

@@ -55,7 +55,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "indivisible heads": (
         {"tensor_parallel": 3},
         {"trainer.devices": 3, "model.decoder.ffn_dim": 48},
-        "tensor_parallel is 3, and so many ranks cannot share num_kv_heads 2: set it to 1",
+        "tensor_parallel is 3, and so many ranks cannot share num_kv_heads 2: set it to 1, and change "
+        "data.global_batch_size or data.micro_batch_size, which do not fit it",
     ),
     "no experts": (
         {"expert_parallel": 2},
@@ -67,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"pipeline_parallel": 2},
         {},
         "the pipeline has 2 stages, and the model 1 layer: lower pipeline_parallel or stages_per_rank until their "
-        "product is at most the number of layers",
+        "product is at most the number of layers; pipeline_parallel 1 fits",
     ),
     "too few micro-batches": (
         {"pipeline_parallel": 2},

@@ -1,6 +1,7 @@
 """Moments of 8 bits: the formula, whole blocks on every rank, what stays in float32, bytes, refusals, losses."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from genesis.optim import AdamW, AdamW8bit, Algorithm, GroupedOptimizer, Muon, b
 from genesis.optim import adamw8bit as module
 from genesis.optim.build import count_moment_bytes
 from genesis.strategies import Replicated, Sharded
+from genesis.train.module import GenesisModule
 
 CONFIG = DecoderConfig(
     vocab_size=64, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=72, max_seq_len=64,
@@ -147,6 +149,21 @@ def test_columns_that_ranks_cannot_cut_into_whole_blocks_are_refused_with_the_de
         check_tensor_share(run, 2, 4)
     check_tensor_share(RunOptions(CONFIG, CrossEntropy, row_block=18), 1, 4)
     check_tensor_share(RunOptions(CONFIG, CrossEntropy), 2, 4)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"optimizer_offload": 0.5}])
+def test_beside_adapters_whose_moments_are_float32_nothing_is_refused(options: dict[str, Any]) -> None:
+    decoder = replace(CONFIG, vocab_size=64)
+    strategy: Any = Sharded(**options)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    GenesisModule(decoder, AdamW8bit(block=16), adapter=AdapterConfig(rank=2)).check_strategy(
+        None, strategy, is_training=True
+    )
+    for adapter in (None, AdapterConfig(rank=2, also_train=("head",))):  # the output weight has such moments
+        with pytest.raises(UserError, match=r"in blocks of 16|moments of 8 bits"):
+            GenesisModule(decoder, AdamW8bit(block=16), adapter=adapter).check_strategy(
+                None, strategy, is_training=True
+            )
 
 
 @pytest.mark.parametrize("strategy", [Replicated(optimizer_offload=0.5), Sharded(optimizer_offload=0.5)])

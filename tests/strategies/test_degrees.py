@@ -1,13 +1,19 @@
 """Degrees: what is refused, and which ranks belong together."""
 
 from math import prod
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.base.errors import UserError
-from genesis.strategies.degrees import Degrees, groups_along, list_divisors, place_on
+from genesis.model.decoder import DecoderConfig
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.run_options import RunOptions
+from genesis.strategies import Sharded
+from genesis.strategies.degrees import AXIS_NAMES, Degrees, groups_along, list_divisors, place_on
 from genesis.train.step import seed_of_step
 
 SIZES = st.integers(1, 3)
@@ -83,6 +89,35 @@ def test_degrees_that_do_not_make_up_the_world_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         Degrees(**degrees).resolve(world_size)
+
+
+DEEP = DecoderConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=48, max_seq_len=48, vocab_size=48)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "axes", "batch_sizes", "message"),
+    [
+        # Of the nearest degrees, the heads refuse 3 and the batch refuses what leaves too many readers.
+        (8, {"tp": 8}, (2, 1), "cannot share num_heads 4: set it to 4$"),
+        (12, {"tp": 12}, (6, 1), "cannot share num_heads 4: set it to 4$"),
+        (8, {"tp": 8}, (3, 1), "cannot share num_heads 4: set it to 4, and change data.global_batch_size"),
+        (16, {"cp": 8}, (8, 1), "context_parallel 8 does not divide the 4 heads .*; set context_parallel to 4$"),
+        (16, {"cp": 8}, (4, 1), "context_parallel 8 does not divide the 4 heads .*; set context_parallel to 4$"),
+        (16, {"cp": 8}, (2, 1), "does not divide the 4 heads .*; set context_parallel to 4, and change data"),
+        (6, {"tp": 4, "pp": 2}, (6, 1), "= 8 does not divide 6 ranks: .*; tensor_parallel 1 fits$"),
+        (12, {"tp": 4, "pp": 2}, (12, 1), "= 8 does not divide 12 ranks: .*; pipeline_parallel 1 fits$"),
+        (8, {"pp": 8}, (8, 1), "8 stages, and the model 4 layers: .*; pipeline_parallel 4 fits$"),
+        (8, {"pp": 8}, (4, 1), "8 stages, and the model 4 layers: .* number of layers$"),
+        (8, {"tp": 2, "pp": 2}, (2, 1), "the micro-batches of a window are 1, .*; tensor_parallel 4 fits$"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_nearest_degree_that_also_fits_the_batch_and_the_other_axes(
+    num_ranks: int, axes: dict[str, int], batch_sizes: tuple[int, int], message: str
+) -> None:
+    strategy: Any = Sharded(**{f"{AXIS_NAMES[axis]}_parallel": degree for axis, degree in axes.items()})
+    strategy.parallel_devices = [torch.device("cpu")] * num_ranks
+    with pytest.raises(UserError, match=message):
+        strategy.check_options(RunOptions(DEEP, CrossEntropy, batch_sizes=batch_sizes))
 
 
 @pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "cp", "tp", "ep", "pp"])

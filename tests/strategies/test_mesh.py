@@ -8,13 +8,16 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from genesis.model.decoder import DecoderConfig
 from genesis.strategies.degrees import Degrees, groups_along, place_on
 from genesis.strategies.mesh import WorldMesh
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import find_latest, read_manifest
 from genesis_callbacks.testing import run_ranks
+from tests.simulated_ranks import cut_on
 from tests.train.support import build_module, build_strategy, build_trainer, loader, run_in_turn
 
+DECODER = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=48, max_seq_len=48, vocab_size=64)
 DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 4, "ep": 8}
 WORLD_SIZE = 64
 
@@ -60,6 +63,31 @@ def test_an_axis_of_one_rank_opens_no_connection() -> None:
         assert backends == {"pp": "fake", "dp_replicate": "gloo", "fsdp": "gloo", "tp": "gloo"}
     for backends in run_ranks(read_groups, 2, {}):
         assert backends == {"pp": "fake", "dp_replicate": "fake", "fsdp": "gloo", "tp": "fake"}
+
+
+SHARES = ("share", "context", "mixer_share", "feed_forward_share", "exchange")
+
+
+def list_replaced() -> list[set[str]]:
+    """Returns what a strategy has replaced in a model, for no degrees, for degrees of 1, and for one of 2."""
+    dist.destroy_process_group()  # the process stands for one of two ranks
+    found = []
+    axes = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+    for options in ({}, dict.fromkeys(axes, 1), {"tensor_parallel": 2}):
+        with cut_on(0, 2, DECODER, options) as decoder:
+            modules = dict(decoder.named_modules())
+            forwards = {name for name, module in modules.items() if "forward" in vars(module)}
+            shares = {
+                f"{n}.{key}" for n, one in modules.items() for key in SHARES if getattr(one, key, None) is not None
+            }
+            found.append(forwards | shares)
+    return found
+
+
+def test_degrees_of_one_replace_nothing_in_a_model() -> None:
+    ((without, ones, shared),) = run_ranks(list_replaced, 1)
+    assert without == ones == set()
+    assert {"embedding", ".share", "blocks.0.mixer_share"} <= shared
 
 
 MESHES = {

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,19 +288,53 @@ class CountingTwice(Sharded):
 def planted_gradients(case: Case, fault: str) -> Found:
     if fault == "counts":
         return first_gradients(case, 2, CountingTwice)
+    if fault == "average":  # of FSDP2, over the ranks that shard what is not cut
+        with mock.patch.object(FSDPModule, "set_gradient_divide_factor"):
+            return first_gradients(case, 2)
     with mock.patch.object(RowShare, "sum_over_row", lambda _, counts: counts):
         return first_gradients(case, 2)
 
 
 @pytest.mark.slow
 def test_the_faults_that_would_be_silent_change_gradients(wanted: dict[str, Found]) -> None:
-    arguments = [(CASES["tied"], "counts"), (CASES["experts"], "rows of routers")]
-    for counted, routed in run_ranks(run_in_turn, 2, planted_gradients, arguments):
+    arguments = [(CASES["tied"], "counts"), (CASES["experts"], "rows of routers"), (CASES["tied"], "average")]
+    for counted, routed, averaged in run_ranks(run_in_turn, 2, planted_gradients, arguments):
         for name, gradient in wanted["tied"][0].items():
             torch.testing.assert_close(counted[0][name], gradient / 2, rtol=1e-4, atol=1e-7)
         worst, where = find_worst(routed, wanted["experts"])
         assert worst > 0.02
         assert where.endswith("router.weight")
+        norm, cut = "decoder.norm.weight", "decoder.embedding.weight"
+        torch.testing.assert_close(averaged[0][norm], wanted["tied"][0][norm] / 2, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(averaged[0][cut], wanted["tied"][0][cut], rtol=1e-4, atol=1e-7)
+
+
+class KeepMask(pl.Callback):
+    """Keeps which elements the first dropout leaves out."""
+
+    mask: Tensor
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        dropout = next(iter(pl_module.decoder.numbered_blocks.values())).dropout  # type: ignore[union-attr, operator]
+        dropout.register_forward_hook(lambda module, given, out: setattr(self, "mask", out == 0.0))
+
+
+def draw_mask(by_data_rank: bool) -> Tensor:
+    with ExitStack() as stack:
+        if by_data_rank:
+            stack.enter_context(mock.patch.object(Degrees, "seed_place", lambda self, rank: (self.data_rank(rank),)))
+        keep = KeepMask()
+        trainer = build_trainer(Sharded(tensor_parallel=2), 2, 1, [keep])
+        trainer.fit(GenesisModule(replace(DENSE, dropout=0.5), algorithm_of(name="adamw", lr=1e-2)), loader(1, 0, 1))
+    return keep.mask
+
+
+@pytest.mark.slow
+def test_ranks_with_other_tokens_of_the_same_rows_draw_other_masks_of_dropout() -> None:
+    (own, alike), (other, other_alike) = run_ranks(run_in_turn, 2, draw_mask, [(False,), (True,)])
+    assert 0.4 < own.float().mean() < 0.6
+    assert 0.4 < (own == other).float().mean() < 0.6
+    assert torch.equal(alike, other_alike), "the seed of the data rank alone, planted"
 
 
 # ---- whole runs

@@ -18,8 +18,6 @@ NETWORKS: Final = {"ethernet": 1.2e9, "roce": 10e9, "infiniband": 40e9}
 """Assumed bytes per second of a device in each direction to another node: 10 and 100 Gb/s for a node of one device, and
 a card of 400 Gb/s for each device."""
 DEVICES_PER_NODE: Final = 8
-_LATENCY_IN_NODE, _LATENCY_BETWEEN_NODES = 10e-6, 30e-6
-"""Assumed seconds that a collective takes beside its bytes."""
 _BETWEEN: Final = re.compile(r"(\w+) \d+ to \1 \d+")
 _TO_DEVICE: Final = re.compile(r"host to \w+ \d+, (pinned|pageable)")
 _TO_HOST: Final = re.compile(r"\w+ \d+ to host, (pinned|pageable)")
@@ -64,6 +62,8 @@ class Bandwidths:
         to_disk: To the disk of the checkpoints, flushed at the end.
         between_nodes: From a device to one of another node.
         devices_per_node: Devices of a node.
+        latency_in_node_seconds: What a collective in a node takes beside its bytes; assumed.
+        latency_between_nodes_seconds: What a collective between nodes takes beside its bytes; assumed.
     """
 
     between_devices: Bandwidth = Bandwidth(LINKS["pcie"], "assumed: pcie")
@@ -72,6 +72,8 @@ class Bandwidths:
     to_disk: Bandwidth = Bandwidth(1e9)
     between_nodes: Bandwidth = Bandwidth(NETWORKS["infiniband"], "assumed: infiniband")
     devices_per_node: int = DEVICES_PER_NODE
+    latency_in_node_seconds: float = 10e-6
+    latency_between_nodes_seconds: float = 30e-6
 
     def named(self) -> dict[str, Bandwidth]:
         """Returns each by its name in tables."""
@@ -81,8 +83,8 @@ class Bandwidths:
     def link(self, *, is_in_node: bool) -> Link:
         """Returns the link of ranks in one node, or in several."""
         if is_in_node:
-            return Link(self.between_devices.bytes_per_second, _LATENCY_IN_NODE)
-        return Link(self.between_nodes.bytes_per_second, _LATENCY_BETWEEN_NODES)
+            return Link(self.between_devices.bytes_per_second, self.latency_in_node_seconds)
+        return Link(self.between_nodes.bytes_per_second, self.latency_between_nodes_seconds)
 
 
 def read_report(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """How a run spreads over ranks and what it trains, as values: the input of every other module of the plan."""
 
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Literal
 
 from genesis.base.errors import UserError, numbered
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat
@@ -207,20 +208,32 @@ def check_layout(workload: Workload, layout: Layout) -> None:
         whole_matrices=whole,
         seq_len=workload.seq_len,
         has_nf4=workload.base.is_nf4,
-        row_block=workload.optimizer.row_block,
+        row_block=workload.optimizer.find_row_block(workload.adapter),
     )
     check_optimizer_offload(run, layout.optimizer_offload)
     if layout.expert_parallel > 1:
         check_has_plain_experts(run, layout.expert_parallel)
     if layout.tensor_parallel > 1:
         num_free = layout.ranks_per_shard_group // layout.context_parallel
-        check_tensor_share(run, layout.tensor_parallel, num_free, layout.context_parallel)
+        fits = partial(_fits_batch, workload, layout, "tensor_parallel")
+        check_tensor_share(run, layout.tensor_parallel, num_free, layout.context_parallel, fits)
     if layout.context_parallel > 1:
-        check_context_share(run, layout.context_parallel, layout.tensor_parallel)
+        fits = partial(_fits_batch, workload, layout, "context_parallel")
+        check_context_share(run, layout.context_parallel, layout.tensor_parallel, fits)
     if layout.pipeline_parallel > 1:
         check_pipeline(
             run, layout.pipeline_parallel, reduces_each=layout.reduces_each, keeps_gathered=layout.keeps_gathered
         )
+
+
+def _fits_batch(workload: Workload, layout: Layout, axis: str, degree: int) -> bool:
+    """Returns whether the batch can be divided under another degree of an axis."""
+    options: dict[str, Any] = {axis: degree}
+    try:
+        workload.num_micro_batches(replace(layout, **options))
+    except UserError:
+        return False
+    return True
 
 
 def parameter_bytes(workload: Workload) -> int:

@@ -107,6 +107,11 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwi
         # A pipeline runs these forwards one micro-batch after the other: a rank waits for the layers of the others.
         scoring = tokens * count_flops_per_token(workload.decoder, workload.seq_len) / 3.0 / rate.flops_per_second
         axes = replace(axes, bubble=axes.bubble + (layout.pipeline_parallel - 1) * scoring)
+        if layout.pipeline_parallel > 1 and layout.ranks_per_shard_group > 1:
+            # Each forward gathers the stages, one after the other, and frees them.
+            gather = timeline.sent.gathered / find_link("shards", layout, bandwidths).bytes_per_second
+            of_forward = scoring / num_micro_batches
+            exposed += layout.pipeline_parallel * num_micro_batches * max(0.0, gather - of_forward)
         compute += scoring
     exposed += axes.total
     offload = 0.0

@@ -340,7 +340,10 @@ class _Player:
     # ---- a stage of a pipeline: `genesis.strategies.pipeline`, and torch's schedules
 
     def _play_pipeline(self, num_micro_batches: int) -> None:
-        """Plays the forwards until the first backward, one more of each, the other backwards, and the reductions."""
+        """Plays the forwards until the first backward, one more of each, the other backwards, and the reductions.
+
+        Forwards without adapters, which come before, gather the same stages and keep nothing: they need less.
+        """
         bill, place, sections = self.bill, self.place, self.sections
         in_flight = place.count_in_flight(num_micro_batches)
         stream = sections.blocks[0].input_bytes

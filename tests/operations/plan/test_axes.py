@@ -205,6 +205,20 @@ def test_forwards_without_adapters_wait_for_every_stage_of_a_pipeline(stages: in
     assert times.seconds - without.seconds == pytest.approx(stages * of_rank)
 
 
+def test_forwards_without_adapters_wait_for_the_gathers_of_every_stage() -> None:
+    work = workload(SMALL, adapter=AdapterConfig(rank=4), objective=DPO, global_batch_size=16)
+    work = replace(work, scores_without_adapters=True)
+    layout = Layout("full", 4, 2, pipeline_parallel=2)
+    quick, slow = (
+        time_step(work, layout, RATE, replace(SERVERS, between_devices=Bandwidth(rate))) for rate in (1e18, 1e3)
+    )
+    one = play_step(work, layout).sent.gathered / 1e3
+    # A gather of the stage in the window, and one of each stage in each of its 8 forwards; their products are short.
+    reduced = play_step(work, layout).sent.reduced / 1e3
+    transfers = slow.axes.pipeline - quick.axes.pipeline
+    assert slow.seconds - quick.seconds == pytest.approx((1 + 2 * 8) * one + reduced + transfers, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("objective", "scores"),
     [

@@ -56,7 +56,10 @@ def processes_about(path: Path) -> list[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.long
-def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp_path: Path, tiny_corpus: Path) -> None:
+@pytest.mark.parametrize("axis", ["", "tensor_parallel", "context_parallel", "pipeline_parallel"])
+def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(
+    tmp_path: Path, tiny_corpus: Path, axis: str
+) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
         build_recipe(tiny_corpus, tmp_path / "unused"),
@@ -64,12 +67,17 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
             "checkpoint.every_n_steps": 10,
             "checkpoint.mode": "process",
             "checkpoint.on_save_failure": "warn",
+            "model.decoder.num_layers": 2,
+            "trainer.devices": 2,
             "trainer.max_steps": 60,
+            "trainer.strategy": {
+                "class_path": "genesis.strategies.Sharded",
+                "init_args": {axis: 2} if axis else {},
+            },
             "trainer.val_check_interval": 10,
         },
     )
-    ranks = ("--trainer.devices", "2", "--trainer.strategy", "sharded")
-    status, output, found = rehearse(tmp_path, recipe, "--kills", "3", "--seed", "1", "--", *ranks)
+    status, output, found = rehearse(tmp_path, recipe, "--kills", "3", "--seed", "1")
     assert status == 0, output
     assert found["verdict"] == "equal"
     assert found["num_ranks"] == 2
