@@ -1,7 +1,7 @@
 """The console that commands print tables on: control characters of what it prints are escaped, its own are not."""
 
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Any
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -11,7 +11,14 @@ from genesis.base.errors import escape_controls
 
 
 class Console(rich.console.Console):
-    """A `rich.console.Console`; cells, names and paths of others cannot move the cursor or turn a line around."""
+    """A `rich.console.Console`; cells, names and paths of others cannot move the cursor or turn a line around.
+
+    Args:
+        options: Of rich's. `:dog:` in a name stays what it is.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, **options)
 
     @property
     def file(self) -> IO[str]:

@@ -14,6 +14,7 @@ object, reasoning is `reasoning_content`, a mark is `weight`, and a key without 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any, Final, Literal
 
 from genesis.chat.marks import RECORD_MARKS, WEIGHT, apply_record_marks, read_turn_mark, refuse_part_marks
@@ -244,11 +245,15 @@ def _translate_sharegpt(turns: Sequence[Any]) -> list[Message]:
 def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
     messages: list[Message] = []
     history = record.get("history") or []
-    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in history):  # a pair
+    if not _is_list_of(history, list | tuple) or not all(len(pair) == 2 for pair in history):
         raise ConversationError("history is not a list of pairs of instruction and output; correct it")
-    question = "\n".join(text for text in (record.get("instruction"), record.get("input")) if text)
-    for asked, answered in (*history, (question, record.get("output"))):
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    asked = {name: record[name] for name in ("instruction", "input") if record.get(name) is not None}
+    for name, value in asked.items():
+        if not isinstance(value, str):
+            raise ConversationError(f"{name} is {_describe(value)}, not a text; correct it")
+    question = "\n".join(filter(None, asked.values()))
+    for said, answered in (*history, (question, record.get("output"))):
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
     return _build(record, normalize_messages(messages))
 
 
@@ -461,7 +466,7 @@ def _parse(value: Any, name: str) -> Any:
         raise ConversationError(f"{name} is not JSON: {str(value)[:60]!r}{reason}; correct it") from None
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
+def _is_list_of(value: Any, kind: type | UnionType) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)
 
 

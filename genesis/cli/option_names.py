@@ -31,25 +31,34 @@ _NULL_TAG: Final = "tag:yaml.org,2002:null"
 
 def check_fit(arguments: Sequence[str]) -> None:
     """Refuses `genesis fit` without a recipe, a misspelt option, a wrong value, and a missing corpus; see `check`."""
-    _check_corpus(check("fit", arguments), arguments)
-    _check_has_recipe("fit", arguments)
+    _check_command("fit", arguments)
 
 
 def check_validate(arguments: Sequence[str]) -> None:
     """Refuses `genesis validate` without a recipe, a misspelt option, a wrong value, and a missing corpus."""
-    _check_corpus(check("validate", arguments), arguments)
-    _check_has_recipe("validate", arguments)
+    _check_command("validate", arguments)
 
 
-def _check_corpus(values: Mapping[str, str], arguments: Sequence[str]) -> None:
+def _check_command(command: str, arguments: Sequence[str]) -> None:
+    values = check(command, arguments)
+    is_run = not any(_name_of(word) == _PRINT for word in _option_words(arguments))
+    if is_run:
+        _check_corpus(values)
+    _check_has_recipe(command, arguments)
+    recipe = _read_recipe(command, arguments) if is_run else None
+    if recipe is not None:
+        recipe.count_devices()
+        recipe.check_run(is_fit=command == "fit")
+
+
+def _check_corpus(values: Mapping[str, str]) -> None:
     """Refuses a corpus that does not exist, unless a checkpoint is given, whose run knows where its corpus lies.
 
     Raises:
         NotPreparedError: There is no corpus.
     """
-    is_printed_only = any(_name_of(word) == _PRINT for word in _option_words(arguments))
     given = values.get(_CORPUS)
-    if given is None or is_printed_only or _RESTORE in values or not all(map(str.strip, values.values())):
+    if given is None or _RESTORE in values or not all(map(str.strip, values.values())):
         return  # the real parser reports an empty value
     if not (Path(given) / MANIFEST_NAME).exists():
         raise NotPreparedError(Path(given))
@@ -62,7 +71,9 @@ def check(command: str, arguments: Sequence[str]) -> dict[str, str]:
         UserError: There is one.
     """
     values = check_names(command, arguments)
-    _check_classes(command, arguments)
+    recipe = _read_recipe(command, arguments)
+    if recipe is not None:
+        recipe.check_classes()
     return values
 
 
@@ -104,14 +115,15 @@ def _check_value(where: str, name: str, text: str, names: Options) -> None:
         raise UserError(f"{where}{explain_text(name, text, option.types)}")
 
 
-def _check_classes(command: str, arguments: Sequence[str]) -> None:
+def _read_recipe(command: str, arguments: Sequence[str]) -> ResolvedRecipe | None:
+    """Returns the recipe; None if only the real parser can read it."""
     steps, names = list_steps(arguments), Options.read(command)
     is_left = not is_current() or any(_may_ask_for_help(word, names) for word in _option_words(arguments))
     if is_left or not all(step.is_file() for step in steps if isinstance(step, Path)):
-        return  # a pipe can be read once, by the real parser
+        return None  # a pipe can be read once, by the real parser
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the real parser warns of deprecated options
-        ResolvedRecipe.read(steps).check_classes()
+        return ResolvedRecipe.read(steps)
 
 
 def _check_has_recipe(command: str, arguments: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import lightning_utilities.core.imports as requirements
 from genesis_callbacks.base.untrusted import read_text
 from genesis_callbacks.checkpoint.writer_start import start_writer_early
 
-_HIDDEN: Final = frozenset({"matplotlib", "scipy", "transformers"})
+_HIDDEN: Final = frozenset({"matplotlib", "regex", "scipy", "transformers"})
 _NAME: Final = re.compile(r"[\w-]+")
 _CLASS: Final = re.compile(r"\b([A-Za-z_]\w*)(?:\.\w+)*\.[A-Z]\w*\b")
 _OURS: Final = frozenset({"genesis", "genesis_callbacks", "lightning", "torch"})

@@ -48,7 +48,6 @@ VALIDATION_FRACTION: Final = 0.05
 YAML: Final = (".yaml", ".yml")
 """Suffixes of a file of options for `data prepare` in the place of data."""
 _RANK: Final = 16
-_DTYPES: Final[dict[Method, tuple[str, ...]]] = {"lora": ("--dtype", "stored"), "nf4": ("--dtype", "nf4"), "full": ()}
 _PAIRS: Final = ("--model.objective", "genesis.objectives.DPO")
 _PAIRS_LENGTH: Final = ("--data.num_epochs", "1")
 _PAIRS_RATE: Final[dict[Method, str]] = {"lora": "5e-6", "nf4": "5e-6", "full": "5e-7"}
@@ -103,6 +102,14 @@ def find_imported(model: str) -> RunDirectory | None:
     places = (RunDirectory(place) for place in (Path(model), Path(RUNS_NAME, model)))
     # Directories of other programs may have a recipe.yaml of their own.
     return next((run for run in places if run.imported_recipe.is_file() and run.checkpoints.is_dir()), None)
+
+
+def choose_dtype(method: Method) -> tuple[str, ...]:
+    """Returns the option of `genesis import` for the type of the base's weights."""
+    if method == "nf4":
+        return ("--dtype", "nf4")
+    # Beside adapters 16 bits are enough, and half the memory; but most CPUs multiply bfloat16 many times more slowly.
+    return ("--dtype", "stored") if method == "lora" and find_kind() != CPU else ()
 
 
 def find_chat(paths: Sequence[str]) -> ChatForm | None:
@@ -168,7 +175,7 @@ class Finetuning:
         request, out = self.request, str(self.out)
         sources = self._sources()  # before the import, which may be a download of hours
         if not self.base.path.exists():
-            imports = ("import", request.model, str(self.base.path), *_DTYPES[request.method])
+            imports = ("import", request.model, str(self.base.path), *choose_dtype(request.method))
             self._run("Import of the model", *imports, *self.proof)
         prepare = ("data", "prepare", *sources, "--name", self.corpus.name, "--out", out, *self.restart)
         self._run("Data become tokens", *prepare, "--tokenizer", str(self.base.path))

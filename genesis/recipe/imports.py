@@ -102,6 +102,11 @@ def is_allowed(path: str) -> bool:
     return any(".".join(parts[:end]) in allowed for end in range(1, len(parts) + 1))
 
 
+def allows_others() -> bool:
+    """Returns whether the user allows code of other packages than those of every run."""
+    return any(name.partition(".")[0] not in PACKAGES for name in read_allowed())
+
+
 def import_allowed(path: str) -> None:
     """Imports the module of a class that a file names, if the user allows the class; otherwise does nothing.
 

@@ -162,15 +162,26 @@ def is_declared(name: str, path: str = "") -> bool:
         name: The option.
         path: The class that has to declare it; empty for any.
     """
-    key, owner = re.escape(name.rpartition(".")[2]), re.escape(path.rpartition(".")[2])
+    key, owner = name.rpartition(".")[2], re.escape(path.rpartition(".")[2])
     within = rf"^class {owner}\b(?:(?!^class ).)*" if path else ""
-    declared = re.compile(rf"{within}\b{key} *: *\S", re.MULTILINE | re.DOTALL)
-    return any(
-        declared.search(file.read_text(encoding="utf-8"))
+    return _is_in_sources(key, rf"{within}\b{re.escape(key)} *: *\S")
+
+
+def has_class(name: str) -> bool:
+    """Returns whether our sources have a class, or a function in its place, of this name."""
+    return _is_in_sources(name, rf"^(?:class|def) {re.escape(name)}\b")
+
+
+def _is_in_sources(word: str, pattern: str) -> bool:
+    """Returns whether one of our files matches a pattern, which begins or ends at a word that the file has to have."""
+    found = re.compile(pattern, re.MULTILINE | re.DOTALL)
+    texts = (
+        file.read_text(encoding="utf-8")
         for package in ("genesis", "genesis_callbacks")
         for folder in _folders(package)
         for file in folder.rglob("*.py")
     )
+    return any(word in text and found.search(text) for text in texts)
 
 
 @cache

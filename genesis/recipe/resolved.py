@@ -22,7 +22,8 @@ from genesis.recipe.deprecated import (
     rename_options,
     spread_keys,
 )
-from genesis.recipe.options import CLASS_KEYS, CLASS_PATH, INIT_ARGS, Option, Options, hint_key, is_declared
+from genesis.recipe.imports import allows_others
+from genesis.recipe.options import CLASS_KEYS, CLASS_PATH, INIT_ARGS, Option, Options, has_class, hint_key, is_declared
 from genesis.recipe.run_length import OPTIONS, find_replaced, replace_in_files, shorten
 from genesis.recipe.values import explain_text, explain_value, fits, write_plain
 from genesis.recipe.yaml import load_yaml
@@ -487,10 +488,12 @@ def _complete(value: Any, option: Option) -> Any:
 def _check(name: str, option: Option, value: Any) -> None:
     """Refuses what a section or a class of ours does not take."""
     known = Options.read()
+    is_choice = option.base in known.bases
     for entry in value if isinstance(value, list) else [value]:
+        if is_choice:
+            _check_class(name, entry.get(CLASS_PATH) if isinstance(entry, Mapping) else entry, str(option.base))
         if not isinstance(entry, Mapping):
             continue
-        is_choice = option.base in known.bases
         options, path = (entry.get(INIT_ARGS) or {}, entry.get(CLASS_PATH)) if is_choice else (entry, option.base)
         if not isinstance(options, Mapping):
             raise UserError(f"{name}.{INIT_ARGS} is {options!r}: it must be a mapping of options")
@@ -502,6 +505,15 @@ def _check(name: str, option: Option, value: Any) -> None:
             )
         for key, of_it in options.items() if path in known.classes else ():
             _check_option(f"{name}.{key}", str(path), of_it)
+
+
+def _check_class(name: str, path: Any, base: str) -> None:
+    """Refuses a class that Genesis does not have; short names are refused where no class of others can have them."""
+    known = Options.read()
+    is_short = isinstance(path, str) and path.isidentifier() and base.startswith("genesis.") and not allows_others()
+    is_ours = is_short or (isinstance(path, str) and path.startswith("genesis."))
+    if is_ours and known.find_class(path, base) not in known.bases[base] and not has_class(path.rpartition(".")[2]):
+        raise UserError(f"{name} is {path}: give one of {', '.join(known.bases[base])}")
 
 
 def _check_option(name: str, path: str, value: Any) -> None:

@@ -189,6 +189,11 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         ({"conversations": [{"from": "function_call", "value": "look"}]}, "the function call of turn 1 is not JSON"),
         ({"instruction": "a", "output": None}, "turn 2 of the assistant is empty"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "history is not a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": ["ab"]}, "history is not a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": 5}, "history is not a list of pairs"),
+        # A field that is an object in some rows only, as in hiyouga/LlamaFactory#3665, and a number.
+        ({"instruction": {"a": 1}, "output": "b"}, r"instruction is dict \"\{'a': 1\}\", not a text; correct it"),
+        ({"instruction": "a", "input": 0, "output": "b"}, "input is 0, not a text; correct it"),
         ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "the record has images, and only text can be learned"),
         ({"prompt": "a", "completion": "b", "label": False}, "label is false: the record rates its answer"),
         ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, "keep the records whose label is true"),

@@ -155,8 +155,18 @@ def test_the_golden_record_lists_the_options_of_the_real_parser(parsers: dict[st
         ["--schedule.shape", "wds"],
         ["--data.corpus", "none"],
         ["--model.optimizer", "Muon", "--model.optimizer.others.lrr", "1"],
+        ["--model.optimizer", "adamv"],
+        ["--model.decoder.dim", "8", "--trainer.max_steps", "0"],
     ],
-    ids=["on the command line", "in a file", "a wrong value", "a missing corpus", "an option of a class"],
+    ids=[
+        "on the command line",
+        "in a file",
+        "a wrong value",
+        "a missing corpus",
+        "an option of a class",
+        "a class",
+        "a length",
+    ],
 )
 def test_a_mistake_is_refused_without_importing_torch_or_lightning(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +201,54 @@ def test_a_wrong_value_is_refused_on_the_command_line_and_in_a_file(
     path.write_text(yaml.safe_dump(content).replace("'null'", "null"))
     with pytest.raises(UserError, match=f"^{re.escape(f'{path}: {message}')}"):
         check("fit", ["--config", str(path)])
+
+
+OPTIMIZERS = "genesis.optim.AdamW, genesis.optim.AdamW8bit, genesis.optim.Muon"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.optimizer", "adamv"], f"model.optimizer is adamv: give one of {OPTIMIZERS}"),
+        (
+            ["--model.optimizer", "genesis.optim.adamv"],
+            f"model.optimizer is genesis.optim.adamv: give one of {OPTIMIZERS}",
+        ),
+        (
+            ["--model.optimizer", "Muon", "--model.optimizer.others", "AdamV"],
+            f"model.optimizer.others is AdamV: give one of {OPTIMIZERS}",
+        ),
+        (["--model.objective", "DPOO"], "model.objective is DPOO: give one of genesis.objectives.CrossEntropy, "),
+        (
+            ["--trainer.strategy", "genesis.strategies.Shard"],
+            "trainer.strategy is genesis.strategies.Shard: give one of genesis.strategies.Replicated, ",
+        ),
+    ],
+)
+def test_a_class_that_does_not_exist_is_refused_with_those_that_do(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "")  # classes of others may have any name
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        check("fit", arguments)
+
+
+def test_a_class_that_others_may_have_goes_on_to_the_real_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    check("fit", ["--model.optimizer", "mine.optim.Lion"])
+    check("fit", ["--trainer.strategy", "ddp"])
+    check("fit", ["--model.optimizer", "genesis.optim.adamw.AdamW"])
+    monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "mine.optim")
+    check("fit", ["--model.optimizer", "Lion"])
+
+
+def test_devices_and_the_length_of_a_run_are_judged_before_lightning_is_imported() -> None:
+    given = ["--model.decoder.dim", "8", "--trainer.max_steps", "5"]
+    option_names.check_fit(given)
+    with pytest.raises(UserError, match=r"^trainer\.devices is 'many': give a number of at least 1"):
+        option_names.check_fit([*given, "--trainer.devices", "many"])
+    with pytest.raises(UserError, match=r"^trainer\.max_steps is 0, a run that trains nothing"):
+        option_names.check_fit([*given[:2], "--trainer.max_steps", "0"])
+    option_names.check_fit([*given, "--trainer.devices", "many", "--print_config"])
 
 
 @pytest.mark.parametrize(

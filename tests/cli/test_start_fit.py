@@ -47,4 +47,4 @@ def test_no_writer_starts_early_for_a_fit_that_has_none(text: str, expected: boo
 @pytest.mark.slow
 def test_a_fit_imports_no_packages_for_metrics_of_others() -> None:
     program = "from genesis.cli.start_fit import import_torchmetrics\nimport_torchmetrics([])\nimport genesis.cli.fit"
-    assert not {"google.protobuf", "matplotlib", "scipy", "transformers"} & modules_after(program)
+    assert not {"google.protobuf", "matplotlib", "regex", "scipy", "transformers"} & modules_after(program)

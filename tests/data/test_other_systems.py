@@ -102,6 +102,12 @@ def test_documents_of_white_space_are_dropped(tmp_path, name):
     assert sum(document.is_blank for document in documents) == (1 if name == "a.txt" else 2)
 
 
+RECORDS_AS_TEXT = (
+    "source web: {} is read as text, and begins as JSON does: its names and braces would be learned; "
+    "give `format: jsonl` or `format: json`, or `format: text` if that is wanted"
+)
+
+
 @pytest.mark.parametrize(
     ("texts", "separator", "lines"),
     [
@@ -125,6 +131,26 @@ def test_a_separator_that_never_occurs_is_reported(tmp_path, texts, separator, l
         start, _, end = wanted.partition(".*")
         assert start in line
         assert line.endswith(end.replace("\\\\", "\\")) or end in line
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "is_named", "is_noted"),
+    [
+        ('[\n {"instruction": "a", "output": "b"}\n]', {}, True, True),
+        ('{"text": "a"}\n', {}, True, True),
+        ('{"text": "a"}\n', {"format": "text"}, True, False),
+        ('{"text": "a"}\n', {"format": "jsonl"}, True, False),
+        ('{"text": "a"}\n', {}, False, False),
+        ("{ a set of words }", {}, True, False),
+        ("[1] a note", {}, True, False),
+    ],
+)
+def test_records_in_a_file_of_text_are_reported(tmp_path, text, options, is_named, is_noted):
+    """As in hiyouga/LlamaFactory#3018, whose array of records was named .txt."""
+    path = tmp_path / "data.txt"
+    path.write_text(text)
+    _, *found = describe_listing(list_source(SourceOptions("web", (str(path if is_named else tmp_path),), **options)))
+    assert found == ([RECORDS_AS_TEXT.format(path)] if is_noted else [])
 
 
 # Other encodings

@@ -23,8 +23,9 @@ from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
+from genesis.operations import finetune
 from genesis.operations.commands import Commands, StepFailedError
-from genesis.operations.finetune import find_chat
+from genesis.operations.finetune import Method, choose_dtype, find_chat
 from genesis.recipe.yaml import dump_yaml
 from tests.commands import STDOUT, ForkedCommand, start_genesis
 from tests.data.corpus_support import write_jsonl
@@ -40,7 +41,7 @@ EXPORTS = [
     "export OUT/run OUT/model --merge --dtype bfloat16 --proof sampled",
 ]
 LORA = [
-    "import MODEL OUT/base --dtype stored --proof sampled",
+    "import MODEL OUT/base --proof sampled",
     PREPARE,
     f"validate {ADAPTER} --model.adapter null --ckpt_path OUT/base --json OUT/before.json",
     f"fit {ADAPTER}",
@@ -117,6 +118,17 @@ def write_chat(path: Path, number: int = 60) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "words"),
+    [("cpu", {"lora": "", "full": "", "nf4": "nf4"}), ("cuda", {"lora": "stored", "full": "", "nf4": "nf4"})],
+)
+def test_a_base_has_16_bits_only_beside_adapters_on_an_accelerator(
+    kind: str, words: dict[Method, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "find_kind", lambda: kind)
+    assert {method: "".join(choose_dtype(method)).removeprefix("--dtype") for method in words} == words
+
+
+@pytest.mark.parametrize(
     ("words", "changes"),
     [
         ((), {}),
@@ -125,7 +137,7 @@ def write_chat(path: Path, number: int = 60) -> None:
             {2: ("rank 16", "rank 16 --data.num_epochs=1 --seed_everything 3")}
             | dict.fromkeys((3, 4), ("rank 16", "rank 16 --data.num_epochs=1 --seed_everything 3")),
         ),
-        (("--nf4", "--proof", "weights"), {0: ("stored", "nf4")}),
+        (("--nf4", "--proof", "weights"), {0: ("--proof", "--dtype nf4 --proof")}),
     ],
     ids=["adapters", "with-options-of-fit", "4-bits"],
 )

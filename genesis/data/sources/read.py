@@ -1,5 +1,6 @@
 """Reads spans of all kinds of files: their entries, from any entry on, and their documents."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
@@ -7,7 +8,7 @@ from typing import Final
 import pyarrow as pa
 
 from genesis.base.errors import UserError, numbered
-from genesis.data.sources.blocks import DAMAGE, read_blocks, refuse_binary
+from genesis.data.sources.blocks import DAMAGE, read_blocks, read_head, refuse_binary
 from genesis.data.sources.entry import BadRow, DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import (
     InputFile,
@@ -26,6 +27,8 @@ from genesis.data.store import is_url
 
 _MAX_SEARCHED_BYTES: Final = 1 << 28
 """Bytes that are searched for a separator; of more text without one, nothing is reported."""
+_RECORDS: Final = re.compile(rb'\s*(?:\[\s*)?\{\s*"')
+"""The beginning of an object of JSON, or of an array of them."""
 
 
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
@@ -145,15 +148,32 @@ def list_sources(sources: Sequence[SourceOptions], note: Callable[[str], None]) 
 
 
 def describe_listing(listing: Listing) -> list[str]:
-    """Returns the lines to print about the files of a source: those that are read, and a separator that is in none."""
-    missing = _describe_missing_separator(listing.source, listing.files)
-    return [listing.describe(), *([missing] if missing else [])]
+    """Returns the lines to print about the files of a source: those that are read, and what may be a mistake there."""
+    notes = (_describe_json(listing.source, listing.files), _describe_missing_separator(listing.source, listing.files))
+    return [listing.describe(), *filter(None, notes)]
 
 
 def describe_left_out(listing: Listing) -> list[str]:
-    """Returns the lines of `describe_listing`, an empty list if all files are read and the separator occurs."""
-    read, *missing = describe_listing(listing)
-    return [read, *missing] if listing.skipped else missing
+    """Returns the lines of `describe_listing`, an empty list if all files are read and nothing may be a mistake."""
+    read, *notes = describe_listing(listing)
+    return [read, *notes] if listing.skipped else notes
+
+
+def _describe_json(source: SourceOptions, files: Sequence[InputFile]) -> str:
+    """Returns a line if a file that a path names is read as text and begins as records do; empty if none does."""
+    named = set(source.paths) if source.format == "auto" else set()
+    for file in files:
+        if file.path in named and kind_of(file.path, source) == "text":
+            try:
+                head = read_head(file)
+            except (*DAMAGE, OSError, UserError):  # left to the readers, which report it
+                continue
+            if _RECORDS.match(head):
+                return (
+                    f"source {source.name}: {file.path} is read as text, and begins as JSON does: its names and braces "
+                    "would be learned; give `format: jsonl` or `format: json`, or `format: text` if that is wanted"
+                )
+    return ""
 
 
 def _describe_missing_separator(source: SourceOptions, files: Sequence[InputFile]) -> str:
