@@ -172,6 +172,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
                 ("one kv head", CP2),
                 ("gate", CP2),
                 ("window", CP2),
+                ("sinks", CP2),
                 ("scales", CP2),
                 ("mixture", CP2),
                 ("biased mixture", CP2 | {"expert_parallel": 2}),
