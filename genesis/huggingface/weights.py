@@ -142,10 +142,10 @@ def _read_state(
         hint = explain_other_formats(names, str(directory))
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
-        names = read_file_names(directory)
-        if any(name.endswith(FP8_SCALE) for name in names):
+        files = read_file_names(directory)
+        if any(name.endswith(FP8_SCALE) for name in files):
             raise UserError("weights are in FP8 with scales; `genesis import` makes them bfloat16: use its result")
-        stored = iterate_tensors(directory, names)
+        stored = iterate_tensors(directory, files)
         found = ((name, tensor if device is None else tensor.to(device)) for name, tensor in stored)
         if family is None:
             return dict(found)
