@@ -236,8 +236,9 @@ def _to_json(
 
 
 def _build_environment(format_today: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
+    # Unoptimized: what a template computes of constants would else be written into its code, in five times the memory.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.pop("lipsum")  # random text
