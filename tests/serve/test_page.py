@@ -1,5 +1,6 @@
 """The page in a real browser: pick, generate, look at a token, compare, stop, and what goes wrong."""
 
+import json
 import os
 import re
 import shutil
@@ -348,3 +349,31 @@ def test_a_schema_and_penalties_reach_the_model_and_text_that_is_no_json_is_an_e
         page.get_by_label("JSON schema").fill('{"type": "wizard"}')
         generate(page)
         expect(panel(page, "a").locator(".error")).to_have_text(re.compile("Invalid type: wizard"))
+
+
+def test_calls_that_come_in_pieces_are_shown_as_calls(page, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    arguments = '{"city": "Paris", "days": 2}'
+    pieces = [{"id": "a", "function": {"name": "weather", "arguments": ""}}]
+    pieces += [{"function": {"arguments": part}} for part in (arguments[:9], arguments[9:])]
+    calls = [{"index": 0, **piece} for piece in pieces]
+    calls.append({"index": 1, "id": "b", "function": {"name": "now", "arguments": "{}"}})
+    deltas = [({"content": "I look."}, None), *(({"tool_calls": [call]}, None) for call in calls), ({}, "tool_calls")]
+    log_probs = {"content": [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}]}
+    events = [{"choices": [{"delta": delta, "finish_reason": end, "logprobs": log_probs}]} for delta, end in deltas]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(headers={"content-type": "text/event-stream"}, body=body)
+    )
+    with start(directory) as running:
+        page.goto(f"{running.url}#chat=1")
+        page.get_by_label("Message").fill("What is the weather?")
+        page.get_by_role("button", name="Send").click()
+        shown = f"I look.\nweather({arguments})\nnow({{}})"
+        expect(panel(page, "a").locator(".turn").last).to_have_text(shown, use_inner_text=False)
+        expect(panel(page, "a").locator(".foot")).to_contain_text("calls a tool")
+        if os.environ.get("GENESIS_SCREENSHOT"):
+            page.screenshot(path=os.environ["GENESIS_SCREENSHOT"])

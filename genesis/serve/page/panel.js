@@ -6,10 +6,31 @@ import { complete, TokenRequired } from "./api.js";
 const DARKEST_NATS = 7;
 const ENDINGS = { length: "reached max tokens", tool_calls: "calls a tool" };
 
-// A call of a tool is shown as name(arguments).
-function textOf(delta) {
-  const calls = (delta.tool_calls ?? []).map((call) => `${call.function.name}(${call.function.arguments})`);
-  return [delta.content ?? "", ...calls].filter(Boolean).join("\n");
+// Shows a call of a tool as name(arguments). Arguments come in pieces: the next call, or the end, closes them.
+class TurnText {
+  #isOpen = false;
+  #isEmpty = true;
+
+  // Returns the text of a stream's next event.
+  write(choice) {
+    let text = choice.delta.content ?? "";
+    for (const call of choice.delta.tool_calls ?? []) {
+      if (call.function.name) {
+        text += `${this.#close()}${this.#isEmpty && text === "" ? "" : "\n"}${call.function.name}(`;
+        this.#isOpen = true;
+      }
+      text += call.function.arguments ?? "";
+    }
+    if (choice.finish_reason) text += this.#close();
+    this.#isEmpty &&= text === "";
+    return text;
+  }
+
+  #close() {
+    const closing = this.#isOpen ? ")" : "";
+    this.#isOpen = false;
+    return closing;
+  }
 }
 
 export class Panel {
@@ -55,10 +76,12 @@ export class Panel {
     this.#addTurn("turn user").textContent = message;
     this.target = this.#addTurn("turn");
     let answer = "";
+    const turn = new TurnText();
     const head = system === "" ? [] : [{ role: "system", content: system }];
     const isWhole = await this.#follow({ ...body, messages: [...head, ...this.messages, asked] }, signal, (choice) => {
-      answer += textOf(choice.delta);
-      this.#appendTurn(choice);
+      const text = turn.write(choice);
+      answer += text;
+      this.#appendTurn(choice, text);
     });
     // A turn that failed is not part of the conversation; one that the user stopped is.
     if (isWhole || answer !== "") this.messages.push(asked, { role: "assistant", content: answer });
@@ -149,14 +172,13 @@ export class Panel {
   }
 
   // An event of a chat has no offsets: its tokens are shown together, which are more than one only if they came together.
-  #appendTurn(choice) {
+  #appendTurn(choice, text) {
     for (const token of choice.logprobs?.content ?? []) {
       const topLogprobs = Object.fromEntries(token.top_logprobs.map((other) => [other.token, other.logprob]));
       this.numTokens += 1;
       this.sumLogProb += token.logprob;
       this.waiting.push({ name: token.token, logProb: token.logprob, topLogprobs });
     }
-    const text = textOf(choice.delta);
     if (this.waiting.length > 0 && (text !== "" || choice.finish_reason)) this.#show(text);
   }
 
