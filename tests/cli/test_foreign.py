@@ -8,15 +8,14 @@ from safetensors.torch import load_file
 
 from genesis_callbacks.checkpoint import find_latest
 from tests.commands import run_genesis
-from tests.model.foreign.models import configure, configure_towers, make_theirs
+from tests.model.foreign.models import configure, make_theirs
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["gemma3_text", "gemma3"])
 def test_an_imported_model_trains_by_its_recipe_and_goes_back(tmp_path: Path, tiny_corpus: Path, kind: str) -> None:
-    config = configure_towers(kind) if kind == "gemma3" else configure(kind)
-    make_theirs(config).save_pretrained(tmp_path / "theirs")
+    make_theirs(configure(kind)).save_pretrained(tmp_path / "theirs")
 
     def run(*words: str | Path) -> str:
         done = run_genesis(*words, cwd=tmp_path)

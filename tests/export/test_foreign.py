@@ -24,7 +24,7 @@ from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import find_adapter_base, read_start
 from genesis_callbacks.base.manifest import read_manifest
-from tests.model.foreign.models import TOWERS, configure, configure_towers, describe, make_theirs, wrap
+from tests.model.foreign.models import configure, describe, make_theirs, wrap
 from tests.tiny_runs import save_adapted
 from tests.tokenizer.test_huggingface import qwen
 
@@ -60,8 +60,7 @@ def test_a_model_comes_back_with_every_tensor_and_its_logits(tmp_path: Path, kin
     ],
 )
 def test_peft_loads_adapters_beside_a_model_of_transformers(tmp_path: Path, kind: str, adapter: dict[str, Any]) -> None:
-    theirs_config = configure_towers(kind) if kind in TOWERS else configure(kind)
-    make_theirs(theirs_config).save_pretrained(tmp_path / "theirs")
+    make_theirs(configure(kind)).save_pretrained(tmp_path / "theirs")
     import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
     base = tmp_path / "run/checkpoints/step-00000000"
     model = load_decoder(base, allows_body=True).model
@@ -72,7 +71,7 @@ def test_peft_loads_adapters_beside_a_model_of_transformers(tmp_path: Path, kind
     tuned = save_adapted(tmp_path / "tuned/checkpoints", base, model, {}, shape=shape, **adapter)
     proof = export_adapter(tuned, tmp_path / "out", AdapterExportOptions(base_name=str(tmp_path / "theirs")))
     assert proof["logits"]["largest_change_by_the_adapters"] > 100 * proof["logits"]["tolerance"]
-    theirs = choose_auto(theirs_config).from_pretrained(tmp_path / "theirs")
+    theirs = choose_auto(configure(kind)).from_pretrained(tmp_path / "theirs")
     adapted: Any = PeftModel.from_pretrained(theirs, str(tmp_path / "out")).eval()
     ids = torch.arange(30)[None]
     with torch.no_grad():

@@ -104,7 +104,7 @@ def find_shape(config: Any) -> BodyShape:
         text.num_hidden_layers,
         text.vocab_size,
         min(longest, *_list_fixed_lengths(text, longest)),
-        bool(config.tie_word_embeddings),
+        bool(getattr(config, "tie_word_embeddings", False)),
     )
 
 
@@ -179,12 +179,13 @@ class TransformersDecoder(LanguageModel):
             self._head = self._table
         body = model.get_decoder()
         if body is model:  # of Llama 4's text model, whose class names another module
-            body = model.model
+            body = getattr(model, "model", model)
         self._body = self._names[body]
         self._blocks_name = self._find_blocks()
         self._of_text = ("",) if self.theirs is config else (f"{self._body}.", f"{self._head}.", f"{self._table}.")
-        for name, parameter in self.named_parameters():  # text reaches no other tower
-            parameter.requires_grad_(name.startswith(self._of_text))
+        for name, parameter in self.named_parameters():
+            if not name.startswith(self._of_text):  # text does not reach it
+                parameter.requires_grad_(False)
         self._takes = set(inspect.signature(type(body).forward).parameters)
         self._scale, self.softcap = _find_head_form(self.theirs)
         self._mark_float32()

@@ -91,14 +91,11 @@ TOWERS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] 
 """Models with a tower of images: the keys of the language model, of the tower, and of both together."""
 
 
-def configure_towers(kind: str) -> Any:
-    """Returns transformers' configuration of a tiny model that also reads images."""
-    text, images, both = TOWERS[kind]
-    return CONFIG_MAPPING[kind](text_config={**_SHAPE, **text}, vision_config=images, **both)
-
-
 def configure(kind: str, **changes: Any) -> Any:
     """Returns transformers' configuration of a tiny model."""
+    if kind in TOWERS:
+        text, images, both = TOWERS[kind]
+        return CONFIG_MAPPING[kind](text_config={**_SHAPE, **text}, vision_config=images, **both)
     return CONFIG_MAPPING[kind](**{**_SHAPE, **FAMILIES.get(kind, {}), **changes})
 
 

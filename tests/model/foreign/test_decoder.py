@@ -20,7 +20,7 @@ from genesis.optim import AdamW, build_optimizer
 from genesis.strategies.recompute import apply_recomputation
 from genesis.strategies.wrap import apply_wrappers
 from genesis.train.module import GenesisModule
-from tests.model.foreign.models import FAMILIES, TOWERS, configure, configure_towers, describe, make_theirs, wrap
+from tests.model.foreign.models import FAMILIES, TOWERS, configure, describe, make_theirs, wrap
 
 LENGTHS = (13, 1, 20, 14)
 DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(torch.int32)[None]
@@ -96,7 +96,7 @@ def test_compiled_blocks_train_like_a_loop_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOWERS)
 def test_a_language_model_beside_a_tower_of_images_trains_like_a_loop_of_transformers(kind: str) -> None:
-    theirs = make_theirs(configure_towers(kind)).train()
+    theirs = make_theirs(configure(kind)).train()
     ours = wrap(theirs).train()
     ours.prove(48)
     names = {name.removeprefix("model."): one.requires_grad for name, one in ours.named_parameters()}
