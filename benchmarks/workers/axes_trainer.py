@@ -83,7 +83,10 @@ class _Sleep(pl.Callback):
 
     def _sleep(self, module: nn.Module, given: Any, out: tuple[Tensor, Any]) -> None:
         time.sleep(self._seconds)
-        out[0].register_hook(lambda _: time.sleep(2.0 * self._seconds))
+        out[0].register_hook(self._sleep_backward)  # type: ignore[no-untyped-call]  # torch's
+
+    def _sleep_backward(self, gradient: Tensor) -> None:
+        time.sleep(2.0 * self._seconds)
 
 
 def _train(workload: Workload, options: dict[str, Any], directory: str, rank: int, num_ranks: int) -> None:

@@ -71,9 +71,10 @@ SHARES = ("share", "context", "mixer_share", "feed_forward_share", "exchange")
 def list_replaced() -> list[set[str]]:
     """Returns what a strategy has replaced in a model, for no degrees, for degrees of 1, and for one of 2."""
     dist.destroy_process_group()  # the process stands for one of two ranks
-    found = []
+    found: list[set[str]] = []
     axes = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
-    for options in ({}, dict.fromkeys(axes, 1), {"tensor_parallel": 2}):
+    cases: list[dict[str, Any]] = [{}, dict.fromkeys(axes, 1), {"tensor_parallel": 2}]
+    for options in cases:
         with cut_on(0, 2, DECODER, options) as decoder:
             modules = dict(decoder.named_modules())
             forwards = {name for name, module in modules.items() if "forward" in vars(module)}
