@@ -39,7 +39,7 @@ demo-finetune: $(STAMP)
 	@$(BIN)/genesis demo finetune
 
 # Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
-# more would only spin against the others'.
+# more would only spin against the others', and the workers are forked from a process that must have no second thread.
 test test-ci test-rest test-repeats test-long stress demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
 test test-ci test-rest test-repeats test-long stress demo-short: export PYTHONDONTWRITEBYTECODE :=
@@ -66,7 +66,7 @@ test-rest: $(STAMP)
 	$(call run_tests,$(REST),callbacks)
 	$(call run_tests,$(REST),.)
 
-# What CI runs: both in one session, because each session imports all tests in each worker, and makes again what many share.
+# What CI runs: both in one session, because each session imports all tests, and makes again what many share.
 PROVED := (slow or demo or not bench) and not repeat and not long and not cuda
 test-ci: $(STAMP)
 	$(call run_tests,$(PROVED),callbacks)

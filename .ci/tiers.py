@@ -5,9 +5,13 @@ depends on the load of the machine. CONTRIBUTING.md describes how to choose a te
 """
 
 import gc
+import os
+import time
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
+from stages import NOTES
 
 TIERS = ("long", "slow", "bench", "demo")
 """The markers of all tiers except the quick tier, which has no marker."""
@@ -41,6 +45,9 @@ class TierReport:
         self._seconds: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()
         self._over: list[tuple[float, str]] = []
+        self._of_files: Counter[str] = Counter()
+        self._processor_of_files: Counter[str] = Counter()
+        self._processor_seconds = time.process_time()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,13 +76,25 @@ class TierReport:
         gc.collect()
         gc.freeze()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Notes in each report the processor time of this process since the report before."""
+        report = yield
+        before, self._processor_seconds = self._processor_seconds, time.process_time()
+        report.user_properties.append(("processor_seconds", self._processor_seconds - before))
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts one phase of one test."""
-        tier = dict(report.user_properties).get("tier")
+        properties = dict(report.user_properties)
+        tier = properties.get("tier")
         if tier is None:  # The worker of this test has crashed, and pytest-xdist reports the test in its place.
             return
         self._seconds[tier] += report.duration
         self._tests[tier] += report.when == "call"
+        file = report.nodeid.partition("::")[0]
+        self._of_files[file] += report.duration
+        self._processor_of_files[file] += properties["processor_seconds"]
         if tier == "quick" and report.duration > LIMIT_SECONDS:
             self._over.append((report.duration, f"{report.when:8} {report.nodeid}"))
 
@@ -93,6 +112,10 @@ class TierReport:
                 terminalreporter.write_line(f"{seconds:6.1f} s {name}")
             if len(self._over) > MAX_LISTED:
                 terminalreporter.write_line(f"and {len(self._over) - MAX_LISTED} more")
+        if NOTES in os.environ:
+            terminalreporter.section("files that took longest, and how much of that the worker computed itself")
+            for file, seconds in self._of_files.most_common(MAX_LISTED):
+                terminalreporter.write_line(f"{file}: {seconds:.0f} s, {self._processor_of_files[file]:.0f} s")
 
 
 def pytest_configure(config: pytest.Config) -> None:

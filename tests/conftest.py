@@ -6,7 +6,7 @@ import pytest
 
 os.environ["GENESIS_ALLOW_IMPORTS"] = "tests"  # recipes of tests name their classes
 
-pytest_plugins = ["tiers", "default_signals", "shared_ranks", "short_ids", "second_run"]
+pytest_plugins = ["forked_workers", "tiers", "default_signals", "shared_ranks", "short_ids", "second_run"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

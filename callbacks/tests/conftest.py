@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tiers", "default_signals", "shared_ranks", "short_ids", "second_run"]
+pytest_plugins = ["forked_workers", "tiers", "default_signals", "shared_ranks", "short_ids", "second_run"]
 
 TESTS = Path(__file__).parent
 WITHOUT_GENESIS = str(TESTS / "without_genesis")

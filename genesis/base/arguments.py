@@ -143,3 +143,18 @@ def check_output(path: Path, option: str) -> None:
     if path.exists() and not path.is_file():
         kind = find_irregular_kind(path.stat().st_mode)
         raise UserError(f"{option} is {path}, which is {kind}: give the name of a file")
+
+
+def read_count(text: str) -> int:
+    """Returns an argument that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments before and after the first `--`."""
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]

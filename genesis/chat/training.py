@@ -114,10 +114,6 @@ PROBES: Final = (
 )
 
 
-_SHORT: Final = (PROBES[0], Probe([_USER, _ANSWER]), Probe([_USER, _ANSWER, _AGAIN], after="A place.", has_prompt=True))
-"""The probes for which a template that is near to another one writes the same."""
-
-
 class Output(NamedTuple):
     """What a template writes for a probe.
 
@@ -175,44 +171,24 @@ def find_trained_end(text: str, own: ChatTemplate, variables: Mapping[str, Any])
     return None
 
 
-def describe_nearest(own: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
-    """Returns a line with what keeps a model from the nearest training template; None if no template is near.
-
-    Args:
-        own: A model's own template, for which there is no training template.
-        variables: The spellings of bos, eos and other tokens, and the user's variables.
-    """
-    own = ChatTemplate(own.text, own.name, own.today or PROBE_DATE)
-    for name, body in _read_bodies().items():
-        ours = ChatTemplate(body, name, own.today)
-        for variant in VARIANTS.get(name, ({},)):
-            given = {**variant, **_read_slots(own, ours, {**variant, **variables}), **variables}
-            if all(agree(own, ours, probe, variables, given) for probe in _SHORT):
-                return describe_difference(own, ours, variables, given)
-    return None
-
-
-def describe_difference(
-    own: ChatTemplate, other: ChatTemplate, variables: Mapping[str, Any], given: Mapping[str, Any]
-) -> str | None:
+def describe_difference(own: ChatTemplate, other: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
     """Returns a line with the first turn that two templates write differently, and the text; None if there is none.
 
     Args:
         own: A model's own template.
         other: A template to be used in its place.
         variables: The spellings of bos, eos and other tokens, and the user's variables.
-        given: The same for the other template.
     """
     own, other = (ChatTemplate(one.text, one.name, one.today or PROBE_DATE) for one in (own, other))
     for probe in PROBES:
-        if agree(own, other, probe, variables, given):
+        if agree(own, other, probe, variables, variables):
             continue
         numbers = range(1, len(probe.messages))
         for part in [
             *(probe._replace(messages=probe.messages[:number], has_prompt=False) for number in numbers),
             probe,
         ]:
-            texts = [write(own, part, variables).text, write(other, part, given).text]
+            texts = [write(own, part, variables).text, write(other, part, variables).text]
             if texts[0] != texts[1]:
                 shown = ["refuses it" if text is None else f"writes {_cut(text, texts)!r}" for text in texts]
                 after = " with the prompt after it" if part.has_prompt else ""

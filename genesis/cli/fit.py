@@ -269,12 +269,11 @@ class GenesisCLI(LightningCLI):
         recipe = self._complete(keep_choices(recipe, None if self._continued is None else self._continued.recipe))
         objective = find_objective(recipe.get("model.objective"))
         continued = (lambda: None) if reference is None else partial(find_continued, reference)
-        config = self.config[str(self.subcommand)]
-        self._identity = objective.resolve(config, RecipeContext(continued, own, find_recorded))  # in place
-        self._learned, found = find_chat_template(self._complete())
+        self._identity, options = objective.resolve(recipe, RecipeContext(continued, own, find_recorded))
+        self._learned, found = find_chat_template(self._complete(options))
         recipe = self._complete(found)
         if reference is not None:
-            self._find_data(config, recipe, reference.run.path)
+            self._find_data(self.config[str(self.subcommand)], recipe, reference.run.path)
             recipe = self._complete()
         self._recipe = self._complete(choose_sizes(recipe, is_fit=is_fit))
 

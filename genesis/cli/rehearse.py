@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from genesis.base.arguments import Parser, check_output
+from genesis.base.arguments import Parser, check_output, read_count, split_at_dashes
 from genesis.base.console import Console
 from genesis.base.errors import UserError
 from genesis.cli.option_names import check_fit
@@ -31,14 +31,14 @@ _SEEDS = 1 << 31
 
 def main(argv: list[str]) -> int:
     """Runs `genesis rehearse` and returns its exit status."""
-    own, extra = _split(argv)
+    own, extra = split_at_dashes(argv)
     parser = Parser(
         "genesis rehearse", usage=_USAGE, description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
         "--config", type=Path, action="append", required=True, help="a recipe; may be given several times"
     )
-    parser.add_argument("--kills", type=_positive, default=3, help="number of kills (default %(default)s)")
+    parser.add_argument("--kills", type=read_count, default=3, help="number of kills (default %(default)s)")
     parser.add_argument(
         "--seed", type=int, help="seed of the kill times, to repeat a rehearsal; default: a random seed, printed"
     )
@@ -72,20 +72,6 @@ def main(argv: list[str]) -> int:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         replace_file(arguments.json.resolve(), (json.dumps(report.to_json(), indent=2) + "\n").encode())
     return 0 if report.verdict == "equal" else 1
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments before and after `--`."""
-    if "--" not in argv:
-        return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _choose_directory(wanted: Path | None, config: Path) -> Path:

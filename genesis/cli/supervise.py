@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from genesis.base.arguments import Parser, respell
+from genesis.base.arguments import Parser, read_count, respell, split_at_dashes
 from genesis.base.errors import UserError
 from genesis.base.processes import check_can_find
 from genesis.cli.supervise_observers import (
@@ -47,7 +47,7 @@ _OWN_OPTIONS = {
 
 def main(argv: list[str]) -> int:
     """Runs `genesis supervise` and returns its exit status."""
-    own, fit = _split(argv)
+    own, fit = split_at_dashes(argv)
     if any(word.startswith(OPTION) for word in own):
         raise UserError(f"{OPTION} is an option of the training: give it after --: {_USAGE}")
     parser = _build_parser()
@@ -114,12 +114,12 @@ def _build_parser() -> Parser:
     policy, limits = Policy(), Limits()
     add(
         "--max_ends_without_progress",
-        type=_count,
+        type=read_count,
         default=policy.max_ends_without_progress,
         metavar="K",
         help="stop after K ends without a new checkpoint between them (default %(default)s)",
     )
-    add("--max_crashes", type=_count, metavar="N", help="stop after N crashes in all (default: no limit)")
+    add("--max_crashes", type=read_count, metavar="N", help="stop after N crashes in all (default: no limit)")
     add(
         "--on_drift",
         choices=("stop", "allow", "fresh"),
@@ -170,14 +170,6 @@ def _add_node_options(parser: Parser) -> None:
         add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments before and after the first `--`."""
-    if "--" not in argv:
-        return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
-
-
 def _check_fit(fit: Sequence[str]) -> None:
     if not fit or fit[0] != "fit":
         raise UserError(f"give the training after --: {_USAGE}")
@@ -223,12 +215,6 @@ def _url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise argparse.ArgumentTypeError(f"{text!r} is no address of the web; give http:// or https://")
     return text
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _count_or_none(text: str) -> int:

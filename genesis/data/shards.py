@@ -132,6 +132,7 @@ class ShardWriter:
         self._file.write(data)
         self._hash.update(data)
         ends = np.cumsum(documents.lengths)
+        # An eos within a document, or an end without one: a reader that splits at eos would find other documents.
         is_eos = documents.tokens == self._eos_id
         if not (np.count_nonzero(is_eos) == len(ends) and is_eos[ends - 1].all()):
             self._ends_by_index = True
@@ -320,7 +321,7 @@ def _map_run(
 ) -> NDArray[np.unsignedinteger]:
     if not count:
         return np.empty(0, dtype)
-    start = byte_offset % mmap.ALLOCATIONGRANULARITY
+    start = byte_offset % mmap.ALLOCATIONGRANULARITY  # a map can begin at a page only
     try:
         with open_file(path) as file:
             mapped = mmap.mmap(

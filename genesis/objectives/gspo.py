@@ -122,6 +122,7 @@ class GSPO(Objective):
         """Returns the micro-batch with the reference's log-probabilities of the tokens, if there is a KL."""
         if not self.kl:
             return micro_batch
+        # With dropout, the reference of a token would be another one each time, and the KL above 0 at the first step.
         was_training = decoder.training
         decoder.eval()
         try:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from genesis.data.window import AccumulationWindow, MicroBatch
 from genesis.model.language_model import LanguageModel
 from genesis.objectives.teacher import FoundTeacher, RunningTeacher, Teacher
 from genesis.objectives.vocabulary import Vocabulary
+from genesis.recipe.resolved import ResolvedRecipe
 
 TOKENS: Final = "tokens"
 """The unit of valid labels, which every objective counts."""
@@ -73,17 +74,6 @@ class ObjectiveSums:
 
 def _add(one: Mapping[str, Number], other: Mapping[str, Number]) -> dict[str, Number]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
-
-
-class Recipe(Protocol):
-    """A recipe of `genesis fit` by dotted keys."""
-
-    def get(self, key: str) -> Any:
-        """Returns a value; None if it is not given."""
-
-    def __getitem__(self, key: str) -> Any: ...
-
-    def __setitem__(self, key: str, value: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -211,8 +201,8 @@ class Objective(ABC):
         return False
 
     @classmethod
-    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
-        """Completes a recipe in place, and returns entries of the checkpoints' identity. Nothing is built yet.
+    def resolve(cls, recipe: ResolvedRecipe, start: RecipeContext) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Returns entries of the checkpoints' identity, and values of options that follow. Nothing is built yet.
 
         Args:
             recipe: The recipe, with the base of its adapters.
@@ -221,7 +211,7 @@ class Objective(ABC):
         Raises:
             UserError: Something that the objective needs is not there, or not what the run continues with.
         """
-        return {}
+        return {}, {}
 
     def prepare_fit(self, fit: FitContext) -> Prepared:
         """Checks what the objective needs, and loads it. Called once, before the model is built.

@@ -64,13 +64,13 @@ from genesis.objectives.objective import (
     Objective,
     ObjectiveSums,
     Prepared,
-    Recipe,
     RecipeContext,
     ScorePairs,
 )
 from genesis.objectives.reference import ReferenceLogProbs
 from genesis.objectives.reference_recipe import resolve_reference
 from genesis.objectives.vocabulary import Vocabulary
+from genesis.recipe.resolved import ResolvedRecipe
 
 REFERENCE: Final = "reference_log_probs"
 """The tensor of `MicroBatch.extra` with log p_reference of each answer, sums over tokens."""
@@ -231,7 +231,7 @@ class DPO(PairObjective):
         return options.get("reference") is None
 
     @classmethod
-    def resolve(cls, recipe: Recipe, start: RecipeContext) -> Mapping[str, str]:
+    def resolve(cls, recipe: ResolvedRecipe, start: RecipeContext) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Finds the reference, from which a run of all weights starts unless it has a checkpoint."""
         return resolve_reference(recipe, start)
 

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from genesis.base.errors import UserError, check_is_named
 from genesis.base.run_directory import RunDirectory
-from genesis.objectives.objective import Recipe, RecipeContext
+from genesis.objectives.objective import RecipeContext
+from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.base.manifest import read_committed_hash
 from genesis_callbacks.checkpoint import Manifest, read_manifest
 
@@ -17,13 +18,13 @@ _OPTION: Final = "model.objective.init_args.reference"
 _HASH_SHOWN: Final = 23
 
 
-def resolve_reference(config: Recipe, start: RecipeContext) -> dict[str, str]:
-    """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
+def resolve_reference(recipe: ResolvedRecipe, start: RecipeContext) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns what identifies the reference of a recipe in checkpoints, and values of options that follow.
 
     A run of all weights that begins with no checkpoint gets the weights of its reference.
 
     Args:
-        config: The recipe, with the base of its adapters, before anything is built of it.
+        recipe: The recipe, with the base of its adapters.
         start: What the run continues with.
 
     Raises:
@@ -34,33 +35,34 @@ def resolve_reference(config: Recipe, start: RecipeContext) -> dict[str, str]:
     if continued is not None:
         is_own = continued.resolve().parent == RunDirectory(start.run_dir.resolve()).checkpoints
         # A run that takes the weights alone is a new one, with a reference of its own.
-        manifest = read_manifest(continued) if is_own or config.get("checkpoint.restore") != "weights" else None
+        manifest = read_manifest(continued) if is_own or recipe.get("checkpoint.restore") != "weights" else None
     recorded = None if manifest is None else manifest.identity.get(REFERENCE)
-    given = config.get(_OPTION)
+    given = recipe.get(_OPTION)
     if given is not None:
         check_is_named(given, _OPTION)
         found = start.find_recorded(given, recorded)
     elif recorded is not None and recorded != BASE:
         assert manifest is not None
         found = _find_recorded(manifest, recorded)
-    elif config.get("model.adapter") is None:
+    elif recipe.get("model.adapter") is None:
         if continued is None:
             raise UserError(
                 f"preference optimisation has no reference: give the run or checkpoint to start from by --{_OPTION}, "
                 "or by --ckpt_path with --checkpoint.restore weights"
             )
         found = continued
-    elif config.get("model.adapter.also_train"):  # these change without adapters as well
-        found = Path(config["model.adapter.base"])
+    elif recipe.get("model.adapter.also_train"):  # these change without adapters as well
+        found = Path(recipe.get("model.adapter.base"))
     else:
         _check_same(BASE, recorded)
-        return {REFERENCE: BASE}
-    config[_OPTION] = str(found.resolve())
-    if continued is None and config.get("model.adapter") is None:
-        config["ckpt_path"], config["checkpoint.restore"] = str(found.resolve()), "weights"
+        return {REFERENCE: BASE}, {}
+    path = str(found.resolve())
+    options = {_OPTION: path}
+    if continued is None and recipe.get("model.adapter") is None:
+        options |= {"ckpt_path": path, "checkpoint.restore": "weights"}
     found_hash = read_committed_hash(found)
     _check_same(found_hash, recorded)
-    return {REFERENCE: found_hash}
+    return {REFERENCE: found_hash}, options
 
 
 def _check_same(found: str, recorded: str | None) -> None:

@@ -90,6 +90,7 @@ class ModelPool:
         try:
             seat = await self._take_seat(entry)
             try:
+                # All requests for a model wait for one future, which a client that disconnects must not cancel.
                 await asyncio.shield(seat.worker.loaded)
                 yield seat.worker
             finally:
@@ -102,6 +103,7 @@ class ModelPool:
             of_client[key] -= num_texts
             if not of_client.total():
                 del self._of_client[client]
+            # Last: the slot and the rows that this request leaves may be what the head of the queue waits for.
             self._advance()
 
     @property
@@ -161,7 +163,7 @@ class ModelPool:
         self._of_client[client] = of_client
 
     def _can_seat(self, key: _Key) -> bool:
-        if self._line:
+        if self._line:  # also where the model is loaded: its requests could keep its slot from the queue for ever
             return False
         has_room = len(self._seats) < self._limits.max_models
         return key in self._seats or has_room or any(not seat.num_leases for seat in self._seats.values())
@@ -174,6 +176,7 @@ class ModelPool:
         try:
             return await future
         except asyncio.CancelledError:
+            # `_advance` has given a slot to this request, which was cancelled before it ran again and must return it.
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().num_leases -= 1
             raise
@@ -198,6 +201,7 @@ class ModelPool:
     def _remove(self, key: _Key) -> Worker:
         worker = self._seats.pop(key).worker
         worker.stop()
+        # Its thread may be in the middle of a step or a load: `join` still has to wait for it.
         self._ended = [other for other in self._ended if other.is_running] + [worker]
         return worker
 
@@ -205,6 +209,7 @@ class ModelPool:
         """Removes failed models, and gives free slots to the requests at the head of the queue."""
         for key in [key for key, seat in self._seats.items() if not seat.num_leases and seat.worker.has_ended]:
             self._remove(key)
+        # While there is a queue, `_can_seat` refuses everybody, the request at its head as well.
         line, self._line = self._line, deque()
         while line:
             entry, future = line[0]

@@ -168,7 +168,7 @@ def test_a_template_that_writes_more_than_the_training_template_is_kept() -> Non
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("<tool_response>", "<result>", r"at turn 3 \(tool\).* own writes 'result>.*qwen3.jinja writes 'tool_res"),
+        ("<tool_response>", "<result>", r"at turn 3 \(tool\).* own writes 'result>.*FILE writes 'tool_res"),
         (
             "'}\\n</tool_call>'",
             "'}</tool_call>'",
@@ -176,13 +176,14 @@ def test_a_template_that_writes_more_than_the_training_template_is_kept() -> Non
         ),
     ],
 )
-def test_a_changed_template_gets_no_training_template_and_a_line_with_the_change(old: str, new: str, line: str) -> None:
+def test_a_changed_template_gets_no_training_template_and_a_user_s_a_line_with_the_change(
+    old: str, new: str, line: str
+) -> None:
     text = without_tags(BODIES["qwen3.jinja"])
     assert old in text
     own = ChatTemplate(text.replace(old, new), "own", TODAY)
     assert find_training_template(own, TOKENS) is own
-    (warning,) = prove_template(own, own, TOKENS, is_given=False)
-    assert warning.startswith("no training template fits the model's chat template: at turn ")
+    (warning,) = prove_template(ChatTemplate(text, "FILE", TODAY), own, TOKENS, is_given=True)
     assert re.search(line, warning)
 
 

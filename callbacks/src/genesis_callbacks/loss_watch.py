@@ -120,6 +120,7 @@ class LossWatch(pl.Callback):
         if given is not None:
             return float(given)
         metric = trainer.callback_metrics.get(self._loss_key)
+        # Reading a value on a device would make the host wait for the step.
         return float(metric) if isinstance(metric, Tensor) and metric.device.type == "cpu" else None
 
     def _judge(self, trainer: pl.Trainer) -> None:

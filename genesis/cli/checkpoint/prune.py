@@ -1,10 +1,10 @@
 """`genesis checkpoint prune`: removes older checkpoints of a run."""
 
-import argparse
 from pathlib import Path
 
 from rich.filesize import decimal
 
+from genesis.base.arguments import read_count
 from genesis.base.errors import numbered
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
 from genesis.generate.checkpoint_reference import find_run
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint prune` and returns its exit status."""
     parser = build_parser("prune", _DESCRIPTION)
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("--keep_last", type=_positive, required=True, help="number of newest checkpoints to keep")
-    parser.add_argument("--keep_every_n_steps", type=_positive, help="also keep checkpoints at multiples of this step")
+    parser.add_argument("--keep_last", type=read_count, required=True, help="number of newest checkpoints to keep")
+    parser.add_argument("--keep_every_n_steps", type=read_count, help="also keep checkpoints at multiples of this step")
     parser.add_argument("--dry_run", action="store_true", help="list the checkpoints to remove, but remove nothing")
     arguments = parser.parse_args(argv)
     retention = Retention(arguments.keep_last, arguments.keep_every_n_steps)
@@ -70,9 +70,3 @@ def main(argv: list[str]) -> int:
         for entry in bad:
             print(f"{entry.path.name} does not verify: see `genesis checkpoint repair {arguments.run}`")
     return BAD if bad or (newest is None and entries) else 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
