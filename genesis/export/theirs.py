@@ -58,7 +58,7 @@ def _load_dequantised(directory: Path, content: dict[str, Any]) -> tuple[Any, di
     """Returns a model whose weights are in MXFP4, in float32: transformers itself asks for packages to read them."""
     plain = {key: value for key, value in content.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
     build: Any = AutoModelForCausalLM.from_config
-    model = build(CONFIG_MAPPING[content["model_type"]].from_dict(plain), dtype=torch.float32)
+    model = build(CONFIG_MAPPING[content["model_type"]].from_dict(plain), dtype=torch.float32, trust_remote_code=False)
     state = dict(join_mxfp4(iterate_tensors(directory, read_file_names(directory)), None))
     missing, unexpected = model.load_state_dict(state, strict=False)
     return model, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": []}

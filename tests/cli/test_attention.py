@@ -172,7 +172,7 @@ def start(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             monkeypatch.setattr(kernel, "_distrusted", set())
 
         def prove(kernel: str, shape: Any, device: torch.device) -> None:
-            assert shape[:4] == (*TINY.attention_heads, 96)
+            assert shape[:4] == (*TINY.attention_heads[:3], 96)
             if kernel in wrong:
                 raise RuntimeError(f"attention by {kernel} differs")
 
