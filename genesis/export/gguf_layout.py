@@ -129,8 +129,6 @@ _LLAMA: Final = Architecture(MODEL_ARCH.LLAMA, turns_neighbours=True, scalings=(
 _YARN: Final = {"has_whole_bounds": (True,), "beta_fast": (None, 32.0), "beta_slow": (None, 1.0)}
 """Options of YaRN to the values that llama.cpp has: it does not read the bounds of a file."""
 _WINDOWS: Final = frozenset({"sliding_window", "window_layers", "window_rope_theta"})
-_LITE_LAYERS: Final = (26, 27)
-"""Numbers of layers from which llama.cpp takes a model with latents to have queries without one."""
 _GEMMA_62_LAYERS: Final = 62
 """Number of layers of the Gemma 3 for which llama.cpp divides the width of the model by the number of heads."""
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -190,9 +188,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         only={"rms_norm_eps": (1e-6,), "rope_interleave": (True,)},
         has_output=True,
     ),
-    "deepseek_v2": Architecture(
-        MODEL_ARCH.DEEPSEEK2, scalings=(), only={"rms_norm_eps": (1e-6,), "topk_method": ("greedy",)}, has_output=True
-    ),
     "qwen3_5_text": Architecture(MODEL_ARCH.QWEN35, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
     "qwen3_5_moe_text": Architecture(MODEL_ARCH.QWEN35MOE, computes=frozenset({"rotary_dim"}), equal=(_ONE_WIDTH,)),
 }
@@ -216,7 +211,7 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     if latents is None:
         unknown = find_uncomputed(found, family, config)
     else:
-        unknown = _find_uncomputed_latents(latents, config.num_layers)
+        unknown = _find_uncomputed_latents(latents)
     if unknown is not None:
         raise UserError(f"llama.cpp's {found.name} would compute something else, because {unknown}: {instead}")
     for key, values in found.only.items():
@@ -258,12 +253,11 @@ def find_uncomputed(architecture: Architecture, family: Family, config: DecoderC
     return _find_other_windows(architecture, config)
 
 
-def _find_uncomputed_latents(latents: LatentAttentionConfig, num_layers: int) -> str | None:
+def _find_uncomputed_latents(latents: LatentAttentionConfig) -> str | None:
     if latents.rope_scaling is not None:
         return f"mixers.rope_scaling.kind is {latents.rope_scaling.kind!r}, whose factors it has in another place"
-    if latents.query_latent_dim is None and num_layers not in _LITE_LAYERS:
-        of_lite = " or ".join(map(str, _LITE_LAYERS))
-        return f"mixers.query_latent_dim is None, which it takes from a number of layers of {of_lite}"
+    if latents.query_latent_dim is None:
+        return "mixers.query_latent_dim is None, which it takes from some numbers of layers"
     return None
 
 
@@ -304,9 +298,7 @@ def describe_model(
     if architecture.arch == MODEL_ARCH.GPT_OSS:
         keys[Keys.LLM.EXPERT_FEED_FORWARD_LENGTH] = (content["intermediate_size"], _UINT)
     if "n_group" in content:
-        is_softmax = content.get("scoring_func") == "softmax"
-        scores = ExpertGatingFuncType.SOFTMAX if is_softmax else ExpertGatingFuncType.SIGMOID
-        keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(scores), _UINT)
+        keys[Keys.LLM.EXPERT_GATING_FUNC] = (int(ExpertGatingFuncType.SIGMOID), _UINT)
         if (
             content["topk_group"] < content["n_group"]
         ):  # else all experts are free to choose, and llama.cpp asks for less

@@ -96,11 +96,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         SHARED_EXPERTS | LATENTS | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
     ),
-    "deepseek_v3, as moonlight": (
-        "deepseek_v3",
-        SHARED_EXPERTS | LATENTS | {"num_hidden_layers": 27, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0},
-    ),
-    "deepseek_v2": ("deepseek_v2", SHARED_EXPERTS | LATENTS | {"q_lora_rank": 24, "norm_topk_prob": False}),
     "qwen3_5_text": ("qwen3_5_text", LINEAR),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
 }
