@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from genesis.base.errors import UserError
+from genesis.export.gguf_tokenizer import describe_tokenizer
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
+from genesis.serve.errors import ApiError
+from genesis.serve.prompt import Facts, encode_prompts
+from genesis.serve.request import parse_completion
 from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.losses import find_losses, writes
@@ -193,3 +197,22 @@ def test_forged_models_are_one_line(kind: str, change: Any, line: str, tmp_path:
     with pytest.raises(UserError, match=line) as refused:
         open_tokenizer(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "model"), [("bert", "WordPiece"), ("t5", "Unigram")])
+def test_a_gguf_is_refused_by_the_type_of_the_tokenizer(kind: str, model: str, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(CHANGING[kind](tmp_path))
+    with pytest.raises(UserError, match=f"has byte-pair encoding alone, and this tokenizer is of type {model}"):
+        describe_tokenizer(tokenizer, tokenizer.vocab_size, 256, None, tokenizer.stop_ids)
+
+
+def test_a_stop_text_that_the_model_cannot_write_is_refused(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(bert(tmp_path))
+    facts = Facts(tokenizer, 1000, tokenizer.vocab_size, 0, shared_bytes=0, chat_template=None)
+    for stop, is_written in (("the", True), ("THE", False), ("\n", False)):
+        asked = parse_completion(json.dumps({"model": "m", "prompt": "a", "stop": stop}).encode(), 1)
+        if is_written:
+            assert encode_prompts(asked, facts)
+        else:
+            with pytest.raises(ApiError, match="which this model never writes: its tokenizer lower-cases letters"):
+                encode_prompts(asked, facts)
