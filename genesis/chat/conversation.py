@@ -42,6 +42,7 @@ _SHAREGPT_ROLES: Final = {
     "observation": "tool",
     "function_response": "tool",
 }
+_ALPACA_TEXTS: Final = ("instruction", "input", "output")
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _VARIABLES: Final = "chat_template_kwargs"
 _FUNCTIONS: Final = "functions"
@@ -247,13 +248,13 @@ def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversat
     history = record.get("history") or []
     if not _is_list_of(history, list | tuple) or not all(len(pair) == 2 for pair in history):
         raise ConversationError("history is not a list of pairs of instruction and output; correct it")
-    asked = {name: record[name] for name in ("instruction", "input") if record.get(name) is not None}
-    for name, value in asked.items():
+    texts = {name: record[name] for name in _ALPACA_TEXTS if record.get(name) is not None}
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise ConversationError(f"{name} is {_describe(value)}, not a text; correct it")
-    question = "\n".join(filter(None, asked.values()))
-    for said, answered in (*history, (question, record.get("output"))):
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
+    question = "\n".join(filter(None, (texts.get("instruction"), texts.get("input"))))
+    for asked, answered in (*history, (question, texts.get("output"))):
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return _build(record, normalize_messages(messages))
 
 

@@ -194,6 +194,7 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         # A field that is an object in some rows only, as in hiyouga/LlamaFactory#3665, and a number.
         ({"instruction": {"a": 1}, "output": "b"}, r"instruction is dict \"\{'a': 1\}\", not a text; correct it"),
         ({"instruction": "a", "input": 0, "output": "b"}, "input is 0, not a text; correct it"),
+        ({"instruction": "a", "output": ["b", "c"]}, r"output is list \"\['b', 'c'\]\", not a text; correct it"),
         ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "the record has images, and only text can be learned"),
         ({"prompt": "a", "completion": "b", "label": False}, "label is false: the record rates its answer"),
         ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, "keep the records whose label is true"),

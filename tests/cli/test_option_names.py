@@ -273,7 +273,7 @@ def test_a_value_that_may_be_right_goes_on_to_the_real_parser(arguments: list[st
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_missing_corpus_is_refused_unless_a_checkpoint_knows_where_it_is(command: str, tmp_path: Path) -> None:
     look = {"fit": option_names.check_fit, "validate": option_names.check_validate}[command]
-    given = ["--model.decoder.dim", "8", "--data.corpus", str(tmp_path)]
+    given = ["--model.decoder.dim", "8", "--trainer.max_steps", "1", "--data.corpus", str(tmp_path)]
     with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path))} is not a prepared corpus"):
         look(given)
     look([*given, "--ckpt_path", "latest"])
