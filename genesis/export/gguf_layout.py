@@ -192,10 +192,7 @@ def find_architecture(family: Family, config: DecoderConfig) -> tuple[Architectu
     content["head_dim"] = _head_width(config)
     content["attention_width"] = content["head_dim"] * content["num_attention_heads"]
     latents = latents_of(config)
-    if latents is None:
-        unknown = find_uncomputed(found, family, config)
-    else:
-        unknown = _find_uncomputed_latents(latents)
+    unknown = find_uncomputed(found, family, config) if latents is None else _find_uncomputed_latents(latents)
     if unknown is not None:
         raise UserError(f"llama.cpp's {found.name} would compute something else, because {unknown}: {instead}")
     for key, values in found.only.items():
