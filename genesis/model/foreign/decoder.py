@@ -186,7 +186,7 @@ class TransformersDecoder(LanguageModel):
         for name, parameter in self.named_parameters():
             if not name.startswith(self._of_text):  # text does not reach it
                 parameter.requires_grad_(False)
-        self._takes = set(inspect.signature(type(body).forward).parameters)
+        self._takes = set(inspect.signature(self.get_submodule(self._body).forward).parameters)
         self._scale, self.softcap = _find_head_form(self.theirs)
         self._mark_float32()
 
