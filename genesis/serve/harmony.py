@@ -48,12 +48,20 @@ class HarmonyReader:
         return found
 
     def _read_header(self, *, is_last: bool) -> bool:
-        """Takes the header of the next message, or that of text without one, if it is known which of both comes."""
+        """Takes the header of the next message, or that of text without one, if it is known which of both comes.
+
+        A header that the end of the answer cuts is no text.
+        """
         held, signs = self._held, (_START, _CHANNEL, _RECIPIENT)
         may_begin = held.startswith(signs) or (not is_last and any(sign.startswith(held) for sign in signs))
-        place = held.find(_MESSAGE)
-        if not may_begin or (place < 0 and (is_last or len(held) > _MAX_HEADER_CHARS)):
-            self._header = ""
+        place = held.find(_MESSAGE, 0, _MAX_HEADER_CHARS)
+        is_long = len(held) >= _MAX_HEADER_CHARS
+        if place < 0 and is_last and not is_long and held.startswith((_START, _CHANNEL)):
+            self._held = ""
+            return False
+        if not may_begin or (place < 0 and (is_last or is_long)):
+            # Without `<|start|>`, at which the body would end at once.
+            self._header, self._held = "", held.removeprefix(_START)
             return True
         if place < 0:
             return False

@@ -1,6 +1,7 @@
 """An answer in GPT-OSS's format: reasoning, text and calls, however it comes; what is no call stays text."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ ANSWERS: dict[str, tuple[str, str, str, list[str]]] = {
     "an unknown tool": (f" to=functions.other<|channel|>commentary<|message|>{CALL}", "", CALL, []),
     "no arguments": (" to=functions.weather<|channel|>commentary<|message|>Paris", "", "Paris", []),
     "no channels": ("Rain <|and sun.", "", "Rain <|and sun.", []),
-    "a header without a message": ("<|channel|>final", "", "<|channel|>final", []),
+    "a header without a message": ("<|channel|>final", "", "", []),
+    "a header without an end": ("<|start|>" + "a" * 600, "", "a" * 600, []),
+    "a header that is too long": (f"<|channel|>{'a' * 500}<|message|>b", "", f"<|channel|>{'a' * 500}<|message|>b", []),
     "a part of a sign at the end": ("<|channel|>final<|message|>a <|en", "", "a <|en", []),
 }
 
@@ -63,6 +66,21 @@ def test_an_answer_is_divided_into_its_messages_however_it_comes(name: str, size
     assert found[:2] == (reasoning, content)
     assert [json.loads(call["arguments"]) for call in found[2]] == [json.loads(one) for one in arguments]
     assert all(call["name"] == "weather" for call in found[2])
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_an_answer_that_is_cut_ends_with_the_text_up_to_the_cut(size: int) -> None:
+    signs = re.findall(r"<\|\w+\|>|.", ANALYSIS + "<|channel|>final<|message|>Rain.<|return|>")
+    first, second = (index + 1 for index, sign in enumerate(signs) if sign == "<|message|>")
+    for cut in range(1, len(signs) + 1):
+        reasoning, content = "It rains."[: max(0, cut - first)], "Rain."[: max(0, cut - second)]
+        assert read("".join(signs[:cut]), size) == (reasoning, content, [])
+
+
+def test_the_end_of_an_answer_may_come_after_its_last_text() -> None:
+    reader = HarmonyReader(TOOLS)
+    found = [reader.feed(text, is_last=False) for text in ("<|channel|>analysis<|message|>think<|end|>", "<|start|>a")]
+    assert [*found, reader.feed("", is_last=True)] == [("", [], "think"), ("", [], ""), ("", [], "")]
 
 
 def test_the_form_is_that_of_the_training_template() -> None:
