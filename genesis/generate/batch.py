@@ -173,6 +173,7 @@ class Batch:
         self._sampler: RowSampler | None = None  # valid for the current rows; None once a text has joined or left
         self._rows: list[_Row] = []
         self._newcomers: list[_Row] = []
+        self._failed: list[NewToken] = []  # the ends of texts that no caller has seen yet
         self._num_added = 0
         self._prefix, self._read_tokens, self._head = list(prefix), read_tokens, head
         self._fails_alone, self._store = has_blocks, store
@@ -219,52 +220,57 @@ class Batch:
         # Two forwards: running texts give one token each, new ones a whole prompt, and padding the former to the
         # length of a prompt would cost far more than a second call.
         logits: list[Tensor] = []
-        failed: list[NewToken] = []
         if self._rows:
             logits.append(self._continue())
         if self._newcomers:
-            new, failed = self._join()
-            logits += new
+            logits += self._join()
         if not logits:
-            return failed
+            return self._take_failed()
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         # From the end: a row that leaves is replaced by the last one, which has been visited by then.
         for index in reversed(range(len(tokens))):
             if tokens[index].is_last:
                 self._leave(index, is_number=not math.isnan(tokens[index].log_prob))
-        return tokens + failed
+        return tokens + self._take_failed()
 
-    def _join(self) -> tuple[list[Tensor], list[NewToken]]:
-        """Returns the logits after the prompts of the new texts, and the ends of those that the memory fails."""
+    def _take_failed(self) -> list[NewToken]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _join(self) -> list[Tensor]:
+        """Returns the logits after the prompts of the new texts; those that the memory fails end."""
         newcomers, self._newcomers, self._sampler = self._newcomers, [], None
-        failed: list[NewToken] = []
         num_old = len(self._rows)
         for row in newcomers:
             self._rows.append(row)
             if self._has_blocks and not self._read_blocks(len(self._rows) - 1):
-                failed += self.fail(len(self._rows) - 1)
+                self._end(len(self._rows) - 1)
         try:
-            return [self._read(start, stop) for start, stop in self._plan_reads(num_old)], failed
+            return [self._read(start, stop) for start, stop in self._plan_reads(num_old)]
         except (MemoryError, RuntimeError) as error:
             if not (self._fails_alone and is_out_of_memory(error)):
                 raise
-        return [], failed + self.fail(num_old)  # behind the handler, which keeps the tensors of the failed forward
+        self._end(num_old)  # behind the handler, which keeps the tensors of the failed forward
+        return []
 
-    def fail(self, first: int = 0) -> list[NewToken]:
-        """Ends the texts from a row on for which the memory was not enough, and drops the stored blocks.
+    def fail(self) -> list[NewToken]:
+        """Ends all texts and drops the stored blocks, after a step for which the memory was not enough.
 
-        After a step that ended with such an error, all texts must: their rows in the cache are half written.
+        All texts must end: their rows in the cache are half written.
         """
-        if self._store is not None:
-            self._store.clear()
         self._rows += self._newcomers
         self._newcomers = []
-        failed = []
+        self._end(0)
+        return self._take_failed()
+
+    def _end(self, first: int) -> None:
+        """Ends the texts from a row on for which the memory was not enough, and drops the stored blocks."""
+        if self._store is not None:
+            self._store.clear()
         for index in reversed(range(first, len(self._rows))):
             handle = self._rows[index].handle
-            failed.append(NewToken(handle, _NO_TOKEN, math.nan, (), is_last=True, failure=OutOfMemoryError()))
+            self._failed.append(NewToken(handle, _NO_TOKEN, math.nan, (), is_last=True, failure=OutOfMemoryError()))
             self._leave(index, is_number=False)
-        return failed
 
     def _leave(self, index: int, *, is_number: bool = True) -> None:
         last = self._rows.pop()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from genesis.base.device import send
 from genesis.base.errors import UserError
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sampling_options import SamplingOptions
@@ -213,3 +214,24 @@ def test_a_request_that_does_not_fit_is_refused_and_takes_no_row(decoder):
     with pytest.raises(UserError, match="context of 64: ask for at most 4 new tokens"):
         batch.add(Request([1] * 60, 5))
     assert batch.num_free == 1
+
+
+def test_texts_that_fail_before_their_step_fails_are_no_less_ended(decoder, monkeypatch):
+    def end_of_memory(*_):
+        raise MemoryError
+
+    def send_but_prompts(tensor, device):
+        return end_of_memory() if tensor.shape == (1, 7) else send(tensor, device)
+
+    batch = Batch(decoder, 2, NO_STOP, has_blocks=True)
+    handles = {batch.add(Request([1, 2], 5))}
+    batch.step()
+    handles.add(batch.add(Request([3] * 7, 5)))
+    with monkeypatch.context() as patch:
+        patch.setattr("genesis.generate.batch.send", send_but_prompts)
+        patch.setattr("genesis.generate.batch._gather_figures", end_of_memory)
+        with pytest.raises(MemoryError):
+            batch.step()
+    ended = batch.fail()
+    assert {token.request for token in ended if token.is_last and token.failure} == handles
+    assert (batch.num_free, batch.step()) == (2, [])
