@@ -205,7 +205,8 @@ class Worker:
                     self._add(batch, next_)
                 if self._live or self._unscored:
                     return True
-                self._changed.wait()
+                if not self._waiting:  # else the texts of this turn were all refused, and the next ones have theirs
+                    self._changed.wait()
         return False
 
     def _add(self, batch: Batch, ticket: Ticket) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from genesis.generate.batch import NewToken, Request
 from genesis.generate.load import load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.serve.pool import Limits
-from tests.serve.support import elsewhere, start_here
+from genesis.serve.worker import Result, Worker
+from tests.serve.support import DEADLINE_SECONDS, elsewhere, start_here
 from tests.tiny_runs import build_decoder, save
 
 GREEDY = {"model": "latest", "temperature": 0.0, "max_tokens": 7}
@@ -57,3 +59,22 @@ def test_text_and_what_needs_text_is_refused_by_name(run_of_ids: Path) -> None:
     assert "this model has no tokenizer: send a list of token ids" in messages[0]
     assert "stop is not supported by this model" in messages[1]
     assert "token ids must be from 0 to 699" in messages[2]
+
+
+def test_a_long_text_that_is_refused_keeps_no_other_waiting(run_of_ids: Path) -> None:
+    async def ask() -> list[Result]:
+        loop = asyncio.get_running_loop()
+        worker = Worker(lambda: load_decoder(run_of_ids), 2)
+        ends = [loop.create_future(), loop.create_future()]
+        try:
+            for end, num_tokens in zip(ends, (5000, 5), strict=True):  # both wait for the model
+                worker.submit(Request([5] * num_tokens, 1), end.set_result, "client")
+            return await asyncio.wait_for(asyncio.gather(*ends), DEADLINE_SECONDS)
+        finally:
+            worker.stop()
+            worker.join()
+
+    refused, token = asyncio.run(ask())
+    assert "prompt 1 has 5,000 tokens" in str(refused)
+    assert isinstance(token, NewToken)
+    assert token.is_last
