@@ -13,7 +13,7 @@ from genesis.serve.errors import ApiError
 from genesis.serve.fields import show
 from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
 from genesis.tokenizer.losses import find_losses, writes
-from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
+from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt, find_control
 
 
 class Facts(NamedTuple):
@@ -66,19 +66,22 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[EncodedPrompt
     """
     if facts.tokenizer is None and asked.stop:
         raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
-    lost = next((text for text in asked.stop if facts.tokenizer and not writes(facts.tokenizer, text)), None)
-    if lost is not None:
-        assert facts.tokenizer is not None
-        raise ApiError(
-            f"stop has {show(lost)}, which this model never writes: its tokenizer {find_losses(facts.tokenizer)}",
-            param="stop",
-        )
+    lost = next((text for text in asked.stop if facts.tokenizer and not _can_come(facts.tokenizer, text)), None)
+    losses = None if lost is None or facts.tokenizer is None else find_losses(facts.tokenizer)
+    if losses is not None:
+        raise ApiError(f"stop has {show(lost)}, which this model never writes: its tokenizer {losses}", param="stop")
     wrong = next((token for token, _ in asked.sampling.logit_bias if token >= facts.vocab_size), None)
     if wrong is not None:
         raise ApiError(
             f"logit_bias has the token {wrong}: token ids must be from 0 to {facts.vocab_size - 1}", param="logit_bias"
         )
     return [_encode(prompt, asked, facts) for prompt in asked.prompts]
+
+
+def _can_come(tokenizer: Tokenizer, stop: str) -> bool:
+    """Whether generated text can have a stop text, up to the control symbol that it spells."""
+    control = find_control(tokenizer, stop)
+    return writes(tokenizer, stop if control is None else control[0])
 
 
 def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts) -> EncodedPrompt:

@@ -25,7 +25,7 @@ from genesis.tokenizer.losses import find_losses, writes
 from genesis.tokenizer.open import build_tokenizer, extend_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer, encode_prompt, frame_document
 from tests.tokenizer.changing import CHANGING, bert, t5, train_sentencepiece
-from tests.tokenizer.test_huggingface import HARD
+from tests.tokenizer.test_huggingface import HARD, qwen
 
 LOST = {
     "t5": "replaces characters by compatible ones, drops spaces at the ends, joins spaces, makes spaces of line "
@@ -206,13 +206,27 @@ def test_a_gguf_is_refused_by_the_type_of_the_tokenizer(kind: str, model: str, t
         describe_tokenizer(tokenizer, tokenizer.vocab_size, 256, None, tokenizer.stop_ids)
 
 
-def test_a_stop_text_that_the_model_cannot_write_is_refused(tmp_path: Path) -> None:
-    tokenizer = open_tokenizer(bert(tmp_path))
+@pytest.mark.parametrize(
+    ("build", "stop", "is_written"),
+    [
+        (bert, "the", True),
+        (bert, "THE", False),
+        (bert, "\n", False),
+        (bert, "[SEP]", True),
+        (bert, "the[SEP]", True),
+        (bert, "THE[SEP]", False),
+        (t5, "</s>", True),
+        (qwen, "e\u0301", True),
+    ],
+)
+def test_a_stop_text_that_the_model_cannot_write_is_refused(
+    build: Callable[[Path], Path], stop: str, is_written: bool, tmp_path: Path
+) -> None:
+    tokenizer = open_tokenizer(build(tmp_path))
     facts = Facts(tokenizer, 1000, tokenizer.vocab_size, 0, shared_bytes=0, chat_template=None)
-    for stop, is_written in (("the", True), ("THE", False), ("\n", False)):
-        asked = parse_completion(json.dumps({"model": "m", "prompt": "a", "stop": stop}).encode(), 1)
-        if is_written:
-            assert encode_prompts(asked, facts)
-        else:
-            with pytest.raises(ApiError, match="which this model never writes: its tokenizer lower-cases letters"):
-                encode_prompts(asked, facts)
+    asked = parse_completion(json.dumps({"model": "m", "prompt": "a", "stop": stop}).encode(), 1)
+    if is_written:
+        assert encode_prompts(asked, facts)
+    else:
+        with pytest.raises(ApiError, match="which this model never writes: its tokenizer lower-cases letters"):
+            encode_prompts(asked, facts)
