@@ -54,7 +54,7 @@ def write_python(index: int, name: str, schema: Mapping[str, Any]) -> list[str]:
             _refuse(name, key, "whose name is no name of Python")
         parts.append((_quote(f"{key}="), values.add(name, key, of_key), is_required))
     first = f"first_{index}_0" if parts else ""
-    return [f'body_{index}: {_quote(name + "(")} {first} ")"', *_list_joins(index, parts), *values.rules]
+    return [f'body_{index}: {_quote(name + "(")} {first} ")"', *_list_joins(str(index), parts), *values.rules]
 
 
 def write_python_list(index: int, name: str, schema: Mapping[str, Any]) -> list[str]:
@@ -118,17 +118,22 @@ def _refuse(name: str, key: str, problem: str) -> NoReturn:
     refuse("tools", f"has the argument {key} of {name} {problem}, to which this model's form of calls cannot be held")
 
 
-def _list_joins(index: int, parts: Sequence[tuple[str, str, bool]]) -> list[str]:
-    """Returns rules for the arguments from each one on: `first` where none has come, `next` with a comma before it."""
+def _list_joins(name: str, parts: Sequence[tuple[str, str, bool]]) -> list[str]:
+    """Returns rules for the arguments from each one on: `first` where none has come, `next` with a comma before it.
+
+    Args:
+        name: What the names of the rules have behind `first` or `next`, and before the number of an argument.
+        parts: The key, the rule of the value, and whether it is required, of each argument.
+    """
     rules = []
     for number, (key, value, is_required) in enumerate(parts):
         last = number + 1 == len(parts)
-        follow = "" if last else f" next_{index}_{number + 1}"
-        skip = '""' if last else f"first_{index}_{number + 1}"
-        rules.append(f"first_{index}_{number}: {key} {value}{follow}" + ("" if is_required else f" | {skip}"))
+        follow = "" if last else f" next_{name}_{number + 1}"
+        skip = '""' if last else f"first_{name}_{number + 1}"
+        rules.append(f"first_{name}_{number}: {key} {value}{follow}" + ("" if is_required else f" | {skip}"))
         if number:
-            skip = '""' if last else f"next_{index}_{number + 1}"
-            rules.append(f'next_{index}_{number}: ", " {key} {value}{follow}' + ("" if is_required else f" | {skip}"))
+            skip = '""' if last else f"next_{name}_{number + 1}"
+            rules.append(f'next_{name}_{number}: ", " {key} {value}{follow}' + ("" if is_required else f" | {skip}"))
     return rules
 
 
@@ -176,12 +181,21 @@ class _PythonValues:
             item = inner(schema.get("items"))
             return f'"[" ({item} (", " {item})*)? "]"'
         if kind == "object":
-            # All properties, in their order: a literal without them could be one that the schema does not allow.
-            given = schema.get("properties")
-            given = given if isinstance(given, Mapping) else {}
-            items = [f"{_quote(_write_literal(one) + ': ')} {inner(of)}" for one, of in given.items()]
-            return " ".join(['"{"', ' ", " '.join(items), '"}"'])
+            return self._write_object(name, key, schema, inner)
         return _LITERALS[kind]
+
+    def _write_object(self, name: str, key: str, schema: Mapping[str, Any], inner: Callable[[Any], str]) -> str:
+        given, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(given, Mapping) or not (given or schema.get("additionalProperties") is False):
+            _refuse(name, key, "with an object without properties")
+        if not isinstance(required, list) or any(one not in given for one in required):
+            _refuse(name, key, "with required properties that it does not have")
+        parts = [(_quote(_write_literal(one) + ": "), inner(of), one in required) for one, of in given.items()]
+        if not parts:
+            return '"{}"'
+        joins = f"{self._prefix}_{len(self.rules)}"
+        self.rules += _list_joins(joins, parts)
+        return f'"{{" first_{joins}_0 "}}"'
 
     def _add_inner(self, name: str, key: str, schema: Any, *, depth: int) -> str:
         return self.add(name, key, schema if isinstance(schema, Mapping) else {}, depth)

@@ -176,6 +176,7 @@ def test_the_grammar_of_a_choice_accepts_calls_of_its_tools_alone(sign: str, wri
         assert (fits, is_whole) == (is_right, is_right)
 
 
+AT = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]}
 PLANNED = {
     "type": "object",
     "properties": {
@@ -184,6 +185,11 @@ PLANNED = {
         "kind": {"enum": ["sun", "2"]},
         "tags": {"type": "array", "items": {"type": "string"}},
         "by": {"anyOf": [{"type": "object", "properties": {"x": {"type": "boolean"}}}, {"type": "null"}]},
+        "at": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": AT, "w": {"type": "integer"}, "v": {"type": "integer"}},
+            "required": ["y", "w"],
+        },
     },
     "required": ["city", "days"],
 }
@@ -235,6 +241,14 @@ def glm(**values: str) -> str:
             {"city": "A", "days": 2, "tags": ["b", "c"], "by": None},
         ),
         ("<|tool_call_start|>", LFM2.format('city="A"'), None),
+        ("<|tool_call_start|>", LFM2.format('city="A", days=2, by={}'), {"city": "A", "days": 2, "by": {}}),
+        (
+            "<|tool_call_start|>",
+            LFM2.format('city="A", days=2, at={"y": {"z": 1}, "w": 2}'),
+            {"city": "A", "days": 2, "at": {"y": {"z": 1}, "w": 2}},
+        ),
+        ("<|tool_call_start|>", LFM2.format('city="A", days=2, at={"x": 1, "w": 2}'), None),
+        ("<|tool_call_start|>", LFM2.format('city="A", days=2, at={"y": {}, "w": 2}'), None),
         ("<function_calls>", OLMO3.format('city="A", days=2, tags=[]'), {"city": "A", "days": 2, "tags": []}),
         ("<function_calls>", OLMO3.format('days=2, city="A"'), None),
         (
@@ -284,6 +298,24 @@ def test_a_schema_that_a_form_cannot_be_held_to_is_refused_by_name(
     with pytest.raises(ApiError, match=words) as error:
         write_choice(find_form(template), {"plan": schema}, None)
     assert (error.value.status, error.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize("template", ["<|tool_call_start|>", "<function_calls>"])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({}, "with an object without properties"),
+        ({"additionalProperties": {"type": "string"}}, "with an object without properties"),
+        ({"properties": 5}, "with an object without properties"),
+        ({"properties": {"x": {"type": "null"}}, "required": ["y"]}, "with required properties that it does not have"),
+    ],
+)
+def test_an_object_that_python_cannot_be_held_to_is_refused_by_name(
+    template: str, schema: dict[str, Any], words: str
+) -> None:
+    form, tools = find_form(template), {"plan": {"properties": {"a": {"type": "object", **schema}}}}
+    with pytest.raises(ApiError, match=f"the argument a of plan {words}"):
+        write_choice(form, tools, None)
 
 
 STREAMED = {
