@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
+from genesis.tokenizer.losses import moves_spaces
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _PACKAGE: Final = "llguidance"
@@ -121,8 +122,11 @@ def compile_grammar(text: str, tokenizer: Tokenizer, vocab_size: int, stop_ids: 
         stop_ids: The tokens that may end a text.
 
     Raises:
-        UserError: The grammar is invalid or takes too much work, or llguidance is not installed.
+        UserError: The grammar is invalid or takes too much work, the tokenizer puts a space before each word, or
+            llguidance is not installed.
     """
+    if moves_spaces(tokenizer):
+        raise UserError("cannot be followed by this model, whose tokenizer puts a space before each word: leave it out")
     library = _load_library()
     limits = library.LLParserLimits(
         step_lexer_fuel=_STEP_FUEL,

@@ -29,12 +29,17 @@ def find_losses(tokenizer: Tokenizer) -> str | None:
         return tokenizer.decode(tokenizer.encode(text))
 
     found = [loss for loss, text, changed in _PROBES if round_trip(text) == changed]
-    punctuated = round_trip(_PUNCTUATED)
-    if punctuated != _PUNCTUATED and punctuated.replace(" ", "") == _PUNCTUATED.replace(" ", ""):
+    if moves_spaces(tokenizer):
         found.append("moves spaces beside punctuation")
     if len(round_trip(_RARE)) < len(_RARE):
         found.append("drops characters without a token")
     return ", ".join(found) or None
+
+
+def moves_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer puts spaces beside punctuation, as WordPiece does: its words begin with a space."""
+    punctuated = tokenizer.decode(tokenizer.encode(_PUNCTUATED))
+    return punctuated != _PUNCTUATED and punctuated.replace(" ", "") == _PUNCTUATED.replace(" ", "")
 
 
 def describe_losses(tokenizer: Tokenizer) -> str | None:

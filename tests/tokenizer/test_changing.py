@@ -16,6 +16,7 @@ from genesis.base.errors import UserError
 from genesis.export.gguf_tokenizer import describe_tokenizer
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
+from genesis.generate.grammar import compile_grammar
 from genesis.serve.errors import ApiError
 from genesis.serve.prompt import Facts, encode_prompts
 from genesis.serve.request import parse_completion
@@ -230,3 +231,16 @@ def test_a_stop_text_that_the_model_cannot_write_is_refused(
     else:
         with pytest.raises(ApiError, match="which this model never writes: its tokenizer lower-cases letters"):
             encode_prompts(asked, facts)
+
+
+@pytest.mark.parametrize("kind", ["bert", "cased bert"])
+def test_a_grammar_is_refused_where_words_begin_with_a_space(kind: str, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(CHANGING[kind](tmp_path))
+    with pytest.raises(UserError, match="cannot be followed by this model, whose tokenizer puts a space before each"):
+        compile_grammar('start: "{"', tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)
+
+
+def test_a_grammar_is_followed_by_a_unigram_model(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(t5(tmp_path))
+    mask = compile_grammar('start: "a"', tokenizer, tokenizer.vocab_size, tokenizer.stop_ids).mask()
+    assert mask[tokenizer.pieces.index("a")]
