@@ -377,3 +377,37 @@ def test_calls_that_come_in_pieces_are_shown_as_calls(page, tmp_path):
         expect(panel(page, "a").locator(".foot")).to_contain_text("calls a tool")
         if os.environ.get("GENESIS_SCREENSHOT"):
             page.screenshot(path=os.environ["GENESIS_SCREENSHOT"])
+
+
+def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(page, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    deltas = [
+        ({"reasoning_content": "It "}, None),
+        ({"reasoning_content": "rains.", "content": "Rain"}, None),
+        ({"content": "."}, "stop"),
+    ]
+    log_probs = {"content": [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}]}
+    events = [{"choices": [{"delta": delta, "finish_reason": end, "logprobs": log_probs}]} for delta, end in deltas]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    asked = []
+
+    def answer(route):
+        asked.append(json.loads(route.request.post_data)["messages"])
+        route.fulfill(headers={"content-type": "text/event-stream"}, body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    with start(directory) as running:
+        page.goto(f"{running.url}#chat=1")
+        turns = panel(page, "a").locator(".turn")
+        for number in (1, 2):
+            page.get_by_label("Message").fill("Sun?")
+            page.get_by_role("button", name="Send").click()
+            expect(turns).to_have_count(3 * number)
+            expect(turns.last).to_have_text("Rain.", use_inner_text=False)
+            expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(panel(page, "a").locator(".reasoning")).to_have_text(["It rains."] * 2, use_inner_text=False)
+    user = {"role": "user", "content": "Sun?"}
+    assert asked == [[user], [user, {"role": "assistant", "content": "Rain."}, user]]

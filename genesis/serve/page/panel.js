@@ -144,6 +144,11 @@ export class Panel {
     return turn;
   }
 
+  #turnTo(name) {
+    if (this.target.className !== name && this.target.hasChildNodes()) this.target = this.#addTurn(name);
+    this.target.className = name;
+  }
+
   #begin() {
     this.hooks.point(null, null);
     this.tokens.clear();
@@ -172,6 +177,7 @@ export class Panel {
   }
 
   // An event of a chat has no offsets: its tokens are shown together, which are more than one only if they came together.
+  // Reasoning has turns of its own, which are no part of the answer. An event with both shows its tokens in both.
   #appendTurn(choice, text) {
     for (const token of choice.logprobs?.content ?? []) {
       const topLogprobs = Object.fromEntries(token.top_logprobs.map((other) => [other.token, other.logprob]));
@@ -179,6 +185,14 @@ export class Panel {
       this.sumLogProb += token.logprob;
       this.waiting.push({ name: token.token, logProb: token.logprob, topLogprobs });
     }
+    const tokens = this.waiting;
+    const reasoning = choice.delta.reasoning_content ?? "";
+    if (tokens.length > 0 && reasoning !== "") {
+      this.#turnTo("turn reasoning");
+      this.#show(reasoning);
+      if (text !== "") this.waiting = tokens;
+    }
+    if (text !== "") this.#turnTo("turn");
     if (this.waiting.length > 0 && (text !== "" || choice.finish_reason)) this.#show(text);
   }
 
