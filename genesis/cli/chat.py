@@ -14,6 +14,8 @@ from genesis.cli.surroundings import own_output
 from genesis.generate.ids import build_writer
 from genesis.generate.load import Loaded
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.serve.harmony import HarmonyReader
+from genesis.serve.tools import HARMONY, ToolText, find_form, find_symbols
 
 
 class Chat:
@@ -41,6 +43,8 @@ class Chat:
     def answer(self, text: str) -> Iterator[str]:
         """Adds the user's turn, yields the answer piece by piece, and then adds it to the conversation.
 
+        The reasoning of GPT-OSS comes in a line before its text, and is no part of the conversation.
+
         Raises:
             UserError: The template refuses the conversation, or it does not fit the model's context.
         """
@@ -48,13 +52,23 @@ class Chat:
         prompt = self._renderer.render_prompt(messages)
         tokenizer = self._loaded.text_tokenizer
         writer = build_writer(tokenizer)
-        pieces = []
+        form = find_form(self._renderer.template.text)
+        reader = HarmonyReader({}) if form is HARMONY else None
+        spelled = {} if reader is None else find_symbols(form, tokenizer)
+        pieces, is_reasoning = list[str](), False
         for token in generate(self._loaded.decoder, [prompt], self._options, self._stop_ids):
             # The token that ends the turn belongs to the template, which writes it again in the next prompt.
             is_text = token.id < tokenizer.vocab_size and token.id not in self._stop_ids
-            piece = (writer.feed(token.id) if is_text else "") + (writer.flush() if token.is_last else "")
-            pieces.append(piece)
-            yield piece
+            piece = (spelled.get(token.id) or writer.feed(token.id)) if is_text else ""
+            piece += writer.flush() if token.is_last else ""
+            part = ToolText(piece, []) if reader is None else reader.feed(piece, is_last=token.is_last)
+            if part.reasoning:
+                yield part.reasoning if is_reasoning else f"reasoning: {part.reasoning}"
+                is_reasoning = True
+            if part.content:
+                yield f"\n{part.content}" if is_reasoning else part.content
+                is_reasoning = False
+            pieces.append(part.content)
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 

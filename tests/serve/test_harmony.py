@@ -2,16 +2,27 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from genesis.chat import training
+from genesis.chat.render import ChatRenderer
+from genesis.chat.template import ChatTemplate
+from genesis.cli.chat import Chat
+from genesis.generate.grammar import compile_grammar
+from genesis.generate.load import Loaded
+from genesis.generate.stream import GenerateOptions
 from genesis.serve.choice import Shown
 from genesis.serve.form import ChatForm, Part
 from genesis.serve.harmony import HarmonyReader
 from genesis.serve.tools import HARMONY, find_form
+from genesis.tokenizer.addition import TokenAddition
+from genesis.tokenizer.open import extend_tokenizer, open_tokenizer
+from tests.tiny_runs import build_decoder
+from tests.tokenizer.test_huggingface import qwen
 
 TOOLS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}}
 CALL = '{"city": "Paris"}'
@@ -104,3 +115,18 @@ def test_the_work_of_reading_a_long_call_is_no_square_of_its_length() -> None:
         reader.feed("x" * 100, is_last=False)
         counted += len(reader._held) - reader._num_searched
     assert counted < 1000 * 20
+
+
+def test_a_chat_in_the_terminal_shows_reasoning_in_a_line_and_remembers_the_text_alone(tmp_path: Path) -> None:
+    template = ChatTemplate(TEMPLATE.read_text(), TEMPLATE.name, date(2026, 1, 1))
+    symbols = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+    tokenizer = extend_tokenizer(open_tokenizer(qwen(tmp_path)), TokenAddition(tokens=symbols))
+    written = re.sub(r"(<\|\w+\|>)", r'" \1 "', ANALYSIS + "<|channel|>final<|message|>Rain.")
+    grammar = compile_grammar(f'start: "{written}" <|return|>', tokenizer, 700, tokenizer.stop_ids)
+    options = GenerateOptions(100, grammar=grammar)
+    loaded = Loaded(build_decoder(5, max_seq_len=2048).eval(), tokenizer, tmp_path)
+    stop_ids = frozenset({tokenizer.pieces.index("<|return|>")})
+    chat = Chat(loaded, ChatRenderer(tokenizer, template), options, stop_ids)
+    for _ in range(2):
+        assert "".join(chat.answer("Sun?")) == "reasoning: It rains.\nRain."
+    assert chat.messages == [{"role": "user", "content": "Sun?"}, {"role": "assistant", "content": "Rain."}] * 2
