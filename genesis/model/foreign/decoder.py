@@ -340,12 +340,18 @@ class TransformersDecoder(LanguageModel):
 
     def _measure_routers(self, logits: Any, counted: Tensor | None) -> dict[str, Statistics]:
         measure = vars(sys.modules[type(self.model).__module__]).get("load_balancing_loss_func")
-        if measure is None or not logits:
+        # The classes of models that also read images leave the numbers to the configuration of the language model.
+        owners = (self.model, self.theirs)
+        num_experts, top_k = (
+            next((getattr(one, name) for one in owners if hasattr(one, name)), None)
+            for name in ("num_experts", "num_experts_per_tok")
+        )
+        if measure is None or not logits or num_experts is None or top_k is None:
             raise UserError(
                 f"body.router_loss is {self.body_config.router_loss}, and transformers has no auxiliary loss for "
                 f"{self.theirs.model_type}: set it to 0"
             )
-        loss = measure(logits, self.model.num_experts, self.model.num_experts_per_tok, counted)
+        loss = measure(logits, num_experts, top_k, counted)
         num_tokens = logits[0].shape[0] if counted is None else counted.sum()
         return {_ROUTER: Statistics({}, (self.body_config.router_loss * loss * num_tokens).float())}
 
