@@ -235,6 +235,18 @@ class TransformersDecoder(LanguageModel):
         weight: Tensor = self.get_submodule(self._head).weight  # type: ignore[assignment]
         return weight
 
+    @property
+    def idle_modules(self) -> list[nn.Module]:
+        """The towers that text does not reach; of a list, which has no forward, each module."""
+        idle = {one for name, one in self.named_parameters() if not name.startswith(self._of_text)}
+        found = []
+        for module in self.modules():
+            own = set(module.parameters())
+            if own and own <= idle and not isinstance(module, nn.ModuleList):
+                found.append(module)
+                idle -= own
+        return found
+
     def draws_random_numbers(self, block: nn.Module) -> bool:
         """Returns whether the block has dropout, of attention or in layers of its own or of adapters."""
         of_attention = any("dropout" in key or "pdrop" in key for key, value in self.theirs.to_dict().items() if value)
