@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
             "tokens, and models of other kinds beside the text model, are not imported"
         )
     if proof.get("is_dequantised"):
-        print("dequantised: weights in FP8 are in bfloat16 in the checkpoint, and the proof is about these")
+        print("dequantised: weights in FP8 or MXFP4 became bfloat16, and the proof is about these")
     print_proof(proof)
     if not arguments.no_tokenizer:
         tokenizer = open_tokenizer(arguments.out)

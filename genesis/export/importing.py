@@ -25,6 +25,7 @@ from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.family import IMPORTED_AS, Family
+from genesis.huggingface.mxfp4 import is_mxfp4
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import count_dropped, read_weights
 from genesis.model.adapter import check_nf4, list_nf4_weights
@@ -129,7 +130,7 @@ def import_directory(
             download=download,
             compares_models=compares_models,
             is_whole=is_whole,
-            is_dequantised=plain != directory,
+            is_dequantised=plain != directory or is_mxfp4(read_json(directory / CONFIG_NAME)),
         )
 
 

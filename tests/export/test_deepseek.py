@@ -131,7 +131,7 @@ def test_an_import_dequantises_and_reports_what_it_leaves_out(
     printed, errors = capsys.readouterr()
     assert status == 0, errors
     assert "left out: 1 tensor whose names begin with 'model.layers.3.': layers that predict further tokens" in printed
-    assert "dequantised: weights in FP8 are in bfloat16 in the checkpoint" in printed
+    assert "dequantised: weights in FP8 or MXFP4 became bfloat16" in printed
     proof = json.loads((tmp_path / "run/proof.json").read_text())
     assert proof["left_out"] == {"model.layers.3.": 1}
     assert proof["logits"]["largest_difference"] <= proof["logits"]["tolerance"]
