@@ -26,8 +26,8 @@ from genesis.tokenizer.tokenizer import Tokenizer
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
 Llama, Mistral, Ministral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Gemma 3, Phi-3, Phi-4, Granite,
-OLMo 2, OLMo 3, OLMoE, ERNIE 4.5, GLM-4.5, dots.llm1, SmolLM2, SmolLM3,
-DeepSeek-V2 or DeepSeek-V3 (and Moonlight, Kimi K2).
+OLMo 2, OLMo 3, OLMoE, ERNIE 4.5, GLM-4.5, GPT-OSS, dots.llm1, SmolLM2, SmolLM3,
+DeepSeek-V2 or DeepSeek-V3 (and Moonlight).
 Features that the decoder cannot represent are refused by name. The result is proved like an export, in
 proof.json. A model on the Hub is downloaded first. `genesis generate` loads the directory; the recipe in the
 directory trains from its weights in a new run.
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
             "tokens, and models of other kinds beside the text model, are not imported"
         )
     if proof.get("is_dequantised"):
-        print("dequantised: weights in FP8 are in bfloat16 in the checkpoint, and the proof is about these")
+        print("dequantised: weights in FP8 or MXFP4 became bfloat16, and the proof is about these")
     print_proof(proof)
     if not arguments.no_tokenizer:
         tokenizer = open_tokenizer(arguments.out)

@@ -24,7 +24,8 @@ from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.directory import CONFIG_NAME, read_json
-from genesis.huggingface.family import IMPORTED_AS
+from genesis.huggingface.family import IMPORTED_AS, Family
+from genesis.huggingface.mxfp4 import is_mxfp4
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import count_dropped, read_weights
 from genesis.model.adapter import check_nf4, list_nf4_weights
@@ -114,24 +115,32 @@ def import_directory(
         check_directory(directory)  # transformers opens whatever it finds there
     except OSError as error:
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
+    # Of the user's own files, before weights in FP8 are copied, which may take hours.
+    family, config = read_shape(directory)
+    tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    if is_nf4:
+        check_nf4(decoder)
     with without_blocks(directory, out) as plain:
         return _import_plain(
-            *(plain, out),
-            has_tokenizer=has_tokenizer,
+            *(plain, out, family, decoder, tokenizer),
             dtype=dtype,
             is_nf4=is_nf4,
             download=download,
             compares_models=compares_models,
             is_whole=is_whole,
-            is_dequantised=plain != directory,
+            is_dequantised=plain != directory or is_mxfp4(read_json(directory / CONFIG_NAME)),
         )
 
 
 def _import_plain(
     directory: Path,
     out: Path,
+    family: Family,
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
     *,
-    has_tokenizer: bool,
     dtype: torch.dtype | None,
     is_nf4: bool,
     download: Download | None,
@@ -139,13 +148,7 @@ def _import_plain(
     is_whole: bool,
     is_dequantised: bool,
 ) -> dict[str, Any]:
-    family, config = read_shape(directory)
-    tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
-    with torch.device("meta"):
-        decoder = Decoder(config)
-        kept = decoder.list_float32()
-    if is_nf4:
-        check_nf4(decoder)  # before all weights are read
+    config, kept = decoder.config, decoder.list_float32()
     found = read_weights(
         *(directory, config, family),
         scratch=out.parent if out.parent.is_dir() else None,

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, and experts beside shared ones behind some dense layers.
 
-Moonlight and Kimi K2 are models of the second type. Published checkpoints of V3 hold layers behind the last one, which
-predict further tokens; they are left out.
+Moonlight is a model of the second type. Published checkpoints of V3 hold layers behind the last one, which predict
+further tokens; they are left out.
 """
 
 from dataclasses import replace

@@ -213,15 +213,24 @@ class AttentionConfig(SequenceMixerConfig):
         return self.num_heads
 
 
-def build_attention_metadata(config: AttentionConfig, tokens: ForwardTokens) -> AttentionMetadata:
+def build_attention_metadata(
+    config: AttentionConfig, tokens: ForwardTokens, *, expands_cache: bool = False
+) -> AttentionMetadata:
     """Returns the metadata of layers that have the window, if there is one.
 
     Without a cache and without offsets, kernels that read offsets make the host wait for the device.
+
+    Args:
+        config: The options.
+        tokens: The tokens of the forward.
+        expands_cache: Whether keys and values are computed from what a cache holds: of the slots up to the longest row
+            alone, where the kernel that takes the lengths of rows would be given all slots.
     """
     x, document_ids, offsets, kernel = tokens.x, tokens.document_ids, tokens.offsets, KERNELS[tokens.kernel]
     if tokens.cached is not None:
         assert document_ids is None, "a cache holds one document per row"
-        return _build_cached_metadata(config, x, tokens.cached)
+        by_lengths = not (config.has_sinks or expands_cache)
+        return _build_cached_metadata(config, x, tokens.cached, by_lengths=by_lengths)
     seq_len, head_dim, window = x.shape[1], config.head_width(x.shape[2]), config.sliding_window
     assert offsets is None or document_ids is not None
     if document_ids is not None and offsets is None and kernel.needs_offsets:
@@ -263,7 +272,7 @@ def _begin_metadata(
 
 
 def _build_cached_metadata(
-    config: AttentionConfig, x: Float[Tensor, "B S D"], cached: CachedTokens
+    config: AttentionConfig, x: Float[Tensor, "B S D"], cached: CachedTokens, *, by_lengths: bool
 ) -> AttentionMetadata:
     batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
@@ -272,7 +281,7 @@ def _build_cached_metadata(
     lengths = (cached.lengths + (seq_len if cached.num_new is None else cached.num_new)).unsqueeze(1)
     begun = _begin_metadata(config, positions, head_dim, lengths)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
-    if (cached.longest or window is not None) and not config.has_sinks and suits_lengths(x, head_dim):
+    if (cached.longest or window is not None) and by_lengths and suits_lengths(x, head_dim):
         used = UsedSlots(
             num_keys=(cached.lengths + seq_len).to(torch.int32),
             query_offsets=row_offsets(batch_size, seq_len, device),

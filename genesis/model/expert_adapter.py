@@ -15,7 +15,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from genesis.model.expert_products import GROUPED_ALIGNMENT, local, multiply_by_expert
+from genesis.model.cut import held
+from genesis.model.expert_products import GROUPED_ALIGNMENT, multiply_by_expert
 from genesis.model.experts import BIASES, DOWN, GATE_UP, STACKS, Experts
 from genesis.model.initial import InitialValues
 from genesis.model.part import ADAPTERS, ParameterGroup, Part
@@ -80,7 +81,7 @@ class ExpertAdapter(Part):
             counts: The number of rows of each expert.
             is_grouped: Whether one kernel computes the products of all experts.
         """
-        low_weight, high_weight = (local(weight).to(rows.dtype) for weight in (self.lora_A, self.lora_B))
+        low_weight, high_weight = (held(weight).to(rows.dtype) for weight in (self.lora_A, self.lora_B))
         missing = -self.rank % GROUPED_ALIGNMENT
         if is_grouped and missing:  # the kernel needs aligned rows; zeros add nothing
             low_weight, high_weight = pad(low_weight, (0, 0, 0, missing)), pad(high_weight, (0, missing))

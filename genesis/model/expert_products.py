@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad, silu
 
 from genesis.base.device import read_capability
@@ -45,11 +44,6 @@ def clear_tail(rows: Tensor, ends: Tensor) -> Tensor:
     """Sets the rows behind the last group, which the kernel leaves as they were in memory, to zero."""
     is_tail = torch.arange(len(rows), device=rows.device) >= ends[-1]
     return rows.masked_fill_(is_tail.unsqueeze(1), 0.0)
-
-
-def local(weight: Tensor) -> Tensor:
-    """Returns what this rank holds of the parameter of its experts."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 # ---- products

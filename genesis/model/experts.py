@@ -16,13 +16,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from genesis.model.cut import held
 from genesis.model.expert_products import (
     activate,
     add_bias_by_expert,
     clear_tail,
     find_ends,
     grouped_mm,
-    local,
     multiply_by_expert,
     suits_grouped,
 )
@@ -124,7 +124,7 @@ class Experts(Part):
         if self.gate_limit is not None or self._list_biases():
             return self._run_in_parts(rows, counts)
         rows = rows.to(self.find_dtype(rows)).contiguous()
-        cast = [local(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down)]
+        cast = [held(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down)]
         out: Tensor = _run_experts(rows, *cast, counts, self.is_grouped(rows))[0]
         return out
 
@@ -145,11 +145,11 @@ class Experts(Part):
 
     def _multiply_with_bias(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         products, bias = self._multiply_stack(name, rows, counts), getattr(self, f"{name}_bias")
-        return products if bias is None else add_bias_by_expert(products, local(bias), counts, self.is_grouped(rows))
+        return products if bias is None else add_bias_by_expert(products, held(bias), counts, self.is_grouped(rows))
 
     def _multiply_stack(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns each row times its expert's matrix in a stack."""
-        weight = local(getattr(self, name)).to(rows.dtype)
+        weight = held(getattr(self, name)).to(rows.dtype)
         return multiply_by_expert(rows, weight, counts, self.is_grouped(rows))
 
     def is_grouped(self, rows: Tensor) -> bool:

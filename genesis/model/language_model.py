@@ -66,6 +66,11 @@ class LanguageModel(nn.Module, ABC):
         return {int(name): block for name, block in self.get_submodule(self.blocks_name).named_children()}
 
     @property
+    def idle_modules(self) -> list[nn.Module]:
+        """The largest modules whose parameters a forward never reads."""
+        return []
+
+    @property
     def parts(self) -> dict[str, Part]:
         """Every part by its canonical name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Part)}

@@ -117,7 +117,7 @@ class LatentAttentionConfig(SequenceMixerConfig):
             rotary_dim=self.rotary_dim,
             has_interleaved_rope=self.has_interleaved_rope,
         )
-        return [build_attention_metadata(heads, tokens)] * len(layers)
+        return [build_attention_metadata(heads, tokens, expands_cache=not is_narrow)] * len(layers)
 
     def cache_tensors(self, dim: int) -> tuple[CacheTensor, ...]:
         """Returns the latent of a token, and its rotated key behind it."""

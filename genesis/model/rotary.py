@@ -96,7 +96,7 @@ class RopeScaling:
                 raise UserError(f"{field.name} is {value!r}, which the kind {self.kind!r} does not have: remove it")
         self._check_pair("low_freq_factor", "high_freq_factor", self.low_freq_factor, self.high_freq_factor)
         slow, fast = self._betas
-        if slow != fast:  # Kimi K2 has one number of turns for both
+        if not 0.0 < slow == fast < math.inf:  # some models have one number of turns for both
             self._check_pair("beta_slow", "beta_fast", slow, fast)
         if self.attention_factor is not None and not 0.0 < self.attention_factor < math.inf:
             raise UserError(f"attention_factor is {self.attention_factor}: it must be above 0 and finite")

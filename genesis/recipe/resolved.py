@@ -207,9 +207,10 @@ class ResolvedRecipe:
             if self.get(name) == 0:
                 raise UserError(f"{name} is 0, a run that trains nothing: give at least 1, or -1 for no limit")
         limit, every = self.get("trainer.gradient_clip_val"), self.get("trainer.log_every_n_steps")
-        if limit is not None and not limit >= 0:  # nan is not
+        # The real parser refuses values of other types.
+        if isinstance(limit, int | float) and not limit >= 0:  # nan is not
             raise UserError(f"trainer.gradient_clip_val is {limit:g}: give a norm above 0, or 0 to clip nothing")
-        if every is not None and every < 0:
+        if isinstance(every, int) and every < 0:
             raise UserError(f"trainer.log_every_n_steps is {every}: give a number of steps, or 0 to log nothing")
         of_data = ("data.num_epochs", "data.num_tokens", "data.max_epochs")
         of_schedule = ("schedule.total_updates", "schedule.total_tokens")

@@ -167,9 +167,9 @@ def _place(num_holders: int, num_shards: int, parameter: nn.Parameter) -> Shard:
     found = next((dim for dim, size in enumerate(sizes) if size % num_shards == 0), None)
     if found is None:
         raise UserError(
-            f"{numbered(num_shards, 'ranks')} hold the same experts and cannot share a stack of {sizes[0]} matrices of "
-            f"{sizes[1]} by {sizes[2]}: choose expert_parallel or model.adapter.rank so that "
-            f"{numbered(num_shards, 'divides')} one of them"
+            f"{numbered(num_shards, 'ranks')} hold the same experts and cannot share a stack of "
+            f"{numbered(sizes[0], 'tensors')} of {' by '.join(map(str, sizes[1:]))}: choose expert_parallel or "
+            f"model.adapter.rank so that {numbered(num_shards, 'divides')} one of them"
         )
     return Shard(found)
 

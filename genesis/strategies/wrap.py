@@ -132,8 +132,16 @@ def _apply_shard(decoder: LanguageModel, options: ShardOptions, units_per_group:
     policies = _choose_policies(decoder, units, options.cpu_offload)
     place = None if options.uncut is None else place_by_cut(options.uncut)
     # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
+    # What no forward reads is never gathered, while the root would gather it and keep it. Without a dtype to reduce in:
+    # where gradients are not reduced, FSDP2 would look for those of a gathered parameter.
+    idle = decoder.idle_modules
+    for module in idle:
+        fully_shard(module, mesh=options.mesh, shard_placement_fn=place, offload_policy=policies[module])
     float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    in_idle = {part for module in idle for part in module.modules()}
     for part in _list_float32(decoder):
+        if part in in_idle:
+            continue
         fully_shard(
             part,
             mesh=options.mesh,

@@ -251,6 +251,13 @@ def test_devices_and_the_length_of_a_run_are_judged_before_lightning_is_imported
     option_names.check_fit([*given, "--trainer.devices", "many", "--print_config"])
 
 
+@pytest.mark.parametrize("wrong", ["gradient_clip_val: [1]", "log_every_n_steps: {x: 1}"])
+def test_a_value_of_another_type_in_a_file_goes_on_to_the_real_parser(wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {{decoder: {{dim: 8}}}}\ntrainer:\n  max_steps: 5\n  {wrong}\n")
+    option_names.check_fit([f"--config={path}"])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

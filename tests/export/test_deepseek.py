@@ -1,6 +1,7 @@
 """What DeepSeek's own files have beside others: weights in FP8, layers behind the last one; and packed training."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from genesis.base.errors import UserError
 from genesis.cli.main import main
+from genesis.export import dequantise as dequantise_module
 from genesis.export.dequantise import without_blocks
+from genesis.export.importing import import_directory
 from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
@@ -97,6 +100,22 @@ def test_a_weight_without_its_scales_is_refused(tmp_path: Path, scales: dict[str
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"hidden_act": "gelu"}, "{model}/config.json: hidden_act is 'gelu'"), ({}, "{model}")],
+    ids=["shape", "tokenizer"],
+)
+def test_what_is_refused_is_refused_before_weights_are_copied_and_by_the_name_of_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    write_blocks(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / CONFIG_NAME).read_text())
+    (tmp_path / "model" / CONFIG_NAME).write_text(json.dumps(content | changes))
+    monkeypatch.setattr(dequantise_module, "_copy", lambda *_: pytest.fail("the weights were copied"))
+    with pytest.raises(UserError, match=re.escape(message.format(model=tmp_path / "model"))):
+        import_directory(tmp_path / "model", tmp_path / "run", has_tokenizer=True)
+
+
 @pytest.mark.slow
 def test_an_import_dequantises_and_reports_what_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -112,7 +131,7 @@ def test_an_import_dequantises_and_reports_what_it_leaves_out(
     printed, errors = capsys.readouterr()
     assert status == 0, errors
     assert "left out: 1 tensor whose names begin with 'model.layers.3.': layers that predict further tokens" in printed
-    assert "dequantised: weights in FP8 are in bfloat16 in the checkpoint" in printed
+    assert "dequantised: weights in FP8 or MXFP4 became bfloat16" in printed
     proof = json.loads((tmp_path / "run/proof.json").read_text())
     assert proof["left_out"] == {"model.layers.3.": 1}
     assert proof["logits"]["largest_difference"] <= proof["logits"]["tolerance"]

@@ -36,6 +36,7 @@ SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 LONGROPE = RopeScaling(
     2.0, original_seq_len=60, kind="longrope", short_factors=(1.0, 1.1, 1.2, 1.3), long_factors=(1.5, 2.0, 3.0, 4.0)
 )
+YARN = {"factor": 2.0, "kind": "yarn", "original_seq_len": 9}
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"attention": replace(HEADS, sliding_window=9)},
     "window of one token": {"attention": replace(HEADS, sliding_window=1)},
@@ -279,8 +280,12 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
             "beta_fast is 32.0, which the kind 'linear' does not have",
         ),
         (
-            {"attention": {"rope_scaling": {"factor": 2.0, "kind": "yarn", "original_seq_len": 9, "beta_fast": 0.5}}},
+            {"attention": {"rope_scaling": {**YARN, "beta_fast": 0.5}}},
             "beta_slow 1.0 and beta_fast 0.5",
+        ),
+        (
+            {"attention": {"rope_scaling": {**YARN, "beta_fast": 0.0, "beta_slow": 0.0}}},
+            "beta_slow 0.0 and beta_fast 0.0 must be above 0",
         ),
         (
             {"attention": {"rope_scaling": asdict(replace(LONGROPE, long_factors=(2.0,)))}},

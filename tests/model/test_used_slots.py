@@ -19,6 +19,7 @@ from genesis.model.attend.table import FLASH, attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF
+from genesis.model.latent import LatentAttentionConfig
 from genesis.model.mixer import ForwardTokens
 from tests.generate.slow import NO_STOP
 
@@ -150,6 +151,16 @@ def test_where_the_proof_fails_masks_are_used(kernel: list[dict[str, Any]]) -> N
     metadata = build_attention_metadata(config, ForwardTokens(x, cached=cached))
     assert metadata.used is None
     assert metadata.mask is not None
+
+
+def test_latents_of_free_slots_are_not_expanded(kernel: list[dict[str, Any]]) -> None:
+    config = LatentAttentionConfig(num_heads=4, latent_dim=16, key_dim=8, rotary_dim=8, value_dim=8)
+    cached = CachedTokens(torch.tensor([3, 9]), 3, 9, 64)
+    [block] = config.build_metadata(ForwardTokens(torch.zeros(2, 5, 48), cached=cached), [0])
+    assert block.used is None
+    assert block.num_keys == 9 + 5
+    [token] = config.build_metadata(ForwardTokens(torch.zeros(2, 1, 48), cached=cached), [0])
+    assert token.used is not None  # no latent is expanded
 
 
 @pytest.mark.parametrize("num_queries", [1, 9])

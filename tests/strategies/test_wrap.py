@@ -33,7 +33,9 @@ def test_checkpointing_keeps_the_generators_states_where_something_is_random(cha
     assert [block.forward.keywords["preserve_rng_state"] for block in decoder.blocks] == [is_preserved] * 2
 
 
-def attend_in_one_graph(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None) -> Tensor:
+def attend_in_one_graph(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Stands in for a GPU's kernel, which gets the offsets as one tensor; on a CPU they are read outside of graphs."""
     lengths = offsets.diff()
     documents = torch.repeat_interleave(

@@ -151,7 +151,7 @@ class RequireCompiled(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GenesisModule)
-        kinds = {tuple(type(part) for part in block.modules()) for block in pl_module.decoder.blocks}
+        kinds = {tuple(type(part) for part in block.modules()) for block in pl_module.decoder.numbered_blocks.values()}
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(kinds)
 
 

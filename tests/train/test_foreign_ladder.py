@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig
+from genesis.model.decoder import build_model
 from genesis.optim import AdamW
+from genesis.strategies.wrap import ShardOptions, apply_wrappers
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
@@ -88,6 +93,31 @@ def test_a_killed_model_of_transformers_climbs_on_bit_for_bit(
         assert one["weights"].keys() == other["weights"].keys()
         assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
         assert one["failed"] == other["failed"] == 0
+
+
+def list_gathered(kind: str) -> tuple[set[str], set[str]]:
+    """Returns the parameters that a rank holds whole between a forward and its backward, and all of towers."""
+    with torch.device("meta"):
+        model = build_model(describe(configure(kind)))
+    options: dict[str, Any] = {"reshard_after_forward": True, "blocks_per_unit": 1, "max_gathers_in_flight": 2}
+    options |= {"precision": MixedPrecisionPolicy(cast_forward_inputs=False), "cpu_offload": 0.0}
+    apply_wrappers(model, shard=ShardOptions(init_device_mesh("cpu", (2,)), **options))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.fill_buffers()
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    gathered = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    return gathered, {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_no_rank_gathers_a_tower_that_text_does_not_reach(kind: str) -> None:
+    for gathered, of_towers in run_ranks(list_gathered, 2, kind):
+        assert any("embed_tokens" in name for name in gathered)  # the root stays for the backward
+        assert of_towers
+        assert not gathered & of_towers
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -29,6 +30,7 @@ from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError
 from genesis_callbacks.testing import run_ranks
 from tests.algorithms import algorithm_of
+from tests.simulated_ranks import cut_on
 from tests.train.support import (
     COMPILE_SECONDS,
     TINY,
@@ -296,6 +298,20 @@ def refuse(decoder: DecoderConfig, optimizer: str = "adamw") -> str:
     with pytest.raises(UserError) as caught:
         trainer.fit(GenesisModule(decoder, algorithm_of(optimizer)), loader(1, rank, world_size))
     return str(caught.value)
+
+
+def refuse_of_six(decoder: DecoderConfig) -> str:
+    dist.destroy_process_group()  # the process stands for one of six ranks
+    with pytest.raises(UserError) as caught, cut_on(0, 6, decoder, {"expert_parallel": 2}):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dim", "stack"), [(32, "4 tensors of 16 by 32"), (48, "4 tensors of 16")])
+def test_weights_and_biases_that_ranks_with_the_same_experts_cannot_share_are_refused(dim: int, stack: str) -> None:
+    part = MixtureConfig(num_experts=8, top_k=2, ffn_dim=16, has_biases=True, gate_limit=7.0)
+    (found,) = run_ranks(refuse_of_six, 1, replace(MIXED, dim=dim, feed_forward=part))
+    assert f"3 ranks hold the same experts and cannot share a stack of {stack}: choose expert_parallel" in found
 
 
 def log_an_empty_window(path: Path) -> None:

@@ -235,6 +235,18 @@ class TransformersDecoder(LanguageModel):
         weight: Tensor = self.get_submodule(self._head).weight  # type: ignore[assignment]
         return weight
 
+    @property
+    def idle_modules(self) -> list[nn.Module]:
+        """The towers that text does not reach; of a list, which has no forward, each module."""
+        idle = {one for name, one in self.named_parameters() if not name.startswith(self._of_text)}
+        found = []
+        for module in self.modules():
+            own = set(module.parameters())
+            if own and own <= idle and not isinstance(module, nn.ModuleList):
+                found.append(module)
+                idle -= own
+        return found
+
     def draws_random_numbers(self, block: nn.Module) -> bool:
         """Returns whether the block has dropout, of attention or in layers of its own or of adapters."""
         of_attention = any("dropout" in key or "pdrop" in key for key, value in self.theirs.to_dict().items() if value)
@@ -340,12 +352,18 @@ class TransformersDecoder(LanguageModel):
 
     def _measure_routers(self, logits: Any, counted: Tensor | None) -> dict[str, Statistics]:
         measure = vars(sys.modules[type(self.model).__module__]).get("load_balancing_loss_func")
-        if measure is None or not logits:
+        # The classes of models that also read images leave the numbers to the configuration of the language model.
+        owners = (self.model, self.theirs)
+        num_experts, top_k = (
+            next((getattr(one, name) for one in owners if hasattr(one, name)), None)
+            for name in ("num_experts", "num_experts_per_tok")
+        )
+        if measure is None or not logits or num_experts is None or top_k is None:
             raise UserError(
                 f"body.router_loss is {self.body_config.router_loss}, and transformers has no auxiliary loss for "
                 f"{self.theirs.model_type}: set it to 0"
             )
-        loss = measure(logits, self.model.num_experts, self.model.num_experts_per_tok, counted)
+        loss = measure(logits, num_experts, top_k, counted)
         num_tokens = logits[0].shape[0] if counted is None else counted.sum()
         return {_ROUTER: Statistics({}, (self.body_config.router_loss * loss * num_tokens).float())}
 

@@ -80,6 +80,17 @@ TOWERS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] 
         {**_PATCHES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         _OF_QWEN,
     ),
+    "qwen3_vl_moe": (
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "rope_parameters": {**_ROPE_OF_IMAGES, "mrope_interleaved": True},
+        },
+        {**_PATCHES, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        _OF_QWEN,
+    ),
     "mistral3": (
         {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
         {**_IMAGES, "model_type": "pixtral", "head_dim": 8},

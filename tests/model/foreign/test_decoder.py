@@ -192,8 +192,9 @@ def test_the_row_of_the_padding_token_learns() -> None:
     assert float(model.get_parameter("model.model.embed_tokens.weight").grad[0].abs().max()) > 0  # type: ignore[index]
 
 
-def test_the_auxiliary_loss_joins_the_sum_of_the_step() -> None:
-    theirs = make_theirs(configure("gpt_oss"))
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_vl_moe"])
+def test_the_auxiliary_loss_joins_the_sum_of_the_step(kind: str) -> None:
+    theirs = make_theirs(configure(kind))
     ids, labels = draw(0)
     counted = labels % 2 == 0
     head = partial(sum_cross_entropy, labels=labels)
