@@ -11,6 +11,7 @@ from genesis.model.precision import unify_precision
 from genesis.model.recipe import unify_decoder
 from genesis.optim.recipe import read_adapter_decay, unify_optimizer
 from genesis.recipe.deprecated import rename_in_recipe
+from genesis.recipe.options import CLASS_PATH, INIT_ARGS, Options
 from genesis_callbacks.checkpoint import DriftPolicy
 from genesis_callbacks.schedule import Schedule, ScheduleOptions
 
@@ -42,13 +43,14 @@ _FREE: Final = (
     # Limits at which the run gives up.
     *("trainer.max_time", "counters.max_consecutive_skips"),
 )
+_OBJECTIVE: Final = "genesis.objectives.objective.Objective"
 _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed", "data.seq_len")
 
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
     unified = unify_deterministic(unify_precision(unify_decoder(unify_optimizer(rename_in_recipe(recipe)))))
-    return fill_attention(unify_compilation(_fill_adapter_decay(unified)))
+    return fill_attention(unify_compilation(_fill_objective(_fill_adapter_decay(unified))))
 
 
 def _fill_adapter_decay(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,6 +60,18 @@ def _fill_adapter_decay(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
         return recipe
     options = {**(model.get("optimizer") or {}), "adapter_weight_decay": read_adapter_decay(recipe)}
     return {**recipe, "model": {**model, "optimizer": options}}
+
+
+def _fill_objective(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe with all options of its objective: the default of an option that is added is what ran before."""
+    model = recipe.get("model")
+    objective = model.get("objective") if isinstance(model, Mapping) else None
+    if not isinstance(objective, Mapping) or not isinstance(objective.get(CLASS_PATH), str):
+        return recipe
+    options = Options.read()
+    known = options.classes.get(options.find_class(objective[CLASS_PATH], _OBJECTIVE), {})
+    given = {name: option.default for name, option in known.items()} | (objective.get(INIT_ARGS) or {})
+    return {**recipe, "model": {**model, "objective": {**objective, INIT_ARGS: given}}}
 
 
 def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mapping[str, Any]:

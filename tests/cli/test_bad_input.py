@@ -84,7 +84,7 @@ def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
         ("--schedule.shape", "cosin", ("schedule.shape", "cosine", "cosin")),
         ("--trainer.precision", "bf17", ("trainer.precision", "bf16-mixed", "bf17")),
         ("--trainer.accelerator", "tup", ("tup", "cpu")),
-        ("--trainer.devices", "-3", ("trainer.devices is '-3': ",)),
+        ("--trainer.devices", "-3", ("trainer.devices is -3: ",)),
         ("--trainer.devices", "many", ("trainer.devices is 'many': ",)),
         ("--trainer.max_steps", "0", ("trainer.max_steps is 0, a run that trains nothing",)),
         ("--trainer.max_epochs", "0", ("trainer.max_epochs is 0, a run that trains nothing",)),

@@ -218,7 +218,7 @@ OPTIMIZERS = "genesis.optim.AdamW, genesis.optim.AdamW8bit, genesis.optim.Muon"
             ["--model.optimizer", "Muon", "--model.optimizer.others", "AdamV"],
             f"model.optimizer.others is AdamV: give one of {OPTIMIZERS}",
         ),
-        (["--model.objective", "DPOO"], "model.objective is DPOO: give one of genesis.objectives.CrossEntropy, "),
+        (["--model.objective", "DPOO"], "model.objective is DPOO: give one of genesis.objectives.CPO, "),
         (
             ["--trainer.strategy", "genesis.strategies.Shard"],
             "trainer.strategy is genesis.strategies.Shard: give one of genesis.strategies.Replicated, ",

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from genesis.cli.main import main
 from genesis.export.importing import import_directory
-from tests.chat.support import CHATML, write_tokenizer
+from tests.chat.support import CHATML, WORDS, write_tokenizer
 
 CONTEXT: Final = 128
 ROWS: Final = [{"text": f"a text of number {number} \u00e9t\u00e9"} for number in range(40)]
@@ -31,7 +31,11 @@ def write_model(directory: Path) -> None:
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "chat_template.jinja").write_text(CHATML)
-    content = json.loads((directory / "tokenizer.json").read_text())
+    text = (directory / "tokenizer.json").read_text()
+    # With the endings that llama.cpp's expression of the same words has, so that a GGUF can be written.
+    text = text.replace(json.dumps(WORDS)[1:], json.dumps(f"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORDS}")[1:])
+    (directory / "tokenizer.json").write_text(text)
+    content = json.loads(text)
     vocab = 1 + max([*content["model"]["vocab"].values(), *(one["id"] for one in content["added_tokens"])])
     shape = {"vocab_size": vocab, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": CONTEXT}

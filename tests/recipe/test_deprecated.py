@@ -114,6 +114,15 @@ def test_a_saved_recipe_with_a_removed_option_equals_todays() -> None:
     assert unify_recipe({"model": {"seed": 1, "gradient_norm": "device"}}) == unify_recipe({"model": {"seed": 1}})
 
 
+@pytest.mark.parametrize("path", ["genesis.objectives.DPO", "genesis.objectives.preference.DPO"])
+def test_a_run_of_before_an_option_of_its_objective_resumes_with_the_default_alone(path: str) -> None:
+    def recipe(**options: object) -> dict[str, object]:
+        return {"model": {"objective": {"class_path": path, "init_args": {"beta": 0.3, **options}}}}
+
+    assert unify_recipe(recipe()) == unify_recipe(recipe(loss="sigmoid"))
+    assert unify_recipe(recipe()) != unify_recipe(recipe(loss="hinge"))
+
+
 NAMED = """model:
   optimizer:
     name: muon

@@ -88,7 +88,7 @@ class KilledRun:
             return []
         trigger = self._start_triggers.popleft()
         while start.training.poll() is None:
-            sight = start.look_at_start()
+            sight = start.look_at_start(trigger.kill.phase)
             self._display.show(f"{self._run_dir.name} run, start {self.round.num_starts}", sight)
             self._check_progress(start, sight)
             if trigger.is_due(sight):

@@ -93,16 +93,17 @@ class Start:
     view: RunView
     log: Path
 
-    def look_at_start(self) -> Sight:
-        """Returns the state of the run with the phase of its start; this call is slower than `view.look`."""
-        return replace(self.view.look(), phase=self._find_phase())
+    def look_at_start(self, awaited: Phase | None) -> Sight:
+        """Returns the state of the run with the phase of its start, as far as the phase that is awaited needs it."""
+        return replace(self.view.look(), phase=self._find_phase(awaited))
 
-    def _find_phase(self) -> Phase:
+    def _find_phase(self, awaited: Phase | None) -> Phase:
         if self.view.restored_step is not None:
             return "first step"
         if self.view.has_started:
             return "restore"
-        return "rendezvous" if len(self.training.ranks()) > 1 else "imports"
+        # The ranks are found among all processes, which takes a second on a busy machine: the next phases may be over.
+        return "rendezvous" if awaited == "rendezvous" and len(self.training.ranks()) > 1 else "imports"
 
 
 @dataclass(frozen=True)

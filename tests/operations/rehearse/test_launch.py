@@ -42,10 +42,10 @@ def test_the_phase_of_a_start_follows_the_events_of_the_run(mark: Mark, tmp_path
     log = tmp_path / "log"
     training = Training([sys.executable, "-c", "pass"], log, mark)
     start = Start(training, RunView(tmp_path / "run"), log)
-    assert start.look_at_start().phase == "imports"
+    assert start.look_at_start(None).phase == "imports"
     events = EventLog(tmp_path / "run", 0)
     events.write("started")
-    assert start.look_at_start().phase == "restore"
+    assert start.look_at_start(None).phase == "restore"
     events.write("restored", step=10)
-    assert start.look_at_start().phase == "first step"
+    assert start.look_at_start(None).phase == "first step"
     assert training.wait_ended(60) is not None
