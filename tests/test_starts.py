@@ -25,9 +25,9 @@ MAY_START = {
 }
 """Children of multiprocessing are not here: it gives each of them an empty standard input."""
 MAY_OPEN = {
-    "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM", "AutoModelForImageTextToText"},
-    "genesis/export/foreign.py": {"AutoModelForCausalLM"},
-    "genesis/model/foreign/decoder.py": {"AutoModelForCausalLM"},
+    "genesis/export/theirs.py": {"AutoTokenizer", "AutoModelForCausalLM", "auto"},
+    "genesis/export/foreign.py": {"choose_auto(described)"},
+    "genesis/model/foreign/decoder.py": {"choose_auto(config)"},
     "genesis/export/prove_adapter.py": {"PeftModel"},  # it opens weights for a given model, and has no such option
     "genesis/operations/demo/dequantise.py": {"AutoTokenizer", "AutoModelForCausalLM"},
 }

@@ -43,7 +43,7 @@ EXCEPTIONS = {
     "genesis/chat/training.py::_read_bodies": INSTALLED,
     "genesis/cli/command_record.py::read_record": INSTALLED,
     "genesis/recipe/options.py::_read_record": INSTALLED,
-    "genesis/recipe/options.py::is_declared": INSTALLED,
+    "genesis/recipe/options.py::_is_in_sources": INSTALLED,
     "genesis/recipe/shipped.py::_list_named_files": INSTALLED,
     "genesis/recipe/shipped.py::copy_recipe": INSTALLED,
     "genesis/recipe/shipped.py::read_summary": INSTALLED,

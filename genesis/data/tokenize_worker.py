@@ -38,8 +38,8 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 
 _BATCH_BYTES = 1 << 20
-_DOCUMENT_BYTES = 256
-"""What a document takes beside its text: a batch of one-letter lines would need 800 MB."""
+_BATCH_DOCUMENTS = 1 << 16
+"""Lines of one letter would otherwise be a million documents at once, which take 800 MB."""
 _HASH_RANGE = 1 << 64
 
 
@@ -307,8 +307,8 @@ def _batches(documents: Iterator[Document | BadRow], num_bytes: int) -> Iterator
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.utf8) + _DOCUMENT_BYTES
-        if size >= num_bytes:
+        size += len(document.utf8)
+        if size >= num_bytes or len(batch) == _BATCH_DOCUMENTS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -41,7 +41,9 @@ def test_an_expression_without_end_ends_the_command_in_one_line(
         prepare_corpus(options)
 
 
-def test_one_letter_lines_are_encoded_some_thousand_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_one_letter_are_encoded_some_thousand_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts: list[int] = []
 
     def run_here(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
@@ -51,12 +53,13 @@ def test_one_letter_lines_are_encoded_some_thousand_at_a_time(tmp_path: Path, mo
                 yield message
 
     monkeypatch.setattr("genesis.data.prepare.run_jobs", run_here)
-    (tmp_path / "a.txt").write_text("a\n" * 10_000)
+    monkeypatch.setattr("genesis.data.tokenize_worker._BATCH_DOCUMENTS", 4096)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 10_000)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer)
-    sources = (SourceOptions("web", (str(tmp_path / "a.txt"),)),)
-    prepare_corpus(make_options(tmp_path, tokenizer=tokenizer, sources=sources))
+    sources = (SourceOptions("web", (str(tmp_path / "a.jsonl"),)),)
+    prepare_corpus(make_options(tmp_path, tokenizer=tokenizer, sources=sources, shard_tokens=1 << 24))
     assert len(counts) == 3
     assert max(counts) <= 2 * 4096 + 2
 

@@ -110,7 +110,7 @@ GEMMA: dict[str, Any] = {
     **{"qk_norm": "head", "qk_norm_has_offset": True, "sliding_window": 8, "window_layers": (0, 1, 2, 3)},
     "window_rope_theta": 1e4,
 }
-REFUSED = {"ministral", "phi3"}
+REFUSED = {"deepseek_v2", "ministral", "phi3"}
 """The families of which no GGUF is written."""
 
 

@@ -12,6 +12,7 @@ from genesis.base.errors import UserError
 from genesis.cli.export import print_proof
 from genesis.export import prove
 from genesis.export.proof_size import ProofSize
+from genesis.huggingface.llama import LLAMA
 from genesis.tokenizer.open import open_tokenizer
 
 
@@ -25,7 +26,7 @@ def test_greedy_text_of_transformers_goes_on_beyond_eos(tmp_path: Path) -> None:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = first
     model.save_pretrained(tmp_path)
-    _, text = prove._ask_transformers(tmp_path, [prompt], [len(prompt)], prompt, 8)
+    _, text = prove._ask_transformers(tmp_path, [prompt], [len(prompt)], prompt, 8, LLAMA)
     assert text[0] == first
     assert len(text) == 8
 

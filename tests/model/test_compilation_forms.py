@@ -53,7 +53,7 @@ def test_the_kernel_has_one_form_whichever_projections_have_adapters(
     graphs: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "compile_kernel", lambda: compiled)
-    monkeypatch.setattr(flex, "attend_blocks", lambda query, key, value, blocks: query + key + value)
+    monkeypatch.setattr(flex, "attend_blocks", lambda query, key, value, blocks, sinks: query + key + value)
     compiled = compile_each_shape(flex.attend_blocks, fullgraph=True)
     blocks = build_blocks(torch.zeros(1, 128, dtype=torch.int32))
     metadata: Any = SimpleNamespace(blocks=blocks)

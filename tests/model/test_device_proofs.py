@@ -52,7 +52,7 @@ def test_a_kernel_whose_gradients_alone_are_wrong_is_seen(monkeypatch: pytest.Mo
 
 def test_a_kernel_that_ignores_the_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = flash._attend_each_document
-    monkeypatch.setattr(flash, "_attend_each_document", lambda *inputs: right(*inputs[:4], None))
+    monkeypatch.setattr(flash, "_attend_each_document", lambda *inputs: right(*inputs[:4], None, inputs[5]))
     with pytest.raises(RuntimeError, match="attention by flash differs"):
         TORCH_ATTENTION_PROOF.prove(CPU)
 

@@ -228,7 +228,7 @@ def test_eager_blocks_get_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
     def watch(function: Any, **options: Any) -> Any:
         compiled.append((function, options))
-        return lambda query, key, value, blocks: query
+        return lambda query, key, value, blocks, sinks: query
 
     monkeypatch.setattr(torch, "compile", watch)
     flex.compile_kernel.cache_clear()

@@ -51,9 +51,9 @@ def logits_of(request, monkeypatch):
     ways = set()
     attend = attention_module.attend
 
-    def watch(query, key, value, layout):
+    def watch(query, key, value, layout, sinks):
         ways.add("mask" if layout.mask is not None else "offsets" if layout.offsets is not None else "rows")
-        return attend(query, key, value, layout)
+        return attend(query, key, value, layout, sinks)
 
     if path != "compiled":
         monkeypatch.setattr(attention_module, "attend", watch)

@@ -253,8 +253,10 @@ def test_scaled_gradients_are_multiplied_ones_for_one_step(options: Algorithm, m
     assert all(torch.equal(on_host[name], tensor) for name, tensor in expected.items()), "the host keeps its bits"
     monkeypatch.setattr("genesis.optim.optimizer.is_host", lambda kind: False)
     in_kernel = _scaled_steps(options, GroupedOptimizer.scale_gradients)
+    # Muon's products in bfloat16 make much of a rounding, on CPUs without such products above all.
+    atol = 2e-7 if options is ADAMW else 1e-3
     for name, tensor in expected.items():
-        torch.testing.assert_close(in_kernel[name], tensor, rtol=2e-6, atol=2e-7, msg=name)
+        torch.testing.assert_close(in_kernel[name], tensor, rtol=2e-6, atol=atol, msg=name)
     is_same = all(torch.equal(in_kernel[name], tensor) for name, tensor in expected.items())
     assert not is_same, "some group's kernel divides"
 
