@@ -65,7 +65,9 @@ def _fill_adapter_decay(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def _fill_objective(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with all options of its objective: the default of an option that is added is what ran before."""
     model = recipe.get("model")
-    objective = model.get("objective") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping):
+        return recipe
+    objective = model.get("objective")
     if not isinstance(objective, Mapping) or not isinstance(objective.get(CLASS_PATH), str):
         return recipe
     options = Options.read()
