@@ -22,11 +22,6 @@ from tests.tokenizer.test_huggingface import TEXTS, qwen
 
 SHAPE = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_window_layers": 0}
 
-SMALL = (
-    *("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1"),
-    *("--trainer.accelerator", "cpu"),
-)
-
 
 def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
     """Runs a command while `y` is typed, and returns its output."""
@@ -40,34 +35,24 @@ def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
     return str(out)
 
 
-def write_theirs(directory: Path, marker: Path) -> None:
-    """Writes a tiny Qwen2 with a tokenizer, a chat template and planted code."""
-    directory.mkdir()
-    qwen(directory)
-    torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    plant_code(directory, marker)
-
-
-def plant_in_run(directory: Path, marker: Path) -> None:
-    plant_code(directory, marker)
-    (directory / "config.json").unlink()  # a run has none
-
-
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> None:
     theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
-    write_theirs(theirs, marker)
+    theirs.mkdir()
+    qwen(theirs)
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPE, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(theirs)
+    plant_code(theirs, marker)
     own, back, corpora = tmp_path / "own", tmp_path / "back", tmp_path / "corpora"
     lines = run("import", theirs, own).splitlines()
     (line,) = [line for line in lines if line.startswith("code of the model was not run: ")]
     assert "auto_map in config.json" in line
     assert "configuration_planted.py" in line
     run("import", theirs, tmp_path / "weights", "--no_tokenizer", "--proof", "weights")
-    plant_in_run(own, marker)
+    plant_code(own, marker)
+    (own / "config.json").unlink()  # a run has none
     write_jsonl(tmp_path / "web.jsonl", TEXTS)
     sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
     run("tokenizer", "inspect", "--tokenizer", theirs, "--sources", sources, statuses=(0, 1))
@@ -86,53 +71,9 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
             (model, *_) = server.ask("/v1/models")[1]["data"]
             status, _, _ = server.ask("/v1/completions", {"model": model["id"], "prompt": "All", "max_tokens": 1})
             assert status == 200
-    recipe = ("--config", own / "recipe.yaml", "--data.corpus", corpora / "web", *SMALL)
-    run("fit", *recipe, "--run_dir", tmp_path / "tuned")
-    plant_in_run(tmp_path / "tuned", marker)
-    run("validate", *recipe, "--ckpt_path", own)
-    run("plan", *recipe, statuses=(0, 1))
-    run("doctor", *recipe, "--device", "cpu", "--parts", "memory", "--dir", tmp_path / "examined", statuses=(0, 1))
-    run("rehearse", *recipe, "--kills", "1", "--dir", tmp_path / "rehearsed", statuses=(0, 1))
-    run("model", "describe", own)
-    run("model", "add-tokens", own, tmp_path / "more", "<|more|>")
-    run("upcycle", own, tmp_path / "experts", "--experts", "2", "--top_k", "1")
-    run("export", own, tmp_path / "own.gguf", "--gguf", "f16", statuses=(0, 1, 2))
-    run("release", back, "--repo", "a/b", "--license", "mit", "--dry_run", statuses=(0, 1, 2))
-    for command in (("checkpoint", "show"), ("checkpoint", "verify"), ("report",), ("runs",)):
-        run(*command, tmp_path / "tuned", statuses=(0, 1))
-    run("checkpoint", "diff", own, tmp_path / "tuned", statuses=(0, 1))
-    run("mirror", tmp_path / "tuned", tmp_path / "mirror", "--once")
-    run("mirror", "restore", tmp_path / "mirror", tmp_path / "restored")
-    assert not marker.exists()
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_code_of_a_model_runs_neither_in_transformers_decoder_nor_in_a_whole_fine_tuning(tmp_path: Path) -> None:
-    theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
-    write_theirs(theirs, marker)
-    write_jsonl(tmp_path / "web.jsonl", TEXTS)
-    sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
-    run("data", "prepare", "--name", "web", "--out", tmp_path, "--tokenizer", theirs, "--sources", sources)
-    foreign = tmp_path / "foreign"
-    lines = run("import", theirs, foreign, "--as", "transformers")
-    assert "auto_map in config.json" in lines
-    plant_in_run(foreign, marker)
-    recipe = ("--config", foreign / "recipe.yaml", "--data.corpus", tmp_path / "web", *SMALL)
-    run("fit", *recipe, "--run_dir", tmp_path / "continued")
-    plant_in_run(tmp_path / "continued", marker)
-    run("export", tmp_path / "continued", tmp_path / "back")
-    run("evaluate", tmp_path / "continued", "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
-    run("import", theirs, tmp_path / "small", "--dtype", "nf4", "--proof", "weights")
-    turns = [{"role": "user", "content": "All?"}, {"role": "assistant", "content": "All human beings."}]
-    line = json.dumps({"messages": turns})
-    (tmp_path / "chat.jsonl").write_text(f"{line}\n" * 40)
-    words = ("finetune", theirs, tmp_path / "chat.jsonl", "--out", tmp_path / "tuned", *SMALL)
-    out = run(*words)
-    assert "held-out loss" in out
-    plant_in_run(tmp_path / "tuned/base", marker)
-    run("finetune", tmp_path / "tuned/base", tmp_path / "chat.jsonl", "--out", tmp_path / "again", *SMALL)
+    fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
+    small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")
+    run(*fit, *small, "--trainer.accelerator", "cpu")
     assert not marker.exists()
 
 
