@@ -77,6 +77,6 @@ def build_sharp(config: DecoderConfig, seed: int = 0) -> Decoder:
                 parameter.mul_(4.0)
             if name.endswith(("bias", "sinks")) and not decides_decays(name):
                 # Larger biases of experts and projections would decide each token, whatever the text.
-                std = 0.2 if name.endswith(("balance_bias", "sinks")) else 0.05
+                std = 0.2 if name.endswith("balance_bias") else 0.05
                 parameter.normal_(0.0, std, generator=generator)
     return decoder.eval()

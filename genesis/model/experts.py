@@ -121,7 +121,7 @@ class Experts(Part):
             rows: The inputs. Rows behind those of the last expert belong to no expert; their outputs are zeros.
             counts: The number of rows of each expert.
         """
-        if self.gate_limit is not None or self._list_biases():
+        if self.gate_limit is not None or self.gate_bias is not None:
             return self._run_in_parts(rows, counts)
         rows = rows.to(self.find_dtype(rows)).contiguous()
         cast = [held(weight).to(rows.dtype) for weight in (self.gate, self.up, self.down)]
