@@ -145,6 +145,7 @@ def test_every_layout_saves_every_tensor_under_its_canonical_name(saved: Path) -
             assert is_near(found[key], tensor), (name, key)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.each
 @pytest.mark.parametrize(("world_size", "restorers"), by_size())
 def test_every_layout_restores_what_others_saved_bit_for_bit_and_trains_on(

@@ -161,6 +161,7 @@ def test_each_gradient_loss_count_and_figure_is_that_of_one_process() -> None:
     check_fit("tied", [found for (found,) in run_ranks(fit_each, 2, [("tied", CP2)])], 2e-6)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "cases"),
