@@ -41,9 +41,7 @@ def test_an_expression_without_end_ends_the_command_in_one_line(
         prepare_corpus(options)
 
 
-def test_lines_of_one_letter_are_encoded_some_thousand_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_one_letter_are_encoded_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
 
     def run_here(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
