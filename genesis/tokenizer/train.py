@@ -137,7 +137,13 @@ def read_model(model: bytes) -> Any:
     """Returns the content of a SentencePiece model's file as a message, whose fields can be changed.
 
     protobuf, which takes long to import, is imported here: other kinds of tokenizers do not need it.
+
+    Raises:
+        ValueError: The file is no such model.
     """
     content = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
-    content.ParseFromString(model)
+    try:
+        content.ParseFromString(model)
+    except importlib.import_module("google.protobuf.message").DecodeError as error:
+        raise ValueError(str(error)) from None
     return content

@@ -26,7 +26,7 @@ def is_unigram(model: bytes) -> bool:
     """Whether the content of a SentencePiece model's file is of the type unigram."""
     try:
         content = read_model(model)
-    except ValueError:  # protobuf's errors are of this class
+    except ValueError:
         return False
     kind: int = content.trainer_spec.model_type
     return bool(content.pieces) and kind == _UNIGRAM
