@@ -180,6 +180,8 @@ UNDOCUMENTED = (
 TEXTS = {
     *(
         "_adapter",
+        "_bias",
+        "_blocks",
         "_calls",
         "_id",
         "_token_id",
@@ -190,8 +192,11 @@ TEXTS = {
         "_parallel",
         "_proj",
         "_reader",
+        "_scale_inv",
+        "_scales",
         "_sent_bytes",
         "_stderr",
+        "_token",
         "_worker",
         "_genesis_reward_",
     ),

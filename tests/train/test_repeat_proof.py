@@ -63,7 +63,8 @@ class AddsInAnyOrder(torch.autograd.Function):
         return grad_query, scores.mT @ query, weights.mT @ grad
 
 
-def attend_in_any_order(query: Tensor, key: Tensor, value: Tensor, metadata: Any) -> Tensor:
+def attend_in_any_order(query: Tensor, key: Tensor, value: Tensor, metadata: Any, sinks: Tensor | None) -> Tensor:
+    assert sinks is None
     groups = query.shape[2] // key.shape[2]
     heads = (query, key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2))
     out: Tensor = AddsInAnyOrder.apply(*(part.transpose(1, 2) for part in heads))  # type: ignore[no-untyped-call]
