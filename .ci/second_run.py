@@ -59,8 +59,10 @@ class FirstRun:
         self._seen.add(nodeid)
         if report.skipped:
             self._skipped.add(nodeid)
-        if report.failed:
-            self._failures.setdefault(nodeid, report.longreprtext)
+        if report.failed and nodeid not in self._failures:
+            self._failures[nodeid] = report.longreprtext
+            # At once: a run that is stopped at its limit of time has no summary.
+            self._print(f"\nFAILED {nodeid}: {report.longreprtext.rstrip().rpartition(chr(10))[2]}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None]:
