@@ -91,7 +91,9 @@ def collect(arguments: Sequence[str]) -> None:
     gc.disable()
     standard = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    importlib.import_module("pytest").main([*arguments, "-n0", "--dist=no", "--collect-only", "-qq", "--no-summary"])
+    # Not captured: Lightning keeps the stderr of its import for its messages, and a captured one would be closed.
+    options = ("-n0", "--dist=no", "--collect-only", "-qq", "--no-summary", "--capture=no")
+    importlib.import_module("pytest").main([*arguments, *options])
     sys.stdout.flush()
     os.dup2(standard, 1)
     os.close(standard)

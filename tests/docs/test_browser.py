@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("do
 
 CHROMIUM = Path(os.environ.get("GENESIS_CHROMIUM", "/usr/bin/chromium"))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 90_000
 SIZES = {"desktop": (1280, 900), "phone": (390, 800)}
 PATHS = (
     "",
