@@ -39,12 +39,18 @@ class Group:
         is_finished: Whether each answer ended by itself, and not at the longest length.
         rewards: The reward of each answer.
         old_log_probs: The sum of the log-probabilities of each answer's tokens, by the weights that wrote it.
+        single_rewards: What `rewards` is the weighted sum of, for each answer.
+        token_log_probs: The log-probability of each token of each answer, if the objective needs them.
+        num_resamples: How many prompts before this one were given up, because their rewards were equal.
     """
 
     answers: tuple[NDArray[np.int32], ...]
     is_finished: NDArray[np.bool_]
     rewards: NDArray[np.float64]
     old_log_probs: NDArray[np.float32]
+    single_rewards: NDArray[np.float64]
+    token_log_probs: tuple[NDArray[np.float32], ...] | None = None
+    num_resamples: int = 0
 
 
 class HeldOutWindows:
@@ -144,8 +150,9 @@ class PromptData:
     def identity(self) -> dict[str, str]:
         """Returns the entries that identify the prompts, and the reward function's source, in a checkpoint."""
         identity = {"tokenizer_hash": self.tokenizer.hash, "prompts": self.prompts.hash()}
-        path = find_reward_file(self.prompt_options.reward)
-        return identity if path is None else {**identity, "reward": blake3(read_file(path)).hexdigest()}
+        places = [find_reward_file(reward.function) for reward in self.prompt_options.all_rewards]
+        hashes = [blake3(read_file(path)).hexdigest() for path in places if path is not None]
+        return {**identity, "reward": " ".join(hashes)} if hashes else identity
 
     def held_out(self, ranks: Ranks, limit: int | None) -> HeldOutWindows:
         """Returns a rank's windows of the held-out prompts, or of `limit` of them that are spread over the set."""
@@ -215,11 +222,16 @@ class PromptData:
         batches = range(position, end if last is None else min(end, last), step)
         return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]
 
-    def prompt_at(self, position: int) -> Prompt:
-        """Returns the prompt at a position."""
+    def prompt_at(self, position: int, num_resamples: int = 0) -> Prompt:
+        """Returns the prompt at a position, or the one of its source that replaces it after so many others."""
         order = self.cursor.order
         sources, sequences = order.sequences(position, 1)
-        return self.prompts.of_source[order.names[int(sources[0])]][int(sequences[0])]
+        prompts, number = self.prompts.of_source[order.names[int(sources[0])]], int(sequences[0])
+        if num_resamples:
+            # A function of the position alone: the order is that of a run without, on any number of ranks.
+            drawn = blake3(f"{self.options.seed} {position} {num_resamples}".encode()).digest(8)
+            number = int.from_bytes(drawn, "big") % len(prompts)
+        return prompts[number]
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
@@ -257,9 +269,10 @@ class PromptData:
                 "from its weights (--checkpoint.restore weights)"
             )
         note, self.groups = self.cursor.load_state(state), unpack_groups(state["groups"])
-        sizes = {len(group.answers) for group in self.groups.values()}
-        if sizes - {self.prompt_options.group_size}:
-            # The saved answers cannot be shared among other micro-batches: the weights that wrote them answer again.
+        wanted = self.prompt_options.group_size, len(self.prompt_options.all_rewards)
+        if {group.single_rewards.shape for group in self.groups.values()} - {wanted}:
+            # The saved answers cannot be shared among other micro-batches, or lack rewards: the weights that wrote them
+            # answer again.
             self.groups = {}
         return note
 
@@ -281,7 +294,9 @@ def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
         return {}
     ordered = sorted(groups.items())
     answers = [answer for _, group in ordered for answer in group.answers]
+    of_tokens = [one for _, group in ordered for one in group.token_log_probs or ()]
     return {
+        **({"token_log_probs": np.concatenate(of_tokens)} if of_tokens else {}),
         "positions": np.array([position for position, _ in ordered], np.int64),
         "sizes": np.array([len(group.answers) for _, group in ordered], np.int64),
         "lengths": np.array([len(answer) for answer in answers], np.int64),
@@ -289,18 +304,34 @@ def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
         "is_finished": np.concatenate([group.is_finished for _, group in ordered]),
         "rewards": np.concatenate([group.rewards for _, group in ordered]),
         "old_log_probs": np.concatenate([group.old_log_probs for _, group in ordered]),
+        "single_rewards": np.concatenate([group.single_rewards for _, group in ordered]),
+        "num_resamples": np.array([group.num_resamples for _, group in ordered], np.int64),
     }
 
 
 def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
-    """Returns the groups that `pack_groups` has packed."""
+    """Returns the groups that `pack_groups` has packed; releases with one reward and one kind of ratio packed less."""
     if not packed:
         return {}
-    ends = np.cumsum(packed["sizes"])[:-1]
-    answers = np.split(packed["tokens"], np.cumsum(packed["lengths"])[:-1])
-    columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs")]
-    starts = [0, *ends.tolist()]
-    return {
-        int(position): Group(tuple(answers[start : start + int(size)]), *of_group)
-        for position, size, start, *of_group in zip(packed["positions"], packed["sizes"], starts, *columns, strict=True)
+    packed = {
+        "single_rewards": packed["rewards"][:, None],
+        "num_resamples": np.zeros(len(packed["sizes"]), np.int64),
+        **packed,
     }
+    ends = np.cumsum(packed["sizes"])[:-1]
+    of_answers = np.cumsum(packed["lengths"])[:-1]
+    answers = np.split(packed["tokens"], of_answers)
+    of_tokens = np.split(packed["token_log_probs"], of_answers) if "token_log_probs" in packed else None
+    columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs", "single_rewards")]
+    groups = {}
+    for index, (position, size, start) in enumerate(
+        zip(packed["positions"], packed["sizes"], [0, *ends.tolist()], strict=True)
+    ):
+        own = slice(start, start + int(size))
+        groups[int(position)] = Group(
+            tuple(answers[own]),
+            *(column[index] for column in columns),
+            None if of_tokens is None else tuple(of_tokens[own]),
+            int(packed["num_resamples"][index]),
+        )
+    return groups

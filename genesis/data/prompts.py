@@ -1,12 +1,13 @@
 """Prompts that a model answers in training: conversations without their answer, with columns for a reward function."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from blake3 import blake3
 
@@ -33,6 +34,56 @@ _SPAN_BYTES = 1 << 40
 _TURNS = ("messages", "conversations", "conversation", "prompt")
 
 
+EXACT_MATCH, MATH_ANSWER, OVERLONG = "exact_match", "math_answer", "overlong"
+"""The reward functions of Genesis itself, which need no permission."""
+OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG)
+_REWARD_NAME: Final = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_OF_OTHERS: Final = re.compile(r"(?:.*_)?(?:spread|no_signal)")
+"""Names that would log a reward as a figure of the sum, or of another reward."""
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """One of several rewards.
+
+    Args:
+        function: `module:function` or `file.py:function`, which is run only with `--allow_reward_code`; or exact_match,
+            math_answer or overlong.
+        name: Its name in the log; by default that of the function.
+        weight: Its factor in the sum of the rewards.
+        column: The field of the record with the right answer, for exact_match and math_answer.
+        buffer_tokens: For overlong: over how many tokens before the longest length the reward falls from 0 to -1.
+    """
+
+    function: str
+    name: str | None = None
+    weight: float = 1.0
+    column: str = "answer"
+    buffer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_is_named(self.function, "function of data.prompts.rewards")
+        if _REWARD_NAME.fullmatch(self.label) is None or _OF_OTHERS.fullmatch(self.label):
+            raise UserError(
+                f"data.prompts.rewards has the name {self.label!r}: give another one by `name`, of letters, digits and "
+                "underscores, that does not end with spread or no_signal"
+            )
+        if not 0.0 < abs(self.weight) < float("inf"):
+            raise UserError(f"the weight of reward {self.label} is {self.weight}; it must be a number other than 0")
+        if (self.function == OVERLONG) != (self.buffer_tokens is not None):
+            raise UserError(
+                f"buffer_tokens of reward {self.label} is {self.buffer_tokens}; {OVERLONG} needs a number of tokens, "
+                "and other rewards have none"
+            )
+        if self.buffer_tokens is not None and self.buffer_tokens < 1:
+            raise UserError(f"buffer_tokens of reward {self.label} is {self.buffer_tokens}; it must be at least 1")
+
+    @property
+    def label(self) -> str:
+        """Returns the name in the log."""
+        return self.name if self.name is not None else self.function.rpartition(":")[2]
+
+
 @dataclass(frozen=True)
 class PromptOptions:
     """Prompts that the model answers in training, and how a reward function scores the answers.
@@ -43,9 +94,14 @@ class PromptOptions:
     Args:
         sources: Named sources of conversations, as `genesis data prepare` takes them. A prompt is a conversation
             without the assistant's last turn, or the field `prompt` alone. The reward function gets all other fields.
-        reward: The reward function, `module:function` or `file.py:function`; it is run only with `--allow_reward_code`.
         tokenizer: A directory that holds a tokenizer, or its file.
+        reward: The reward function, `module:function` or `file.py:function`, which is run only with
+            `--allow_reward_code`; or exact_match or math_answer, which compare the answer with the field `answer`.
+        rewards: Several rewards instead of one, which are added by their weights and logged by their names.
+        reward_seconds: How long a reward function may take for an answer, before the run ends.
         group_size: Answers to each prompt, whose rewards are compared with one another.
+        max_resamples: How many times a prompt whose answers all got the same reward is replaced by another one of its
+            source, before a group without a signal is trained; rewards of the length alone are no signal.
         steps_per_rollout: Optimizer steps, each with prompts of its own, on answers of the same weights.
         max_new_tokens: The longest answer; by default what data.seq_len leaves after the prompt.
         temperature: The divisor of the logits when answers are sampled, and in the loss.
@@ -60,9 +116,12 @@ class PromptOptions:
     """
 
     sources: tuple[SourceOptions, ...]
-    reward: str
     tokenizer: str
+    reward: str | None = None
+    rewards: tuple[RewardOptions, ...] = ()
+    reward_seconds: float = 60.0
     group_size: int = 8
+    max_resamples: int = 0
     steps_per_rollout: int = 4
     max_new_tokens: int | None = None
     temperature: float = 1.0
@@ -84,7 +143,11 @@ class PromptOptions:
         )
         for name in ("reward", "tokenizer"):
             check_is_named(getattr(self, name), f"data.prompts.{name}")
-        least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}
+        self._check_rewards()
+        least = {
+            **{"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1},
+            **{"num_logged_prompts": 0, "max_resamples": 0},
+        }
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and value < bound:
@@ -98,6 +161,30 @@ class PromptOptions:
                 f"data.prompts.validation_share is {self.validation_share}; it must be at least 0 and below 1"
             )
         _ = self.chat
+
+    def _check_rewards(self) -> None:
+        if (self.reward is None) != bool(self.rewards):
+            both = "both" if self.rewards else "neither"
+            raise UserError(f"{both} of data.prompts.reward and data.prompts.rewards is given; give one of them")
+        labels = [reward.label for reward in self.all_rewards]
+        if len({*labels}) < len(labels):
+            raise UserError(f"data.prompts.rewards has the names {', '.join(labels)}; give each another `name`")
+        if not any(reward.function != OVERLONG for reward in self.all_rewards):
+            raise UserError(f"data.prompts.rewards has {OVERLONG} alone, which scores the length; add another reward")
+        longest = self.max_new_tokens
+        for reward in self.rewards:
+            if longest is not None and (reward.buffer_tokens or 0) > longest:
+                raise UserError(
+                    f"buffer_tokens of reward {reward.label} is {reward.buffer_tokens}, more than "
+                    f"data.prompts.max_new_tokens {longest}; lower it"
+                )
+        if not 0.0 < self.reward_seconds < float("inf"):
+            raise UserError(f"data.prompts.reward_seconds is {self.reward_seconds}; it must be a number above 0")
+
+    @property
+    def all_rewards(self) -> tuple[RewardOptions, ...]:
+        """Returns the rewards; a single one is the sum."""
+        return self.rewards if self.reward is None else (RewardOptions(self.reward, "reward"),)
 
     @property
     def chat(self) -> ChatOptions:

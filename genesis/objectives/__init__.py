@@ -2,7 +2,8 @@
 
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
+from genesis.objectives.grpo import GRPO
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import CPO, DPO, ORPO, SimPO
 
-__all__ = ["CPO", "DPO", "GSPO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]
+__all__ = ["CPO", "DPO", "GRPO", "GSPO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import torch
+from jaxtyping import Float64
+from numpy import ndarray
 from torch import Tensor
 
 from genesis.base.errors import UserError, numbered
@@ -144,6 +146,9 @@ class Objective(ABC):
         least_micro_batch: The least number of sequences, or of pairs, from which it learns in a micro-batch.
         compares_forwards: Whether it compares the probabilities of a token in two forwards, so that both must compute a
             token alike beside any other tokens.
+        needs_token_log_probs: Of prompts: whether it needs the log-probability of each token by the weights that wrote
+            the answer, beside their sum.
+        masks_cut_answers: Of prompts: whether it does not learn answers that the longest length has cut.
         reports_loss: Whether its loss shows how well training goes, so that telemetry watches it.
         label_options: The options under which it minimises the cross-entropy of its labels alone; None without such.
         initial_loss: The loss for each unit of the first term while model and reference are equal; None without a
@@ -165,6 +170,8 @@ class Objective(ABC):
     needs_values: ClassVar[bool] = False
     least_micro_batch: ClassVar[int] = 1
     compares_forwards: ClassVar[bool] = False
+    needs_token_log_probs: bool = False
+    masks_cut_answers: bool = False
     reports_loss: ClassVar[bool] = True
     label_options: ClassVar[Mapping[str, Any] | None] = None
     initial_loss: float | None = None
@@ -230,6 +237,10 @@ class Objective(ABC):
         """
 
     # ---- a window
+
+    def compare_rewards(self, rewards: Float64[ndarray, "P G"]) -> Float64[ndarray, "P G"]:
+        """Returns the advantages of the answers to the prompts of a global batch; by default their rewards. Pure."""
+        return rewards
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""

@@ -44,7 +44,7 @@ from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
-from genesis.train.reward import load_reward
+from genesis.train.reward import Rewards
 from genesis.train.rollout import Rollouts, check_strategy
 from genesis_callbacks.host_group import HostGroup
 
@@ -80,7 +80,7 @@ class CorpusDataModule(pl.LightningDataModule):
         prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
-        prompts: Prompts that the model answers itself, instead of a corpus, for the objective GSPO.
+        prompts: Prompts that the model answers itself, instead of a corpus, for the objectives GRPO and GSPO.
         num_tokens: Number of tokens to train on, padding included; sets the number of steps.
         skip_positions: Positions to skip, as [FIRST, STOP], STOP not included: steps whose global batch has one of them
             train on nothing. A checkpoint records them. Not for pairs and prompts.
@@ -208,6 +208,7 @@ class CorpusDataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Reverts the changes of `setup` to the trainer, and ends a stream's workers."""
         self.training.close()
+        self._rollouts = None  # and the process of its rewards
         self._give_back_validation()
         if self.trainer is not None and self._has_set_max_steps:
             self.trainer.fit_loop.epoch_loop.max_steps, self._has_set_max_steps = -1, False
@@ -305,7 +306,7 @@ class CorpusDataModule(pl.LightningDataModule):
         return Ranks(layout.data_rank, layout.data_world_size)
 
     def _set_up_objective(self) -> None:
-        """Refuses an objective or a strategy that does not fit the data, and loads the reward function of prompts."""
+        """Refuses an objective or a strategy that does not fit the data, and loads the reward functions of prompts."""
         if self.trainer is None:
             return
         objective = getattr(self.trainer.lightning_module, "objective", None)
@@ -313,8 +314,9 @@ class CorpusDataModule(pl.LightningDataModule):
             check_data(objective, self.training)
         if self._prompts is not None:
             check_strategy(self.trainer.strategy)
-            reward = load_reward(self._prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
-            self._rollouts = Rollouts(self._prompts, reward, self.trainer)
+            options = self._prompts.prompt_options
+            rewards = Rewards(options.all_rewards, options.reward_seconds, is_allowed=self.allows_reward_code)
+            self._rollouts = Rollouts(self._prompts, rewards, self.trainer)
 
     def _set_max_steps(self) -> None:
         """Sets the Trainer's number of steps from the length in epochs or tokens, before the schedule reads it.

@@ -31,7 +31,7 @@ _FREE: Final = (
     "data.stream.sources.*.paths",
     # The identity of prompts has the hashes of what these lead to.
     *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
-    *("data.prompts.num_rows", "data.prompts.num_logged_prompts"),
+    *("data.prompts.num_rows", "data.prompts.num_logged_prompts", "data.prompts.reward_seconds"),
     # Saving, logging and display.
     *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
@@ -50,7 +50,7 @@ _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed"
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
     unified = unify_deterministic(unify_precision(unify_decoder(unify_optimizer(rename_in_recipe(recipe)))))
-    return fill_attention(unify_compilation(_fill_objective(_fill_adapter_decay(unified))))
+    return fill_attention(unify_compilation(_fill_prompts(_fill_objective(_fill_adapter_decay(unified)))))
 
 
 def _fill_adapter_decay(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,6 +74,15 @@ def _fill_objective(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     known = options.classes.get(options.find_class(objective[CLASS_PATH], _OBJECTIVE), {})
     given = {name: option.default for name, option in known.items()} | (objective.get(INIT_ARGS) or {})
     return {**recipe, "model": {**model, "objective": {**objective, INIT_ARGS: given}}}
+
+
+def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe with what training on prompts did before there was a choice."""
+    data = recipe.get("data")
+    if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
+        return recipe
+    prompts = {"rewards": [], "max_resamples": 0, **data["prompts"]}
+    return {**recipe, "data": {**data, "prompts": prompts}}
 
 
 def fill_attention(recipe: Mapping[str, Any], kernel: str = FLASH.name) -> Mapping[str, Any]:

@@ -1,130 +1,193 @@
-"""The reward function of a recipe: a user's Python code, which runs only where the command line allows it.
+"""The rewards of a recipe: those of Genesis, and a user's Python code, which runs only where an argument allows it.
 
     def reward(messages, text, columns):
         return 1.0 if text.strip() == columns["answer"] else 0.0
 
 `messages` is the prompt as a list of messages, `text` the answer without the token that ended it, and `columns` a dict
 of the other fields of the prompt's record. The result is a finite number. The function must give the same number for
-the same arguments, or a resumed run differs from one that was never stopped.
+the same arguments, or a resumed run differs from one that was never stopped. It runs in a process of its own, which is
+killed if an answer takes too long.
+
+References:
+    Yu et al., DAPO, arXiv:2503.14476, equation 13 (`overlong`).
 """
 
-import copy
-import importlib
-import importlib.util
-import math
+import re
 import sys
-from collections.abc import Callable
-from numbers import Real
+import weakref
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from genesis.base.errors import UserError
-from genesis.data.prompts import Prompt
+from genesis.base.processes import PipedWorker
+from genesis.data.prompts import EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
+from genesis.train.reward_worker import Fault
 
-_MAX_REASON = 300
-_LARGEST = 3e38
-"""Rewards are summed in float32 for the log."""
-_REMEDY = "give module:function or file.py:function by data.prompts.reward"
+_IMPORT_SECONDS: Final = 600.0
+"""How long the modules of reward functions may take to be imported."""
+_MODULE: Final = "genesis.train.reward_worker"
+_REMEDY: Final = f"give module:function, file.py:function, {EXACT_MATCH} or {MATH_ANSWER} by data.prompts.reward"
 
 
-class Reward:
-    """Scores answers by a user's function.
+class Rewards:
+    """Scores answers; the user's functions run in a process that ends with this object. Communicates with no rank.
 
     Args:
-        name: The function as the recipe names it.
-        function: The function.
+        options: The rewards.
+        seconds: How long a user's function may take for an answer.
+        is_allowed: Whether the command line allows the user's code.
+
+    Raises:
+        UserError: A function is not allowed, or not found, or its module fails.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self._function = name, function
+    def __init__(self, options: Sequence[RewardOptions], seconds: float, *, is_allowed: bool) -> None:
+        self._options, self._seconds = tuple(options), seconds
+        self._functions = [one.function for one in options if one.function not in OWN_REWARDS]
+        for name in self._functions:
+            place, _, function = name.rpartition(":")
+            if not place or not function.isidentifier():
+                raise UserError(f"data.prompts.reward is {name!r}; {_REMEDY}")
+            if not is_allowed:
+                raise UserError(
+                    f"data.prompts.reward is {name!r}, Python code that runs with your rights, and a recipe may come "
+                    "from anyone: read the code, then allow it by --allow_reward_code true"
+                )
+            if place.endswith(".py") and not Path(place).is_file():
+                raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
+        if self._functions:
+            self._worker = PipedWorker(_MODULE)
+            self._end = weakref.finalize(self, self._worker.end)
+            fault = self._exchange((sys.path, self._functions), _IMPORT_SECONDS, self._functions[0], "to be imported")
+            if isinstance(fault, Fault):
+                self._end()
+                raise UserError(fault.what)
 
-    def score(self, prompt: Prompt, text: str, number: int) -> float:
-        """Returns the reward of an answer.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the rewards in the log."""
+        return tuple(one.label for one in self._options)
+
+    def score(self, prompt: Prompt, text: str, number: int, num_tokens: int, most_tokens: int) -> NDArray[np.float64]:
+        """Returns each reward of an answer, before its weight.
 
         Args:
             prompt: The prompt.
             text: The answer.
             number: The number of the answer among those to this prompt, from 1, for messages.
+            num_tokens: The length of the answer.
+            most_tokens: The longest that it could have been.
 
         Raises:
-            UserError: The function fails, or its result is not a finite number; the message names the prompt's row.
+            UserError: A function fails, takes too long, or its result is not a finite number, or the record lacks what
+                is compared; the message names the prompt's row.
         """
-        where = f"answer {number} to {prompt.place}"
+        return np.array([self._score(one, prompt, text, number, num_tokens, most_tokens) for one in self._options])
+
+    def _score(
+        self, option: RewardOptions, prompt: Prompt, text: str, number: int, num_tokens: int, most_tokens: int
+    ) -> float:
+        if option.function == OVERLONG:
+            assert option.buffer_tokens is not None, "checked by the options"
+            return score_length(num_tokens, most_tokens, option.buffer_tokens)
+        if option.function in OWN_REWARDS:
+            expected = prompt.columns.get(option.column)
+            if not isinstance(expected, str | int | float):
+                raise UserError(
+                    f"{prompt.place}: the field {option.column!r} is {expected!r:.60}, and {option.function} compares "
+                    "answers with it; name the field with the right answer by `column` of data.prompts.rewards"
+                )
+            matches = match_exactly if option.function == EXACT_MATCH else match_numbers
+            return float(matches(text, str(expected)))
+        index = self._functions.index(option.function)
+        call = (index, (list(prompt.messages), text, dict(prompt.columns)))
+        found = self._exchange(call, self._seconds, option.function, f"for answer {number} to {prompt.place}")
+        if isinstance(found, Fault):
+            where = f"answer {number} to {prompt.place}"
+            raise UserError(f"the reward function {option.function} {found.what} for {where}{found.rest}")
+        return float(found)
+
+    def _exchange(self, message: object, seconds: float, function: str, what: str) -> Any:
+        """Returns the answer of the process, which is killed if there is none in time."""
         try:
-            # Copies, because a function that changes its arguments would change the rewards of later answers.
-            # Gradients are off again after a function that turns them on, for a model of its own.
-            with torch.no_grad():
-                value = self._function(copy.deepcopy(list(prompt.messages)), text, copy.deepcopy(dict(prompt.columns)))
-        except (Exception, SystemExit) as error:
-            reason = _describe(error)
-            raise UserError(f"the reward function {self.name} failed for {where}: {reason}; correct it") from error
-        # An array of one element is not a number either: it would hide a wrong shape.
-        if not isinstance(value, Real):
-            raise UserError(f"the reward function {self.name} gave {_spell(value)[:60]!r} for {where}; return a number")
-        try:
-            reward = float(value)
-        except (OverflowError, ValueError):  # a whole number of hundreds of digits
-            reward = math.inf
-        if not abs(reward) <= _LARGEST:  # true for NaN
-            raise UserError(
-                f"the reward function {self.name} gave {reward:g} for {where}; return a finite number that fits float32"
-            )
-        return reward
+            self._worker.connection.send(message)
+            if self._worker.connection.poll(seconds):
+                return self._worker.connection.recv()
+        except (EOFError, OSError):
+            reason = f"ended {self._worker.describe_end()} {what}; correct it"
+        else:
+            reason = f"took longer than {seconds:g} s {what}; correct it, or raise data.prompts.reward_seconds"
+        self._end()
+        raise UserError(f"the reward function {function} {reason}")
 
 
-def load_reward(name: str, *, is_allowed: bool) -> Reward:
-    """Returns the reward function that a recipe names. Runs its module.
+def score_length(num_tokens: int, most_tokens: int, buffer_tokens: int) -> float:
+    """Returns 0 for an answer that ends before the buffer, then less with each token, and -1 at the longest length."""
+    return min(0.0, (most_tokens - buffer_tokens - num_tokens) / buffer_tokens)
 
-    Args:
-        name: `module:function` or `file.py:function`; a file is relative to the working directory.
-        is_allowed: Whether the command line allows it.
 
-    Raises:
-        UserError: The function is not allowed, or not found, or its module fails.
+# ---- right answers
+
+_MAX_NUMBER: Final = 64
+"""Characters of a number that is compared as one."""
+_NUMBER: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:/\d+)?", re.ASCII)
+_FRACTION: Final = re.compile(r"\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
+_DROPPED: Final = re.compile(r"\\(?:left|right|!|,|;| )|\\text\{[^{}]*\}|[\s$]|\\%|%$|\.$")
+
+
+def match_exactly(text: str, expected: str) -> bool:
+    """Returns whether an answer is the right one, apart from white space around it."""
+    return text.strip() == expected.strip()
+
+
+def match_numbers(text: str, expected: str) -> bool:
+    r"""Returns whether the final answer within a text is the right one: the same number, or the same formula.
+
+    The final answer is what the last \boxed{} has, or else follows the last ####, or else is the last number. Numbers
+    are compared exactly, as fractions: 0.5, 1/2 and \frac{1}{2} are equal, and so are 1,000 and 1000.0. What is no
+    number is compared as text without spaces; terms that are equal only by algebra are not.
     """
-    place, _, function_name = name.rpartition(":")
-    if not place or not function_name.isidentifier():
-        raise UserError(f"data.prompts.reward is {name!r}; {_REMEDY}")
-    if not is_allowed:
-        raise UserError(
-            f"data.prompts.reward is {name!r}, Python code that runs with your rights, and a recipe may come from "
-            "anyone: read the code, then allow it by --allow_reward_code true"
-        )
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        reason = _describe(error)
-        raise UserError(
-            f"the module of the reward function {name} cannot be imported ({reason}); correct it"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"{place} has no function {function_name!r}; {_REMEDY}")
-    return Reward(name, function)
+    found, wanted = find_answer(text), find_answer(expected)
+    if found is None or wanted is None:
+        return False
+    one, other = read_number(found), read_number(wanted)
+    return one == other if one is not None and other is not None else _plain(found) == _plain(wanted)
 
 
-def _describe(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {_spell(error)}".split())[:_MAX_REASON]
+def find_answer(text: str) -> str | None:
+    """Returns the final answer within a text; of a text that has no marked answer and no number, the text."""
+    start = text.rfind("\\boxed{")
+    if start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for end in range(begin, len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if not depth:
+                return text[begin:end]
+        return None
+    _, mark, after = text.rpartition("####")
+    if mark:
+        return after.strip().partition("\n")[0]
+    if read_number(text) is not None:
+        return text
+    numbers = [found[0] for found in _NUMBER.finditer(text) if any(map(str.isdigit, found[0]))]
+    return numbers[-1] if numbers else text
 
 
-def _spell(value: object) -> str:
-    """Returns a value of the user's code as text; its own conversion may fail, too."""
-    try:
-        return str(value)
-    except Exception:  # the code of a class of the user
-        return f"<{type(value).__name__}>"
+def read_number(text: str) -> Fraction | None:
+    """Returns the number that a text is, exactly; None if it is none, or one of too many digits."""
+    plain = _FRACTION.sub(r"\1/\2", _plain(text))
+    if len(plain) > _MAX_NUMBER or not plain.isascii() or _NUMBER.fullmatch(plain) is None:
+        return None
+    top, _, bottom = plain.replace(",", "").partition("/")
+    if not any(map(str.isdigit, top)) or (bottom and not int(bottom)):
+        return None
+    return Fraction(top.rstrip(".")) / Fraction(bottom or "1")
 
 
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"no such file: {path} (relative to {Path.cwd()})")
-    module_name = f"_genesis_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None, "a file whose name ends in .py"
-    assert spec.loader is not None, "a file whose name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickles of the module look it up there
-    spec.loader.exec_module(module)
-    return module
+def _plain(text: str) -> str:
+    return _DROPPED.sub("", text.strip())

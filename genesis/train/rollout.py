@@ -15,7 +15,7 @@ rollout, and a run killed after it continues with the saved answers.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,22 +31,31 @@ from genesis.base.errors import RunEndedError, UserError
 from genesis.base.run_directory import RunDirectory
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.prompt_data import Group, PromptData
-from genesis.data.prompts import Prompt
-from genesis.data.window import AccumulationWindow
+from genesis.data.prompts import OVERLONG, Prompt
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
-from genesis.objectives.gspo import (
+from genesis.objectives.objective import Objective
+from genesis.objectives.policy_gradient import (
     ADVANTAGE,
     ANSWERS,
     IS_FINISHED,
+    IS_FIRST,
+    LEARNED_ANSWERS,
+    LEARNED_TOKENS,
+    LONGEST,
+    NUM_ASKED,
     OLD_LOG_PROB,
+    OLD_TOKEN_LOG_PROB,
     REWARD,
+    REWARD_OF,
     SPREAD,
+    SPREAD_OF,
     TEMPERATURE,
     VALIDATION_FIGURES,
-    compare_rewards,
+    measure_spread,
     score_tokens,
 )
 from genesis.strategies import Sharded
@@ -54,7 +63,7 @@ from genesis.strategies.layout import layout_strategy
 from genesis.strategies.whole import gather_decoder
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.fixed_rows import has_fixed_rows
-from genesis.train.reward import Reward
+from genesis.train.reward import Rewards
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.base.files import replace_file
 from genesis_callbacks.host_group import HostGroup
@@ -74,22 +83,34 @@ class _Row(NamedTuple):
     answer: NDArray[np.int32]
 
 
+class _Written(NamedTuple):
+    """The answers to a prompt, before they are scored by the training forward."""
+
+    prompt: tuple[int, ...]
+    answers: list[NDArray[np.int32]]
+    single_rewards: NDArray[np.float64]
+    num_resamples: int
+
+
 class Rollouts:
     """Fills windows of `PromptData` with answers, which the model writes when they are needed. Communicates.
 
     Args:
         data: The prompts and the answers.
-        reward: The reward function.
+        rewards: The rewards of answers.
         trainer: The Trainer of the fit.
     """
 
-    def __init__(self, data: PromptData, reward: Reward, trainer: pl.Trainer) -> None:
-        self._data, self._reward, self._trainer = data, reward, trainer
+    def __init__(self, data: PromptData, rewards: Rewards, trainer: pl.Trainer) -> None:
+        self._data, self._rewards, self._trainer = data, rewards, trainer
+        self._options = data.prompt_options.all_rewards
 
     def fill(self, window: AccumulationWindow) -> AccumulationWindow:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
         data = self._data
         position = window.data_position - data.options.global_batch_size
+        if self._objective.needs_token_log_probs and any(one.token_log_probs is None for one in data.groups.values()):
+            data.groups = {}  # of a run whose objective did not need them
         (num_missing,) = HostGroup().sum((len(data.plan_rollout(position)),)).wait()
         if num_missing:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
@@ -97,14 +118,20 @@ class Rollouts:
             data.groups = {}
             with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
                 self._answer(data.plan_rollout(position))
+        advantages = self._compare(data.own_positions(position))
         rows = self._rows_at(data.own_positions(position))
         micro_batches, num_bytes = [], 0
         for chunk in self._chunks(rows):
             built = self._build(chunk)
-            micro_batches.append(replace(built.micro_batches[0], extra=self._compare(chunk)))
+            extra = self._describe(chunk, advantages, built.micro_batches[0].labels, is_first=bool(num_missing))
+            micro_batches.append(replace(built.micro_batches[0], extra=extra))
             num_bytes += built.num_bytes
         num_valid = sum(len(row.answer) for row in rows)
-        return AccumulationWindow(tuple(micro_batches), num_valid, num_bytes, window.data_position)
+        num_units = {}
+        if self._objective.masks_cut_answers:
+            learned = [len(row.answer) for row in rows if self._is_finished(row.answer)]
+            num_units = {LEARNED_ANSWERS: len(learned), LEARNED_TOKENS: sum(learned)}
+        return AccumulationWindow(tuple(micro_batches), num_valid, num_bytes, window.data_position, num_units)
 
     def validate(self, window: AccumulationWindow, prompts: Sequence[Prompt]) -> AccumulationWindow:
         """Returns the window of a validation with the sums of the greedy answers' figures. All ranks call it together.
@@ -114,53 +141,85 @@ class Rollouts:
         requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
         # Answers take longer than the forwards of other validations: they have the limit of generation.
         with in_phase(self._trainer, "generate"), self._evaluating():
-            answers, rewards = self._write(
-                requests, lambda index, answer: self._reward.score(prompts[index], self._text(answer), 1)
-            )
+            answers, single = self._write(requests, [(prompt, 1) for prompt in prompts])
         free_gathered_parameters(self._decoder)
         num_tokens = sum(map(len, answers))
-        sums = (sum(rewards), sum(map(self._is_finished, answers)), num_tokens)
+        sums = (self._add(single).sum(), sum(map(self._is_finished, answers)), num_tokens)
+        figures = dict(zip(VALIDATION_FIGURES, sums, strict=True)) | {
+            REWARD_OF + name: values.sum() for name, values in self._by_name(single)
+        }
         return replace(
             window,
             num_valid_tokens=num_tokens,
             num_units={ANSWERS: len(answers)},
-            figures={name: float(value) for name, value in zip(VALIDATION_FIGURES, sums, strict=True)},
+            figures={name: float(value) for name, value in figures.items()},
         )
 
     # ---- a rollout
 
     def _answer(self, positions: Sequence[int]) -> None:
-        """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data."""
+        """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data.
+
+        A prompt whose answers give no signal is replaced by another one, as often as the options allow.
+        """
         data, decoder = self._data, self._decoder
         options = data.prompt_options
         size, sampling = options.group_size, SamplingOptions(options.temperature)
-        asked = [(position, number, data.prompt_at(position)) for position in positions for number in range(size)]
-        requests = [
-            self._request(prompt, sampling, _seed(data.options.seed, position, number))
-            for position, number, prompt in asked
-        ]
-
-        def score(index: int, answer: NDArray[np.int32]) -> float:
-            _, number, prompt = asked[index]
-            return self._reward.score(prompt, self._text(answer), number + 1)
-
+        written: dict[int, _Written] = {}
+        asked = list(positions)
         with self._evaluating():
-            answers, rewards = self._write(requests, score)
+            for num_resamples in range(options.max_resamples + 1):
+                prompts = [data.prompt_at(position, num_resamples) for position in asked]
+                requests = [
+                    self._request(prompt, sampling, _seed(data.options.seed, position, number, num_resamples))
+                    for position, prompt in zip(asked, prompts, strict=True)
+                    for number in range(size)
+                ]
+                named = [(prompt, number + 1) for prompt in prompts for number in range(size)]
+                answers, single = self._write(requests, named)
+                for index, position in enumerate(asked):
+                    own = slice(index * size, (index + 1) * size)
+                    written[position] = _Written(prompts[index].ids, answers[own], single[own], num_resamples)
+                asked = [position for position in asked if not self._has_signal(written[position].single_rewards)]
+                # All ranks go on together, because they answer together.
+                (num_asked,) = HostGroup().sum((len(asked),)).wait()
+                if not num_asked:
+                    break
             rows = [
-                _Row(position, number, prompt.ids, answer)
-                for (position, number, prompt), answer in zip(asked, answers, strict=True)
+                _Row(position, number, written[position].prompt, answer)
+                for position in positions
+                for number, answer in enumerate(written[position].answers)
             ]
-            old_log_probs = np.concatenate([self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)])
+            scored = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
         free_gathered_parameters(decoder)
+        old_log_probs = np.concatenate([sums for sums, _ in scored])
+        of_tokens = [one for _, found in scored for one in found]
         for index, position in enumerate(positions):
-            own = slice(index * size, (index + 1) * size)
-            self._data.groups[position] = Group(
-                tuple(row.answer for row in rows[own]),
-                np.array([self._is_finished(row.answer) for row in rows[own]]),
-                np.array(rewards[own]),
+            own, one = slice(index * size, (index + 1) * size), written[position]
+            data.groups[position] = Group(
+                tuple(one.answers),
+                np.array([self._is_finished(answer) for answer in one.answers]),
+                self._add(one.single_rewards),
                 old_log_probs[own],
+                one.single_rewards,
+                tuple(of_tokens[own]) if self._objective.needs_token_log_probs else None,
+                one.num_resamples,
             )
         self._write_samples(positions[: options.num_logged_prompts])
+
+    def _add(self, single: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the weighted sum of the rewards of each answer."""
+        weighted: NDArray[np.float64] = single * [one.weight for one in self._options]
+        return weighted.sum(1)  # not a product of matrices, whose rounding depends on the number of answers
+
+    def _by_name(self, single: NDArray[np.float64]) -> list[tuple[str, NDArray[np.float64]]]:
+        """Returns the rewards of answers by name, if there are several."""
+        return list(zip(self._rewards.names, single.T, strict=True)) if self._data.prompt_options.rewards else []
+
+    def _has_signal(self, single: NDArray[np.float64]) -> bool:
+        """Returns whether the answers to a prompt got different rewards, apart from those of their length."""
+        is_counted = np.array([one.function != OVERLONG for one in self._options])
+        return bool(np.ptp(self._add(single * is_counted)))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -173,14 +232,19 @@ class Rollouts:
         return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
 
     def _write(
-        self, requests: Sequence[Request], score: Callable[[int, NDArray[np.int32]], float]
-    ) -> tuple[list[NDArray[np.int32]], list[float]]:
-        """Returns the answers to this rank's requests, and their rewards. All ranks call it together."""
+        self, requests: Sequence[Request], asked: Sequence[tuple[Prompt, int]]
+    ) -> tuple[list[NDArray[np.int32]], NDArray[np.float64]]:
+        """Returns the answers to this rank's requests, and their rewards by name. All ranks call it together.
+
+        Args:
+            requests: The requests.
+            asked: The prompt of each, and the number of the answer among those to it.
+        """
         layout = layout_strategy(self._trainer.strategy).layout
         groups = layout.degrees.peer_groups()
         peers = next(group for group in groups if self._trainer.global_rank in group)
         own = range(peers.index(self._trainer.global_rank), len(requests), len(peers))
-        written: dict[int, tuple[NDArray[np.int32], float]] = {}
+        written: dict[int, tuple[NDArray[np.int32], NDArray[np.float64]]] = {}
         failure: UserError | None = None
         whole = gather_decoder(self._decoder, self._adapter, layout.pipeline_process_group)
         try:
@@ -188,7 +252,9 @@ class Rollouts:
             with torch.compiler.set_stance("force_eager"):
                 answers = self._generate(whole, [requests[index] for index in own])
             for index, answer in zip(own, answers, strict=True):
-                written[index] = answer, score(index, answer)
+                (prompt, number), most = asked[index], requests[index].max_new_tokens
+                assert most is not None, "given by `_request`"
+                written[index] = answer, self._rewards.score(prompt, self._text(answer), number, len(answer), most)
                 note_progress(self._trainer)  # a reward function may take long
         except UserError as error:
             failure = error
@@ -202,7 +268,8 @@ class Rollouts:
         # Peers that scored an answer each would train on other rewards where a reward function is not deterministic.
         of_peers = {index: one for given in HostGroup(groups).gather(written) for index, one in given.items()}
         ordered = [of_peers[index] for index in range(len(requests))]
-        return [answer for answer, _ in ordered], [reward for _, reward in ordered]
+        single = np.array([found for _, found in ordered], np.float64).reshape(-1, len(self._options))
+        return [answer for answer, _ in ordered], single
 
     def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
         """Returns the answers in the order of the requests."""
@@ -225,23 +292,34 @@ class Rollouts:
                 answers[token.request].append(token.id)
         return [np.array(ids, np.int32) for ids in answers]
 
-    def _score_log_probs(self, decoder: Decoder, rows: Sequence[_Row]) -> NDArray[np.float32]:
-        """Returns the sum of the log-probabilities of each answer, by a forward as in training."""
+    def _score_log_probs(
+        self, decoder: Decoder, rows: Sequence[_Row]
+    ) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
+        """Returns the sum of the log-probabilities of each answer, by a forward as in training.
+
+        And those of its tokens, if the objective needs them.
+        """
         micro_batch = self._build(rows).micro_batches[0].to(self._trainer.strategy.root_device)
         temperature = self._temperature.to(micro_batch.labels.device)
         vocabulary = layout_strategy(self._trainer.strategy).vocabulary
 
         def head(hidden: Tensor, weight: Tensor) -> Tensor:
             of_tokens = score_tokens(hidden, weight, micro_batch.labels, temperature, vocabulary)
+            if self._objective.needs_token_log_probs:
+                return vocabulary.sum_over_rows(of_tokens.flatten()).view_as(of_tokens)
             return vocabulary.sum_over_rows(of_tokens.sum(1))
 
-        sums: Tensor = decoder(
+        found: Tensor = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
             head=head,
         )
-        return sums.float().cpu().numpy()
+        numbers = found.float().cpu().numpy()
+        if not self._objective.needs_token_log_probs:
+            return numbers, []
+        is_label = (micro_batch.labels != IGNORE_INDEX).cpu().numpy()
+        return numbers.sum(1), [ones[of_answer] for ones, of_answer in zip(numbers, is_label, strict=True)]
 
     def _is_finished(self, answer: NDArray[np.int32]) -> bool:
         return int(answer[-1]) in self._data.stop_ids
@@ -264,7 +342,8 @@ class Rollouts:
             return
         lines = []
         for position in positions:
-            prompt, group = self._data.prompt_at(position), self._data.groups[position]
+            group = self._data.groups[position]
+            prompt = self._data.prompt_at(position, group.num_resamples)
             for number, answer in enumerate(group.answers):
                 sample = {
                     "position": position,
@@ -276,6 +355,7 @@ class Rollouts:
                     "is_finished": bool(group.is_finished[number]),
                     "reward": float(group.rewards[number]),
                 }
+                sample |= {f"reward_{name}": float(ones[number]) for name, ones in self._by_name(group.single_rewards)}
                 lines.append(json.dumps(sample, ensure_ascii=False, default=repr))
         run = RunDirectory(checkpoints[0].directory.parent)
         path = run.rollout(positions[0], layout.data_rank)
@@ -285,10 +365,11 @@ class Rollouts:
     # ---- from answers to tensors
 
     def _rows_at(self, positions: Sequence[int]) -> list[_Row]:
+        groups = [(position, self._data.groups[position]) for position in positions]
         return [
-            _Row(position, number, self._data.prompt_at(position).ids, answer)
-            for position in positions
-            for number, answer in enumerate(self._data.groups[position].answers)
+            _Row(position, number, self._data.prompt_at(position, group.num_resamples).ids, answer)
+            for position, group in groups
+            for number, answer in enumerate(group.answers)
         ]
 
     def _chunks(self, rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
@@ -321,19 +402,51 @@ class Rollouts:
         num_more = max(0, self._decoder.config.vocab_size - len(own.token_num_bytes))
         return replace(own, seq_len=width, token_num_bytes=np.pad(own.token_num_bytes, (0, num_more)))
 
-    def _compare(self, rows: Sequence[_Row]) -> dict[str, Tensor]:
+    def _compare(self, positions: Sequence[int]) -> dict[int, NDArray[np.float64]]:
+        """Returns the advantages of the answers at the positions of this rank in a global batch. Communicates."""
+        own = {position: self._data.groups[position].rewards for position in positions}
+        # Ranks that share prompts give the same ones.
+        every = {position: rewards for given in HostGroup().gather(own) for position, rewards in given.items()}
+        ordered = sorted(every)
+        advantages = self._objective.compare_rewards(np.stack([every[position] for position in ordered]))
+        return dict(zip(ordered, advantages, strict=True))
+
+    def _describe(
+        self, rows: Sequence[_Row], advantages: Mapping[int, NDArray[np.float64]], labels: Tensor, *, is_first: bool
+    ) -> dict[str, Tensor]:
         """Returns what the objective needs for the answers of a micro-batch."""
-        columns: dict[str, list[float]] = {name: [] for name in (ADVANTAGE, OLD_LOG_PROB, REWARD, SPREAD, IS_FINISHED)}
+        columns: dict[str, list[float]] = {}
         for row in rows:
             group = self._data.groups[row.position]
-            advantages, spread = compare_rewards(group.rewards)
-            columns[ADVANTAGE].append(float(advantages[row.number]))
-            columns[OLD_LOG_PROB].append(float(group.old_log_probs[row.number]))
-            columns[REWARD].append(float(group.rewards[row.number]))
-            columns[SPREAD].append(spread)
-            columns[IS_FINISHED].append(float(group.is_finished[row.number]))
+            values = {
+                ADVANTAGE: advantages[row.position][row.number],
+                OLD_LOG_PROB: group.old_log_probs[row.number],
+                REWARD: group.rewards[row.number],
+                SPREAD: measure_spread(group.rewards),
+                IS_FINISHED: group.is_finished[row.number],
+                IS_FIRST: is_first,
+                NUM_ASKED: group.num_resamples + 1,
+            }
+            for name, ones in self._by_name(group.single_rewards):
+                values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
+            for name, value in values.items():
+                columns.setdefault(name, []).append(float(value))
         tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
-        return {**tensors, TEMPERATURE: self._temperature}
+        if self._objective.needs_token_log_probs:
+            of_tokens = torch.zeros(labels.shape)
+            for row, ones, is_label in zip(rows, of_tokens, labels != IGNORE_INDEX, strict=True):
+                found = self._data.groups[row.position].token_log_probs
+                assert found is not None, "the objective needs them"
+                ones[is_label] = torch.from_numpy(found[row.number])
+            tensors[OLD_TOKEN_LOG_PROB] = of_tokens
+        longest = self._data.prompt_options.max_new_tokens or self._data.options.seq_len
+        return {**tensors, TEMPERATURE: self._temperature, LONGEST: torch.tensor([longest], dtype=torch.float32)}
+
+    @property
+    def _objective(self) -> Objective:
+        objective: Any = self._trainer.lightning_module.objective
+        assert isinstance(objective, Objective), "the data module has checked it"
+        return objective
 
     @property
     def _temperature(self) -> Tensor:
@@ -376,7 +489,8 @@ def _in_evaluation(decoder: Decoder) -> Iterator[None]:
         decoder.train(was_training)
 
 
-def _seed(seed: int, position: int, number: int) -> int:
+def _seed(seed: int, position: int, number: int, num_resamples: int) -> int:
     """Returns the seed of one answer."""
-    digest = hashlib.sha256(f"{seed} {position} {number}".encode()).digest()
+    place = f"{seed} {position} {number}" + (f" {num_resamples}" if num_resamples else "")
+    digest = hashlib.sha256(place.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

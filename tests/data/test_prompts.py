@@ -34,8 +34,8 @@ def open_data(tmp_path: Path, tokenizer: Path, records: list[Any], **changes: An
     batch = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 2} | changes.pop("batch", {})
     options = PromptOptions(
         (SourceOptions("questions", (str(path),)),),
-        f"{reward}:reward",
         str(tokenizer),
+        f"{reward}:reward",
         **({"group_size": 2, "steps_per_rollout": 2} | changes),
     )
     return PromptData(options, TrainingOptions(**batch), tokenizer_hash=None)
@@ -125,15 +125,21 @@ def test_the_identity_follows_prompts_columns_and_the_reward_functions_file(tmp_
     assert changed.identity["prompts"] == first["prompts"]
 
 
-def make_group(position: int) -> Group:
+def make_group(position: int, num_rewards: int = 1) -> Group:
     answers = tuple(np.arange(size, dtype=np.int32) + position for size in (1 + position, 3))
-    return Group(answers, np.array([True, False]), np.array([position, 0.5]), np.array([-1.5, position], np.float32))
+    of_tokens = tuple(-np.arange(len(answer), dtype=np.float32) for answer in answers)
+    single = np.array([[position, 1.0, 2.0], [0.5, 3.0, 4.0]])[:, :num_rewards]
+    old = np.array([-1.5, position], np.float32)
+    return Group(answers, np.array([True, False]), np.array([position, 0.5]), old, single, of_tokens, position - 3)
 
 
 def same(one: Group, other: Group) -> bool:
-    columns = ("is_finished", "rewards", "old_log_probs")
-    return all(map(np.array_equal, one.answers, other.answers)) and all(
-        np.array_equal(getattr(one, name), getattr(other, name)) for name in columns
+    columns = ("is_finished", "rewards", "old_log_probs", "single_rewards", "num_resamples")
+    return (
+        all(map(np.array_equal, one.answers, other.answers))
+        and all(map(np.array_equal, one.token_log_probs or (), other.token_log_probs or ()))
+        and (one.token_log_probs is None) == (other.token_log_probs is None)
+        and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
     )
 
 
@@ -162,11 +168,19 @@ def test_a_reward_function_of_a_module_is_identified_by_a_source_that_is_not_run
 
 
 def test_packed_answers_are_the_same_answers() -> None:
-    groups = {position: make_group(position) for position in (7, 3, 4)}
+    groups = {position: make_group(position, num_rewards=3) for position in (7, 3, 4)}
     unpacked = unpack_groups(pack_groups(groups))
     assert list(unpacked) == [3, 4, 7]
     assert all(same(groups[position], group) for position, group in unpacked.items())
     assert unpack_groups(pack_groups({})) == {}
+
+
+def test_answers_of_a_release_with_one_reward_are_read() -> None:
+    group = make_group(5)
+    packed = pack_groups({5: replace(group, token_log_probs=None, num_resamples=0)})
+    old = {name: array for name, array in packed.items() if name not in ("single_rewards", "num_resamples")}
+    (read,) = unpack_groups(old).values()
+    assert same(read, replace(group, single_rewards=group.rewards[:, None], token_log_probs=None, num_resamples=0))
 
 
 def window_at(position: int) -> AccumulationWindow:

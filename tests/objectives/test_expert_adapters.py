@@ -12,7 +12,8 @@ from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
 from genesis.objectives.distillation import Distillation
-from genesis.objectives.gspo import ADVANTAGE, GSPO, OLD_LOG_PROB
+from genesis.objectives.gspo import GSPO
+from genesis.objectives.policy_gradient import ADVANTAGE, OLD_LOG_PROB
 from genesis.objectives.preference import DPO
 from genesis.objectives.teacher import Teacher
 from tests.mixtures import MIXTURES, build_sharp, mix
@@ -66,6 +67,8 @@ def write_answers(old: Decoder) -> AccumulationWindow:
         "reward": torch.tensor([2.0, 0.0, 1.0, 0.0]),
         "spread": torch.full((4,), 0.4),
         "is_finished": torch.ones(4),
+        "is_first": torch.zeros(4),
+        "num_asked": torch.ones(4),
         "temperature": torch.tensor([1.0]),
     }
     micro_batch = MicroBatch(ids, labels, torch.zeros(ids.shape, dtype=torch.int32), extra=extra)

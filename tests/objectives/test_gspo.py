@@ -4,15 +4,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from genesis.base.errors import UserError
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.objectives.gspo import ADVANTAGE, ANSWERS, GSPO, REFERENCE, compare_rewards
+from genesis.objectives.gspo import GSPO
 from genesis.objectives.objective import HeadResult, ObjectiveSums
+from genesis.objectives.policy_gradient import ADVANTAGE, ANSWERS, REFERENCE
 from genesis.objectives.vocabulary import WHOLE
 
 V, D, S = 23, 12, 9
@@ -41,6 +41,8 @@ def make_case(temperature: float = 1.0, shift: float = 0.2) -> tuple[Tensor, Ten
         "reward": torch.tensor([2.0, 0.0, 1.0, 0.0]),
         "spread": spread,
         "is_finished": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "is_first": torch.zeros(4),
+        "num_asked": torch.ones(4),
         "temperature": torch.tensor([temperature]),
     }
     documents = torch.zeros(labels.shape, dtype=torch.int32)
@@ -172,16 +174,6 @@ def test_the_log_has_the_means_of_the_answers() -> None:
     assert measured["clipped"] == 0.5
     assert measured["ratio"] == pytest.approx(float(torch.exp(-torch.linspace(-0.2, 0.2, 4)).mean()), abs=1e-5)
     assert measured["entropy"] > 0
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [((1.0, 0.0, 0.0, 1.0), (0.866, -0.866, -0.866, 0.866)), ((3.0, 3.0), (0.0, 0.0)), ((0.1 + 0.2, 0.3), (0.0, 0.0))],
-)
-def test_advantages_are_normalised_within_the_group(rewards: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    advantages, spread = compare_rewards(np.array(rewards))
-    assert advantages == pytest.approx(expected, abs=2e-4)
-    assert (spread == 0.0) == (len(set(rewards)) == 1)
 
 
 @pytest.mark.parametrize("options", [{"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": -1.0}, {"kl": -0.1}])

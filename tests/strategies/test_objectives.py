@@ -17,8 +17,19 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives import DPO, GSPO, Distillation
 from genesis.objectives.distillation_loss import TeacherClasses
-from genesis.objectives.gspo import ADVANTAGE, IS_FINISHED, OLD_LOG_PROB, REWARD, SPREAD, TEMPERATURE
 from genesis.objectives.objective import Objective
+from genesis.objectives.policy_gradient import (
+    ADVANTAGE,
+    IS_FINISHED,
+    IS_FIRST,
+    LONGEST,
+    NUM_ASKED,
+    OLD_LOG_PROB,
+    OLD_TOKEN_LOG_PROB,
+    REWARD,
+    SPREAD,
+    TEMPERATURE,
+)
 from genesis.objectives.reference import ReferenceLogProbs
 from genesis.objectives.teacher import Teacher
 from genesis.objectives.vocabulary import WHOLE, Vocabulary
@@ -57,6 +68,8 @@ def share_answers(rank: int, world_size: int) -> AccumulationWindow:
         value = torch.full((1,), float(number % 3 - 1))
         extra = {ADVANTAGE: value, OLD_LOG_PROB: length * (-4.1 - 0.1 * value), TEMPERATURE: torch.tensor([0.9])}
         extra |= {REWARD: value + 2.0, SPREAD: value + 1.0, IS_FINISHED: (value > 0).float()}
+        extra |= {IS_FIRST: torch.zeros(1), NUM_ASKED: torch.ones(1), LONGEST: torch.tensor([40.0])}
+        extra[OLD_TOKEN_LOG_PROB] = (one.labels != IGNORE_INDEX) * (-4.1 - 0.1 * value)
         micro_batches.append(replace(one, extra=extra))
     return replace(window, micro_batches=tuple(micro_batches))
 

@@ -59,9 +59,8 @@ def build_data(case: Path, **changes: Any) -> CorpusDataModule:
     options: dict[str, Any] = {"group_size": GROUP_SIZE, "steps_per_rollout": 3, "max_new_tokens": 12, "num_rows": 5}
     prompts = PromptOptions(
         (SourceOptions("questions", (str(case / "prompts.jsonl"),)),),
-        f"{case / 'reward.py'}:reward",
         str(case / "tokenizer"),
-        **(options | changes),
+        **({"reward": f"{case / 'reward.py'}:reward"} | options | changes),
     )
     data = CorpusDataModule(seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=2, prompts=prompts)
     data.allows_reward_code = True

@@ -1,15 +1,18 @@
-"""Reward functions: allowed or not run at all; errors and results without a meaning name the row."""
+"""Rewards: the user's code is allowed or not run at all, ends in one line with the row, and runs in its own process."""
 
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from genesis.base.errors import UserError
-from genesis.data.prompts import Prompt
-from genesis.train.reward import Reward, load_reward
+from genesis.data.prompts import Prompt, PromptOptions, RewardOptions
+from genesis.data.sources import SourceOptions
+from genesis.train.reward import Rewards, match_numbers, score_length
+from genesis.train.reward_worker import Fault, call_function
 
 CODE = """
 from dataclasses import dataclass
@@ -29,30 +32,39 @@ def make_prompt(**columns: Any) -> Prompt:
     )
 
 
+def load(name: str, seconds: float = 60.0, *, is_allowed: bool = True) -> Rewards:
+    return Rewards((RewardOptions(name, "reward"),), seconds, is_allowed=is_allowed)
+
+
+def score(rewards: Rewards, prompt: Prompt, text: str, number: int = 1) -> float:
+    (found,) = rewards.score(prompt, text, number, 3, 8)
+    return float(found)
+
+
 def test_a_file_or_a_module_gives_the_function(tmp_path: Path) -> None:
     path = tmp_path / "scores.py"
     path.write_text(CODE)
-    reward = load_reward(f"{path}:reward", is_allowed=True)
+    rewards = load(f"{path}:reward")
     prompt = make_prompt(answer="So.")
-    assert reward.score(prompt, "So.", 1) == 1.0
-    assert reward.score(prompt, "No.", 1) == 0.0
-    assert load_reward("math:fsum", is_allowed=True).name == "math:fsum"
+    assert score(rewards, prompt, "So.") == 1.0
+    assert score(rewards, prompt, "No.") == 0.0
+    assert load("math:fsum").names == ("reward",)
 
 
 def test_code_that_is_not_allowed_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "scores.py"
     path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{CODE}")
     with pytest.raises(UserError, match="--allow_reward_code true"):
-        load_reward(f"{path}:reward", is_allowed=False)
+        load(f"{path}:reward", is_allowed=False)
     assert not (tmp_path / "ran").exists()
-    load_reward(f"{path}:reward", is_allowed=True)
+    load(f"{path}:reward")
     assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("reward", "give module:function or file.py:function"),
+        ("reward", "give module:function, file.py:function, exact_match or math_answer"),
         ("missing.py:reward", "no such file: missing.py"),
         ("no_such_module_here:reward", "cannot be imported .ModuleNotFoundError"),
         ("math:no_such_function", "has no function 'no_such_function'"),
@@ -61,7 +73,7 @@ def test_code_that_is_not_allowed_is_not_run(tmp_path: Path) -> None:
 )
 def test_a_function_that_is_not_found_is_named(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        load_reward(name, is_allowed=True)
+        load(name)
     assert "\n" not in str(caught.value)
 
 
@@ -69,66 +81,214 @@ def test_a_module_that_fails_is_named(tmp_path: Path) -> None:
     path = tmp_path / "scores.py"
     path.write_text("1 / 0\n")
     with pytest.raises(UserError, match=r"scores\.py:reward cannot be imported .ZeroDivisionError"):
-        load_reward(f"{path}:reward", is_allowed=True)
+        load(f"{path}:reward")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, 1e300, "1.0", None, [1.0]])
-def test_a_reward_that_is_no_finite_number_names_the_row(value: Any) -> None:
-    with pytest.raises(UserError, match=r"gave .* for answer 3 to prompts\.jsonl, line 7; return a") as caught:
-        Reward("scores.py:reward", lambda *arguments: value).score(make_prompt(), "So.", 3)
-    assert "\n" not in str(caught.value)
+def test_a_reward_that_is_no_finite_number_is_a_fault(value: Any) -> None:
+    found = call_function(lambda: value, ())
+    assert isinstance(found, Fault)
+    assert found.what.startswith("gave ")
+    assert found.rest.startswith("; return a ")
+    assert "\n" not in "".join(found)
 
 
 @pytest.mark.parametrize("error", [KeyError("answer"), RuntimeError("two\nlines"), SystemExit(3)])
-def test_an_error_in_the_function_names_the_row_in_one_line(error: BaseException) -> None:
-    def fail(*arguments: Any) -> float:
+def test_an_error_in_the_function_is_a_fault_in_one_line(error: BaseException) -> None:
+    def fail() -> float:
         raise error
 
-    with pytest.raises(
-        UserError, match=f"failed for answer 2 to prompts.jsonl, line 7: {type(error).__name__}"
-    ) as caught:
-        Reward("scores.py:reward", fail).score(make_prompt(), "So.", 2)
-    assert "\n" not in str(caught.value)
+    found = call_function(fail, ())
+    assert isinstance(found, Fault)
+    assert found.what == "failed"
+    assert found.rest.startswith(f": {type(error).__name__}")
+    assert "\n" not in found.rest
 
 
-def test_a_row_whose_file_is_gone_is_named_by_its_source() -> None:
-    def read_again() -> str:
-        raise FileNotFoundError("prompts.jsonl")
-
-    with pytest.raises(UserError, match="gave nan for answer 1 to questions 7; return"):
-        Reward("scores.py:reward", lambda *arguments: math.nan).score(
-            make_prompt()._replace(locate=read_again), "So.", 1
-        )
-
-
-def test_a_function_that_changes_its_arguments_changes_nothing() -> None:
-    def greedy(messages: list[dict[str, Any]], text: str, columns: dict[str, Any]) -> float:
-        messages.append({"role": "assistant", "content": text})
-        return float(columns["scores"].pop())
-
-    reward, prompt = Reward("scores.py:reward", greedy), make_prompt(scores=[1.0, 2.0])
-    assert [reward.score(prompt, "So.", number) for number in (1, 2, 3)] == [2.0, 2.0, 2.0]
-    assert len(prompt.messages) == 1
-
-
-def test_a_result_and_an_error_that_cannot_be_printed_are_one_line() -> None:
+def test_a_result_and_an_error_that_cannot_be_printed_are_faults() -> None:
     class BrokenError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    def fail(*_: object) -> float:
+    def fail() -> float:
         raise BrokenError
 
-    for function, message in ((fail, "failed for .*BrokenError"), (lambda *_: BrokenError(), "gave '<BrokenError>'")):
-        with pytest.raises(UserError, match=message):
-            Reward("own", function).score(make_prompt(), "text", 1)
+    def give() -> object:
+        return BrokenError()
+
+    functions: tuple[tuple[Callable[..., Any], str], ...] = ((fail, "failed: <BrokenError>"), (give, "gave '<Broken"))
+    for function, words in functions:
+        found = call_function(function, ())
+        assert isinstance(found, Fault)
+        assert words in "".join(found).replace("BrokenError: ", "")
 
 
-def test_a_function_that_turns_gradients_on_leaves_them_off() -> None:
-    def reward(*_: object) -> float:
-        torch.set_grad_enabled(True)
-        return 1.0
+SLOW_OR_BROKEN = """
+import os, time
 
-    with torch.no_grad():
-        assert Reward("own", reward).score(make_prompt(), "text", 1) == 1.0
-        assert not torch.is_grad_enabled()
+def reward(messages, text, columns):
+    return {"raise": fail, "hang": hang, "nan": nan, "list": many, "die": die}[text]()
+
+def fail():
+    raise ValueError("two\\nlines")
+
+def hang():
+    time.sleep(1000)
+
+def nan():
+    return float("nan")
+
+def many():
+    return [1.0, 2.0]
+
+def die():
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", "failed for answer 2 to prompts.jsonl, line 7: ValueError: two lines; correct it"),
+        (
+            "hang",
+            "took longer than 1 s for answer 2 to prompts.jsonl, line 7; correct it, or raise "
+            "data.prompts.reward_seconds",
+        ),
+        ("nan", "gave nan for answer 2 to prompts.jsonl, line 7; return a finite number that fits float32"),
+        ("list", "gave '[1.0, 2.0]' for answer 2 to prompts.jsonl, line 7; return a number"),
+        ("die", "ended with status 3 for answer 2 to prompts.jsonl, line 7; correct it"),
+    ],
+)
+def test_a_function_that_misbehaves_ends_in_one_line_with_the_row(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "scores.py"
+    path.write_text(SLOW_OR_BROKEN)
+    rewards = load(f"{path}:reward", 1.0)
+    with pytest.raises(UserError) as caught:
+        score(rewards, make_prompt(), text, 2)
+    assert str(caught.value) == f"the reward function {path}:reward {message}"
+
+
+def test_a_row_whose_file_is_gone_is_named_by_its_source(tmp_path: Path) -> None:
+    def read_again() -> str:
+        raise FileNotFoundError("prompts.jsonl")
+
+    path = tmp_path / "scores.py"
+    path.write_text(SLOW_OR_BROKEN)
+    with pytest.raises(UserError, match="gave nan for answer 1 to questions 7; return"):
+        score(load(f"{path}:reward"), make_prompt()._replace(locate=read_again), "nan")
+
+
+def test_a_function_has_a_process_of_its_own_and_changes_nothing_here(tmp_path: Path) -> None:
+    path = tmp_path / "scores.py"
+    path.write_text(
+        "import os\n\ndef reward(messages, text, columns):\n    messages.append({'role': 'assistant'})\n"
+        "    return columns['scores'].pop()\n\ndef process(*arguments):\n    return os.getpid()\n"
+    )
+    options = (RewardOptions(f"{path}:reward", "first"), RewardOptions(f"{path}:process", "second", weight=2.0))
+    rewards, prompt = Rewards(options, 60.0, is_allowed=True), make_prompt(scores=[1.0, 2.0])
+    found = [rewards.score(prompt, "So.", number, 3, 8) for number in (1, 2, 3)]
+    assert rewards.names == ("first", "second")
+    assert [one[0] for one in found] == [2.0, 2.0, 2.0]
+    assert len(prompt.messages) == 1
+    (process,) = {int(one[1]) for one in found}
+    assert process != os.getpid()
+    os.kill(process, 0)  # it lives
+    del rewards
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+# ---- the rewards of Genesis
+
+
+def test_the_right_answer_needs_no_permission_and_a_record_without_one_is_named() -> None:
+    options = (
+        RewardOptions("exact_match", "exact", column="solution"),
+        RewardOptions("math_answer", column="solution"),
+    )
+    rewards = Rewards(options, 60.0, is_allowed=False)
+    found = [rewards.score(make_prompt(solution=12), text, 1, 3, 8).tolist() for text in (" 12\n", "It is 12.0", "13")]
+    assert found == [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]]
+    with pytest.raises(UserError, match=r"line 7: the field 'solution' is None, and exact_match compares .* `column`"):
+        rewards.score(make_prompt(answer=12), "12", 1, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "is_right"),
+    [
+        ("The sum is 7, so that 3 + 4 = 7.", "7", True),
+        ("First 7, then 8", "7", False),
+        (r"So \boxed{\frac{1}{2}} remains of 30", "0.5", True),
+        (r"\boxed{\dfrac{-3}{4}}", "-0.75", True),
+        (r"\boxed{x^{2} + 1}", "x^{2}+1", True),
+        (r"\boxed{1+x^{2}}", "x^{2}+1", False),  # equal by algebra alone
+        (r"\boxed{12", "12", False),  # cut
+        ("He has 1,234 apples.\n#### 1234", "#### 1,234", True),
+        ("$1,000.00", "1000", True),
+        ("50\\%", "50", True),
+        ("1/3", "2/6", True),
+        ("0.333", "1/3", False),
+        ("1/0", "0", False),
+        ("-5", "5", False),
+        ("no number", "5", False),
+        ("", "5", False),
+        ("yes", " yes ", True),
+        ("9" * 5000, "9" * 5000, True),  # too long for a number: compared as text
+        ("1e9", "1000000000", False),
+    ],
+)
+def test_a_final_answer_is_compared_as_an_exact_number(text: str, expected: str, is_right: bool) -> None:
+    assert match_numbers(text, expected) is is_right
+
+
+@pytest.mark.parametrize("piece", ["1", "1,", "\\boxed{", "{", "\\text{", ". "])
+def test_a_long_text_has_no_right_answer(piece: str) -> None:
+    assert not match_numbers(piece * 20_000, "5")
+
+
+def test_overlong_answers_lose_reward_within_the_buffer_alone() -> None:
+    """DAPO, equation 13, with a longest length of 20 and a buffer of 4."""
+    assert [score_length(size, 20, 4) for size in (1, 16, 17, 18, 20)] == [0.0, 0.0, -0.25, -0.5, -1.0]
+    options = (RewardOptions("exact_match"), RewardOptions("overlong", buffer_tokens=4))
+    rewards = Rewards(options, 60.0, is_allowed=False)
+    assert rewards.score(make_prompt(answer="So."), "So.", 1, 18, 20).tolist() == [1.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "neither of data.prompts.reward and data.prompts.rewards is given"),
+        ({"reward": "a:b", "rewards": (RewardOptions("c:d"),)}, "both of data.prompts.reward"),
+        ({"rewards": (RewardOptions("a:score"), RewardOptions("b:score"))}, "has the names score, score; give each"),
+        ({"rewards": (RewardOptions("overlong", buffer_tokens=2),)}, "overlong alone"),
+        (
+            {"rewards": (RewardOptions("a:b"), RewardOptions("overlong", buffer_tokens=9)), "max_new_tokens": 8},
+            "buffer_tokens of reward overlong is 9, more than data.prompts.max_new_tokens 8",
+        ),
+        ({"reward": "a:b", "reward_seconds": 0.0}, "reward_seconds is 0.0; it must be a number above 0"),
+        ({"reward": "a:b", "max_resamples": -1}, "max_resamples is -1; it must be at least 0"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "tokenizer", **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"function": ""}, "function of data.prompts.rewards is empty"),
+        ({"function": "a:spread"}, "has the name 'spread'"),
+        ({"function": "a:b", "name": "x_no_signal"}, "has the name 'x_no_signal'"),
+        ({"function": "a:b", "name": "a b"}, "has the name 'a b'"),
+        ({"function": "a:b", "weight": 0.0}, "weight of reward b is 0.0"),
+        ({"function": "a:b", "weight": math.nan}, "weight of reward b is nan"),
+        ({"function": "overlong"}, "buffer_tokens of reward overlong is None; overlong needs"),
+        ({"function": "a:b", "buffer_tokens": 3}, "buffer_tokens of reward b is 3; overlong needs"),
+        ({"function": "overlong", "buffer_tokens": 0}, "buffer_tokens of reward overlong is 0; it must be at least 1"),
+    ],
+)
+def test_a_reward_without_a_meaning_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        RewardOptions(**options)

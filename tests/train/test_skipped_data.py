@@ -132,6 +132,6 @@ def test_pairs_and_prompts_refuse_to_be_skipped_in_one_line(tmp_path: Path) -> N
     )
     with pytest.raises(UserError, match=r"^data\.skip_positions cannot skip pairs of answers: leave it out"):
         pairs.training.open(Ranks())
-    prompts = PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "reward.py:reward", "tokenizer")
+    prompts = PromptOptions((SourceOptions("questions", ("questions.jsonl",)),), "tokenizer", "reward.py:reward")
     with pytest.raises(UserError, match=r"^data\.skip_positions cannot skip prompts: leave it out"):
         CorpusDataModule(prompts=prompts, seq_len=64, micro_batch_size=1, global_batch_size=2, skip_positions=[[0, 2]])

@@ -32,7 +32,7 @@ from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
 from genesis.objectives.distillation_loss import TeacherClasses, read_classes, sum_distillation
-from genesis.objectives.gspo import score_tokens
+from genesis.objectives.policy_gradient import score_tokens
 from genesis.objectives.vocabulary import WHOLE
 from genesis.operations.plan.layout import Layout, Workload, forward_weight_bytes, product_bytes
 from genesis.operations.plan.record import ACTIVATIONS, GRADIENTS, LOSS, Course, Event, Record

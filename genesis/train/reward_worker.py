@@ -1,0 +1,100 @@
+"""The process that runs a user's reward functions, one answer at a time: a `PipedWorker` of `genesis.train.reward`.
+
+It receives its `sys.path` and the names of the functions, imports them, and answers with None or what is wrong. Then it
+receives a function's number with the arguments of each call, and answers with a float or what is wrong. It imports
+neither torch nor Lightning, unless the functions do.
+"""
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from genesis.base.processes import serve_pipe
+
+_MAX_REASON: Final = 300
+_MAX_VALUE: Final = 60
+_LARGEST: Final = 3e38
+"""Rewards are summed in float32 for the log."""
+
+
+class Fault(NamedTuple):
+    """What is wrong, as words of a message: before the place of the answer, and behind it."""
+
+    what: str
+    rest: str = ""
+
+
+def load_function(name: str) -> Callable[..., Any] | Fault:
+    """Returns the function `module:function` or `file.py:function`, or why there is none. Runs its module."""
+    place, _, function_name = name.rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # of the user's code
+        return Fault(f"the module of the reward function {name} cannot be imported ({_describe(error)}); correct it")
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if not callable(function):
+        return Fault(f"{place} has no function {function_name!r}; name one of its functions by data.prompts.reward")
+    return function
+
+
+def call_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float | Fault:
+    """Returns the reward that a function gives, or what is wrong with it."""
+    try:
+        value = function(*arguments)
+    except (Exception, SystemExit) as error:  # of the user's code
+        return Fault("failed", f": {_describe(error)}; correct it")
+    # An array of one element is not a number either: it would hide a wrong shape.
+    if not isinstance(value, Real):
+        return Fault(f"gave {_spell(value)[:_MAX_VALUE]!r}", "; return a number")
+    try:
+        reward = float(value)
+    except (OverflowError, ValueError):  # a whole number of hundreds of digits
+        reward = math.inf
+    if not abs(reward) <= _LARGEST:  # true for NaN
+        return Fault(f"gave {reward:g}", "; return a finite number that fits float32")
+    return reward
+
+
+def _describe(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {_spell(error)}".split())[:_MAX_REASON]
+
+
+def _spell(value: object) -> str:
+    """Returns a value of the user's code as text; its own conversion may fail, too."""
+    try:
+        return str(value)
+    except Exception:  # the code of a class of the user
+        return f"<{type(value).__name__}>"
+
+
+def _import_file(path: Path) -> Any:
+    module_name = f"_genesis_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None, "a file whose name ends in .py"
+    assert spec.loader is not None, "a file whose name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickles of the module look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(descriptor: int) -> None:
+    """Loads the functions and calls them until the process at the other end is gone."""
+
+    def serve(connection: "Connection[Any, Any]") -> None:
+        sys.path[:], names = connection.recv()
+        found = [load_function(name) for name in names]
+        connection.send(next((one for one in found if isinstance(one, Fault)), None))
+        while True:
+            number, arguments = connection.recv()
+            function = found[number]
+            assert not isinstance(function, Fault), "the other end stops at a fault"
+            connection.send(call_function(function, arguments))
+
+    serve_pipe(descriptor, serve)
