@@ -127,7 +127,7 @@ def test_single_answers_train_adapters_and_all_weights_resume_and_validate(
         assert validated.status == 0, validated.err
         assert "validation/kl" in validated.out
     first = dict(zip(*csv.reader((run / "metrics.csv").read_text().splitlines()[:2]), strict=True))
-    assert float(first["train/loss"]) == pytest.approx(0.5)
+    assert float(first["train/loss"]) == pytest.approx(0.5, abs=1e-4)
     packed = genesis("fit", *options, *given, "--data.packing", "best_fit", "--run_dir", str(tmp_path / "packed"))
     assert "data.packing is best_fit" in refusal(packed)
     plan = genesis("plan", *options, *given)
