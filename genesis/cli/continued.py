@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -12,10 +12,14 @@ from genesis.cli.trainer import count_ranks
 from genesis.data.packing import CUT_EVENLY
 from genesis.data.sizes import AUTO, BATCH, SEQ_LEN, resolve_sizes
 from genesis.generate.checkpoint_reference import Reference
+from genesis.objectives.find import find_objective
 from genesis.optim.algorithm import NO_DECAY
 from genesis.optim.recipe import read_adapter_decay
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
+
+DROPOUTS: Final = ("model.decoder.dropout", "model.adapter.dropout")
+KEEPS_DROPOUT: Final = "model.keeps_dropout"
 
 
 def read_continued(reference: Reference | None, run_dir: Path, restore: str) -> Manifest | None:
@@ -62,10 +66,31 @@ def keep_choices(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> 
     for name in (SEQ_LEN, BATCH):
         if data is not None and data.get(name) is not None and recipe.get(f"data.{name}") == AUTO:
             found[f"data.{name}"] = data[name]
+    if _is_without_dropout(recipe, recorded):
+        found |= {name: 0.0 for name in DROPOUTS if recipe.get(name)}
     key = "model.optimizer.init_args.adapter_weight_decay"
     if recipe.get("model.adapter") is not None and recipe.get(key) is None:
         found[key] = NO_DECAY if recorded is None else read_adapter_decay(recorded)
     return found
+
+
+def _is_without_dropout(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> bool:
+    """Returns whether the objective compares two forwards, and the recipe does not ask for dropout beside it."""
+    if recipe.get(KEEPS_DROPOUT) or not find_objective(recipe.get("model.objective")).compares_forwards:
+        return False
+    # A run of a version without the option goes on with its dropout.
+    return recorded is None or "keeps_dropout" in (recorded.get("model") or {})
+
+
+def note_dropout(recipe: ResolvedRecipe, kept: Mapping[str, Any]) -> None:
+    """Logs which dropout of a recipe `keep_choices` has switched off."""
+    given = " and ".join(f"{name} {recipe.get(name):g}" for name in DROPOUTS if name in kept)
+    if given:
+        name = find_objective(recipe.get("model.objective")).__name__
+        rank_zero_info(
+            f"dropout is off ({given} in the recipe): {name} compares the probabilities of two forwards, which dropout "
+            f"would make differ; {KEEPS_DROPOUT} true keeps it"
+        )
 
 
 def choose_sizes(recipe: ResolvedRecipe, *, is_fit: bool) -> dict[str, Any]:

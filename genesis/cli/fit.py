@@ -29,7 +29,7 @@ from genesis.cli.adapter import check_has_adapters, find_base, find_continued, f
 from genesis.cli.attention import build_policy, build_proofs, resolve_attention
 from genesis.cli.chat_template import RecordChatTemplate, find_chat_template
 from genesis.cli.class_change import guard_class_changes
-from genesis.cli.continued import choose_sizes, keep_choices, read_continued
+from genesis.cli.continued import choose_sizes, keep_choices, note_dropout, read_continued
 from genesis.cli.fit_checks import (
     SECTIONS,
     check_same_model,
@@ -266,7 +266,10 @@ class GenesisCLI(LightningCLI):
         )
         recipe = self._complete(found)
         self._continued = read_continued(reference, own, recipe.get("checkpoint.restore"))
-        recipe = self._complete(keep_choices(recipe, None if self._continued is None else self._continued.recipe))
+        kept = keep_choices(recipe, None if self._continued is None else self._continued.recipe)
+        if is_fit:
+            note_dropout(recipe, kept)
+        recipe = self._complete(kept)
         objective = find_objective(recipe.get("model.objective"))
         continued = (lambda: None) if reference is None else partial(find_continued, reference)
         self._identity, options = objective.resolve(recipe, RecipeContext(continued, own, find_recorded))
@@ -339,6 +342,7 @@ class GenesisCLI(LightningCLI):
             self.config_dump["checkpoint"]["scope"] = None
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
+        self.datamodule.read_for(self.model.objective)
         self.config_dump["data"]["packing"] = self.datamodule.training.packing
         self.checkpoint.recipe = self.config_dump
         identity = keep_tokenizer_hash(self.datamodule.training.identity, self._reference, self._find_tokenizer())

@@ -177,7 +177,7 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("steps", f"unknown: {numbered(plan.recipe.num_epochs, 'epochs')} of a corpus that is not here"))
     if plan.num_epochs is not None and plan.epoch is not None:
         epoch = plan.epoch
-        what = "pairs" if epoch.packing == "pairs" else f"sequences by {epoch.packing}"
+        what = epoch.packing if epoch.packing in ("pairs", "answers") else f"sequences by {epoch.packing}"
         about = "" if epoch.is_exact else "about "
         facts.append(("epochs", f"{about}{plan.num_epochs:.3g}, each {about}{epoch.num_sequences:,} {what}"))
     facts += _list_costs(plan)

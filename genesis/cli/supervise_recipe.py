@@ -88,7 +88,8 @@ def _note_kernels(recipe: ResolvedRecipe) -> str | None:
 def _find_unskippable(recipe: ResolvedRecipe) -> str:
     if recipe.get("data.prompts") is not None:
         return "prompts"
-    return "pairs of answers" if find_objective(recipe.get("model.objective")).learns_from == "pairs" else ""
+    unskippable = {"pairs": "pairs of answers", "answers": "single answers"}
+    return unskippable.get(find_objective(recipe.get("model.objective")).learns_from, "")
 
 
 def hash_recipe(resolved: Mapping[str, Any]) -> str:

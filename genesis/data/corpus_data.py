@@ -16,8 +16,8 @@ from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import weigh_sequences
 from genesis.data.packing import CUT_EVENLY, KEPT_WHOLE, Packing, count_train_sequences
-from genesis.data.pair_windows import PAIRS, PairWindows
-from genesis.data.pairs import PairedSource, PairSet
+from genesis.data.pair_windows import PairWindows
+from genesis.data.pairs import AnswerSource, PairedSource, PairSet, ValuedSource
 from genesis.data.plans import SourcePlan, hash_shards, open_plan, require_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
@@ -45,6 +45,7 @@ class CorpusData:
     Attributes:
         columns: Further tensors of the training sequences, if an objective needs any; set them before the corpus is
             opened for training.
+        has_answers: Whether conversations with values are read as single answers; set it before the corpus is opened.
     """
 
     tokens_per_second: Final = None
@@ -63,6 +64,7 @@ class CorpusData:
         self._ranks = Ranks()
         self._pads_pairs = False
         self.columns: SequenceColumns | None = None
+        self.has_answers = False
         self._windows: TrainWindows | PairWindows | None = None
         self._packed_tokens: dict[str, int] = {}
 
@@ -82,8 +84,7 @@ class CorpusData:
         """Returns how documents are put into sequences; by default conversations stay whole, and text is cut evenly."""
         if self.options.packing is not None:
             return self.options.packing
-        manifest = read_manifest(self.path)
-        return CUT_EVENLY if manifest.chat is None or manifest.is_paired else KEPT_WHOLE
+        return CUT_EVENLY if read_manifest(self.path).chat is None or self.kind != "text" else KEPT_WHOLE
 
     def make_plan(self) -> None:
         """Makes the packing plan of conversations, unless there is one; other data need none, or have their own.
@@ -106,24 +107,30 @@ class CorpusData:
 
     @cached_property
     def pairs(self) -> PairSet | None:
-        """Returns the pairs of a corpus of pairs."""
-        corpus = self.corpus
-        if not corpus.manifest.is_paired:
+        """Returns the pairs of a corpus of pairs, or its single answers."""
+        corpus, kind = self.corpus, self.kind
+        if kind == "text":
             return None
         if self.packing != "chunk":
+            what = "pairs of answers" if kind == "pairs" else "single answers"
             raise UserError(
-                f"data.packing is {self.packing}, and {self.path} has pairs of answers, which none joins: leave it out"
+                f"data.packing is {self.packing}, and {self.path} has {what}, which none joins: leave it out"
             )
-        train, validation = (tuple(map(PairedSource, sources)) for sources in (corpus.train, corpus.validation))
-        return PairSet(train, validation, corpus.manifest.tokens_hash)
+        read = PairedSource if kind == "pairs" else ValuedSource
+        train, validation = (tuple(map(read, sources)) for sources in (corpus.train, corpus.validation))
+        identity = corpus.manifest.tokens_hash
+        if kind == "answers":  # the length of a sequence cuts mismatched ones
+            return PairSet(train, validation, f"{identity} {self.options.seq_len}", is_valued=True)
+        return PairSet(train, validation, identity)
 
     @property
     def kind(self) -> DataKind:
-        """Returns whether the corpus has text or pairs of answers."""
-        return "pairs" if read_manifest(self.path).is_paired else "text"
+        """Returns whether the corpus has text, pairs of answers, or single answers that an objective compares."""
+        manifest = read_manifest(self.path)
+        return "pairs" if manifest.is_paired else "answers" if self.has_answers and manifest.has_values else "text"
 
     @property
-    def _planned(self) -> Sequence[SourcePlan | PairedSource] | None:
+    def _planned(self) -> Sequence[SourcePlan | AnswerSource] | None:
         """Returns the sequences of each source of the training set; None if they follow from the number of tokens."""
         return self.plans if self.pairs is None else self.pairs.train
 
@@ -165,7 +172,7 @@ class CorpusData:
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
         self._ranks, self._pads_pairs, self._windows = ranks, pads_pairs, None
         if self.pairs is not None:
-            refuse_skips(self.options, "pairs of answers")
+            refuse_skips(self.options, "pairs of answers" if self.kind == "pairs" else "single answers")
             self.pairs.check_lengths(self.options.seq_len)
         _ = self.cursor.order
 
@@ -243,7 +250,7 @@ class CorpusData:
         """
         if self.pairs is not None:
             raise UserError(
-                f"{self.path} has pairs of answers, and a teacher's probabilities are for text: give other data"
+                f"{self.path} has answers to compare, and a teacher's probabilities are for text: give other data"
             )
         manifest, order = self.corpus.manifest, self.cursor.order
         counts = dict(zip(order.names, order.num_sequences, strict=True))
@@ -327,7 +334,7 @@ class CorpusData:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
         packed = () if self._planned is None else zip(self.corpus.train, self._planned, strict=True)
         plans = {source.name: plan.hash for source, plan in packed}
-        packing = self.packing if self.pairs is None else PAIRS
+        packing = self.packing if self.pairs is None else self.kind
         return {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
 
     def _count_packed_tokens(self, position: int) -> None:

@@ -13,7 +13,7 @@ of each pair among all pairs of the corpus, those of the validation set last; -1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int64
 from numpy import ndarray
 
-from genesis.data.loader import Ranks, SequenceFormat
+from genesis.data.loader import VALUES, Ranks, SequenceFormat
 from genesis.data.order import SequenceOrder
 from genesis.data.pairs import Answer, Pair, PairSet
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
@@ -31,7 +31,9 @@ PAIRS: Final = "pairs"
 CHOSEN_TOKENS: Final = "chosen_tokens"
 """The unit of valid labels in chosen answers."""
 ANSWERS: Final = "answers"
-"""The tensor of each token's document in `MicroBatch.extra`."""
+"""The tensor of each token's answer in `MicroBatch.extra`."""
+MISMATCHED: Final = "mismatched."
+"""Begins the names of the tensors of mismatched answers in `MicroBatch.extra`."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class PairWindows:
             self.micro_batch_size,
             position + self.global_batch_size,
             is_padded=self.is_padded,
+            is_valued=self.pairs.is_valued,
         )
 
 
@@ -109,7 +112,12 @@ class SomePairWindows:
         end = min(begin + self._num_per_window, len(self.numbers))
         read = [self.pairs.read(number) for number in own]
         return build_pair_window(
-            [*read, *missing], self.sequence_format, self.micro_batch_size, end, is_padded=self.is_padded
+            [*read, *missing],
+            self.sequence_format,
+            self.micro_batch_size,
+            end,
+            is_padded=self.is_padded,
+            is_valued=self.pairs.is_valued,
         )
 
 
@@ -120,39 +128,62 @@ def build_pair_window(
     data_position: int,
     *,
     is_padded: bool,
+    is_valued: bool = False,
 ) -> AccumulationWindow:
-    """Returns the window of some pairs, in their order; None is a pair that a validation set lacks."""
+    """Returns the window of some pairs, in their order; None is a pair that a validation set lacks.
+
+    With `is_valued` they are single answers: their mismatched answers are what `read_mismatched` returns.
+    """
     micro_batches = []
     num_valid_tokens, num_bytes, num_chosen = 0, 0, 0
     for first in range(0, len(pairs), micro_batch_size):
         run = pairs[first : first + micro_batch_size]
-        answers = [answer for pair in run for answer in ((None, None) if pair is None else pair[1:])]
-        inputs, labels, documents, offsets, owners = (
-            _pad_answers(answers, sequence_format) if is_padded else _join_answers(answers, sequence_format)
-        )
+        sides = [(None, None) if pair is None else (pair.chosen, pair.rejected) for pair in run]
+        own = [chosen for chosen, _ in sides] if is_valued else [answer for pair in sides for answer in pair]
+        micro_batch = _build_micro_batch(own, sequence_format, is_padded=is_padded)
+        labels, owners = micro_batch.labels.numpy(), micro_batch.extra[ANSWERS].numpy()
         is_valid = labels != IGNORE_INDEX
         num_valid_tokens += int(np.count_nonzero(is_valid))
         num_chosen += int(np.count_nonzero(is_valid & (owners % 2 == 0)))
         num_bytes += int(sequence_format.token_num_bytes[labels[is_valid]].sum(dtype=np.int64))
-        micro_batches.append(
-            MicroBatch(
-                torch.from_numpy(inputs),
-                torch.from_numpy(labels),
-                torch.from_numpy(documents),
-                torch.from_numpy(offsets),
-                {
-                    ANSWERS: torch.from_numpy(owners),
-                    PAIRS: torch.tensor([-1 if pair is None else pair.number for pair in run]),
-                },
-            )
-        )
+        extra = {**micro_batch.extra, PAIRS: torch.tensor([-1 if pair is None else pair.number for pair in run])}
+        if is_valued:
+            extra[VALUES] = torch.tensor([-1 if pair is None else pair.value for pair in run])
+            other = [_cut(mismatched, sequence_format.seq_len) for _, mismatched in sides]
+            tensors = _build_micro_batch(other, sequence_format, is_padded=is_padded).tensors
+            extra |= {MISMATCHED + name: tensor for name, tensor in tensors.items()}
+        micro_batches.append(replace(micro_batch, extra=extra))
+    num_pairs = sum(pair is not None for pair in pairs)
     return AccumulationWindow(
         micro_batches=tuple(micro_batches),
         num_valid_tokens=num_valid_tokens,
         num_bytes=num_bytes,
         data_position=data_position,
-        num_units={PAIRS: sum(pair is not None for pair in pairs), CHOSEN_TOKENS: num_chosen},
+        num_units={PAIRS: num_pairs} if is_valued else {PAIRS: num_pairs, CHOSEN_TOKENS: num_chosen},
     )
+
+
+def read_mismatched(micro_batch: MicroBatch) -> MicroBatch:
+    """Returns the mismatched answers of a micro-batch of single answers, in the same order."""
+    tensors = {
+        name.removeprefix(MISMATCHED): tensor
+        for name, tensor in micro_batch.extra.items()
+        if name.startswith(MISMATCHED)
+    }
+    return micro_batch.with_tensors(tensors | {f"extra.{PAIRS}": micro_batch.extra[PAIRS]})
+
+
+def _cut(answer: Answer | None, seq_len: int) -> Answer | None:
+    """Returns an answer without the tokens that its prompt leaves no place for."""
+    return None if answer is None else Answer(answer.tokens[:seq_len], answer.has_label[:seq_len])
+
+
+def _build_micro_batch(
+    answers: Sequence[Answer | None], sequence_format: SequenceFormat, *, is_padded: bool
+) -> MicroBatch:
+    arrays = _pad_answers(answers, sequence_format) if is_padded else _join_answers(answers, sequence_format)
+    inputs, labels, documents, offsets, owners = map(torch.from_numpy, arrays)
+    return MicroBatch(inputs, labels, documents, offsets, {ANSWERS: owners})
 
 
 Arrays = tuple[ndarray, ndarray, ndarray, ndarray, ndarray]

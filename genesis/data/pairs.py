@@ -1,14 +1,17 @@
-"""Pairs of answers in a corpus.
+"""Pairs of answers in a corpus, and single answers with a value, such as whether they are good.
 
-The documents 2i and 2i + 1 of a source are the chosen and the rejected answer of its pair i, each after the same
-prompt; both lie in one shard.
+The documents 2i and 2i + 1 of a source of pairs are the chosen and the rejected answer of its pair i, each after the
+same prompt; both lie in one shard. A single answer is read together with a mismatched one: its prompt, and the answer
+of the next document of its source that has another prompt. So what is mismatched follows from the corpus alone,
+whatever the order, the batch and the number of ranks.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -34,28 +37,38 @@ class Answer(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A pair and its number among all pairs of the corpus."""
+    """A pair and its number among all pairs of the corpus.
+
+    Args:
+        number: The number.
+        chosen: The chosen answer; of a single answer, that itself.
+        rejected: The rejected answer; of a single answer, the mismatched one.
+        value: The value of a single answer; -1 of a pair.
+    """
 
     number: int
     chosen: Answer
     rejected: Answer
+    value: int = -1
 
 
-class PairedSource:
-    """The pairs of one source. Deterministic and thread-safe; no communication.
+class AnswerSource(ABC):
+    """The pairs, or the single answers, of one source. Deterministic and thread-safe; no communication.
 
     Args:
         source: The documents.
 
     Raises:
-        UserError: The number of documents is odd.
+        UserError: The documents cannot be what the class reads.
     """
+
+    documents_each: ClassVar[int]
 
     def __init__(self, source: TokenSource) -> None:
         self.name = source.name
         self._source = source
         self._ends = np.concatenate([np.zeros(1, np.int64), *source.document_ends()])
-        self.num_sequences, rest = divmod(len(self._ends) - 1, 2)
+        self.num_sequences, rest = divmod(len(self._ends) - 1, self.documents_each)
         if rest:
             raise UserError(
                 f"source {source.name} has {numbered(len(self._ends) - 1, 'documents')}, which are no pairs of a "
@@ -64,7 +77,7 @@ class PairedSource:
 
     @property
     def tokens_per_sequence(self) -> Fraction:
-        """Returns the mean number of tokens of a pair."""
+        """Returns the mean number of tokens of a pair, or of an answer."""
         return Fraction(self._source.num_tokens, max(1, self.num_sequences))
 
     @property
@@ -77,29 +90,81 @@ class PairedSource:
         """Returns the number of tokens of the longest answer with its prompt."""
         return int(np.diff(self._ends).max(initial=0))
 
-    def num_tokens(self, pairs: Int64[ndarray, " count"]) -> int:
-        """Returns the number of tokens of these pairs."""
-        return int((self._ends[2 * pairs + 2] - self._ends[2 * pairs]).sum())
+    def num_tokens(self, numbers: Int64[ndarray, " count"]) -> int:
+        """Returns the number of tokens of these pairs or answers."""
+        firsts = self.documents_each * numbers
+        return int((self._ends[firsts + self.documents_each] - self._ends[firsts]).sum())
 
-    def read(self, pair: int) -> tuple[Answer, Answer]:
+    @abstractmethod
+    def read(self, number: int) -> tuple[Answer, Answer, int]:
+        """Returns the chosen answer, the rejected one, and the value, as a `Pair` has them.
+
+        Raises:
+            UserError: The documents cannot be used.
+        """
+
+    def _read_document(self, number: int) -> tuple[Answer, int]:
+        """Returns an answer and its value: its largest label less 1, as `mark_labels` writes it."""
+        start, end = self._ends[number : number + 2].tolist()
+        tokens, labels = np.empty(end - start, np.int64), np.empty(end - start, np.uint8)
+        self._source.read(start, tokens)
+        self._source.read_labels(start, labels)
+        labels[:1] = 0  # nothing comes before the first token
+        return Answer(tokens, labels > 0), int(labels.max(initial=0)) - 1
+
+
+class PairedSource(AnswerSource):
+    """Pairs: two documents each."""
+
+    documents_each = 2
+
+    def read(self, number: int) -> tuple[Answer, Answer, int]:
         """Returns the chosen and the rejected answer of a pair.
 
         Raises:
             UserError: The documents are not two answers to one prompt.
         """
-        chosen, rejected = (self._read_document(2 * pair + side) for side in (0, 1))
+        (chosen, _), (rejected, _) = (self._read_document(2 * number + side) for side in (0, 1))
         fault = find_pair_fault(chosen, rejected)
         if fault is not None:
-            raise UserError(f"pair {pair:,} of source {self.name} {fault}; {_REMEDY}")
-        return chosen, rejected
+            raise UserError(f"pair {number:,} of source {self.name} {fault}; {_REMEDY}")
+        return chosen, rejected, -1
 
-    def _read_document(self, number: int) -> Answer:
-        start, end = self._ends[number : number + 2].tolist()
-        tokens, has_label = np.empty(end - start, np.int64), np.empty(end - start, np.bool_)
-        self._source.read(start, tokens)
-        self._source.read_labels(start, has_label)
-        has_label[:1] = False  # nothing comes before the first token
-        return Answer(tokens, has_label)
+
+class ValuedSource(AnswerSource):
+    """Single answers with a value: one document each."""
+
+    documents_each = 1
+
+    def read(self, number: int) -> tuple[Answer, Answer, int]:
+        """Returns an answer, its prompt with the answer to the next other prompt, and its value.
+
+        Raises:
+            UserError: A document has no token to learn, or all have one prompt.
+        """
+        answer, value = self._read_document(number)
+        first = self._find_first(answer, number)
+        prompt = answer.tokens[:first]
+        for distance in range(1, self.num_sequences):
+            other_number = (number + distance) % self.num_sequences
+            other, _ = self._read_document(other_number)
+            begin = self._find_first(other, other_number)
+            if not np.array_equal(other.tokens[:begin], prompt):
+                parts = zip((answer.tokens[:first], answer.has_label[:first]), other, strict=True)
+                return answer, Answer(*(np.concatenate([one, two[begin:]]) for one, two in parts)), value
+        raise UserError(
+            f"source {self.name!r} has answers to one prompt alone, and an answer is compared with those to other "
+            "prompts: add some to its training and its validation set"
+        )
+
+    def _find_first(self, answer: Answer, number: int) -> int:
+        """Returns the place of the first token of an answer behind its prompt."""
+        if not answer.has_label.any():
+            raise UserError(
+                f"document {number:,} of source {self.name!r} has no token to learn: prepare the corpus with "
+                "chat.on_long drop"
+            )
+        return int(answer.has_label.argmax())
 
 
 def find_pair_fault(chosen: Answer, rejected: Answer) -> str | None:
@@ -120,18 +185,24 @@ def find_pair_fault(chosen: Answer, rejected: Answer) -> str | None:
 class PairSet:
     """All pairs of a corpus, numbered through its sources: those of the training set, then those of the validation set.
 
-    Deterministic and thread-safe; no communication.
+    Single answers are numbered alike. Deterministic and thread-safe; no communication.
 
     Args:
         train: The sources of the training set.
         validation: The sources of the validation set.
         corpus_hash: The identity of the tokens.
+        is_valued: Whether the sources have single answers.
     """
 
     def __init__(
-        self, train: Sequence[PairedSource], validation: Sequence[PairedSource], corpus_hash: str = ""
+        self,
+        train: Sequence[AnswerSource],
+        validation: Sequence[AnswerSource],
+        corpus_hash: str = "",
+        *,
+        is_valued: bool = False,
     ) -> None:
-        self.corpus_hash = corpus_hash
+        self.corpus_hash, self.is_valued = corpus_hash, is_valued
         self.train, self.validation = tuple(train), tuple(validation)
         self._sources = (*self.train, *self.validation)
         self._starts = [0, *accumulate(source.num_sequences for source in self._sources)]
@@ -187,5 +258,5 @@ def find_source_fault(source: TokenSource) -> str | None:
     return None
 
 
-def _read_all(source: PairedSource) -> Iterator[tuple[Answer, Answer]]:
+def _read_all(source: PairedSource) -> Iterator[tuple[Answer, Answer, int]]:
     return (source.read(pair) for pair in range(source.num_sequences))

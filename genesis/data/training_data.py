@@ -23,8 +23,9 @@ from genesis.data.skipped import Ranges, clip, describe
 from genesis.data.sources import SourceOptions
 from genesis.data.window import AccumulationWindow
 
-DataKind = Literal["text", "pairs", "prompts"]
-"""What a position of the data is: a sequence of text, a pair of answers, or a prompt that the model answers."""
+DataKind = Literal["text", "pairs", "answers", "prompts"]
+"""What a position of the data is: a sequence of text, a pair of answers, a single answer with a value, or a prompt that
+the model answers."""
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -90,7 +91,7 @@ class TrainingData(Protocol):
 
     @property
     def pairs(self) -> PairSet | None:
-        """Returns the pairs of answers that the data consist of; None for sequences of tokens."""
+        """Returns the pairs or single answers that the data consist of; None for sequences of tokens."""
 
     @property
     def sequence_format(self) -> SequenceFormat:

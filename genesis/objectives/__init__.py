@@ -4,6 +4,7 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.grpo import GRPO
 from genesis.objectives.gspo import GSPO
+from genesis.objectives.kto import KTO
 from genesis.objectives.preference import CPO, DPO, ORPO, SimPO
 
-__all__ = ["CPO", "DPO", "GRPO", "GSPO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]
+__all__ = ["CPO", "DPO", "GRPO", "GSPO", "KTO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]

@@ -11,7 +11,7 @@ and the supervisor ask about a recipe, of which nothing is built.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
@@ -49,6 +49,7 @@ class HeadResult(NamedTuple):
 
 
 Number = TypeVar("Number", int, float)
+SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 Head = Callable[[Tensor, Tensor], HeadResult]
 """A function of the final hidden states and the output weight."""
@@ -139,13 +140,13 @@ class Objective(ABC):
     """What training minimises. An instance is shared by training and validation, and keeps no state between windows.
 
     Attributes:
-        learns_from: The kind of data: sequences of text, pairs of answers (`genesis.data.pairs`), or prompts, to which
-            the model writes answers in training.
+        learns_from: The kind of data: sequences of text, pairs of answers or single answers with values
+            (`genesis.data.pairs`), or prompts, to which the model writes answers in training.
         needs_values: Whether it needs the value of each document, in `MicroBatch.extra` (`genesis.data.loader.VALUES`):
             the corpus was then prepared of sources with `value_field`.
         least_micro_batch: The least number of sequences, or of pairs, from which it learns in a micro-batch.
         compares_forwards: Whether it compares the probabilities of a token in two forwards, so that both must compute a
-            token alike beside any other tokens.
+            token alike beside any other tokens. `genesis fit` then trains without dropout (`model.keeps_dropout`).
         needs_token_log_probs: Of prompts: whether it needs the log-probability of each token by the weights that wrote
             the answer, beside their sum.
         masks_cut_answers: Of prompts: whether it does not learn answers that the longest length has cut.
@@ -192,10 +193,15 @@ class Objective(ABC):
             UserError: `size` is below `least_micro_batch`.
         """
         if size < cls.least_micro_batch:
-            what = numbered(cls.least_micro_batch, "pairs" if cls.learns_from == "pairs" else "sequences")
+            what = numbered(cls.least_micro_batch, cls.name_rows())
             raise UserError(
                 f"data.micro_batch_size is {size}, and {cls.__name__} learns from at least {what}: raise it"
             )
+
+    @classmethod
+    def name_rows(cls) -> str:
+        """Returns the plural of what a batch has: sequences, pairs, or answers."""
+        return cls.learns_from if cls.learns_from in ("pairs", "answers") else "sequences"
 
     @classmethod
     def find_running_teacher(cls, options: Mapping[str, Any]) -> RunningTeacher | None:
@@ -245,6 +251,26 @@ class Objective(ABC):
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""
         return {TOKENS: window.num_valid_tokens, BYTES: window.num_bytes}
+
+    def prepare_window(
+        self,
+        decoder: LanguageModel,
+        micro_batches: Sequence[MicroBatch],
+        vocabulary: Vocabulary,
+        sum_over_ranks: SumOverRanks,
+    ) -> Sequence[MicroBatch]:
+        """Returns a window's micro-batches with what follows from all of them, over all ranks, in `MicroBatch.extra`.
+
+        Called before a window is trained, under `torch.no_grad`, on all ranks alike: it may run further forwards. A
+        validation has no such call: there each micro-batch is its own window.
+
+        Args:
+            decoder: The model.
+            micro_batches: This rank's.
+            vocabulary: The strategy's.
+            sum_over_ranks: Returns the sums of numbers over the ranks that have different micro-batches.
+        """
+        return micro_batches
 
     def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
         """Returns the micro-batch with what the head needs beside the labels, in `MicroBatch.extra`.

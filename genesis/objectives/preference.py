@@ -21,7 +21,7 @@ The loss of a window is the sum over its pairs divided by their number, over all
 `sft_weight` times the cross-entropy of the chosen answers, divided by the number of their tokens.
 
     logged                    unit and meaning
-    train/loss                nats per pair: what training minimises; log 2 at the start of DPO, without dropout
+    train/loss                nats per pair: what training minimises; log 2 at the start of DPO
     train/rewards_chosen      mean reward of the chosen answers, train/rewards_rejected that of the rejected ones
     train/reward_margin       mean margin
     train/reward_accuracy     share of pairs whose margin is above 0
@@ -105,7 +105,7 @@ class PairObjective(Objective):
     trains_under = frozenset({"tensor", "context", "pipeline"})
 
     def __init__(self, beta: float, *, length_normalisation: bool, sft_weight: float) -> None:
-        _check_positive("beta", beta, 0.1)
+        check_positive("beta", beta, 0.1)
         if not (sft_weight >= 0.0 and math.isfinite(sft_weight)):
             raise UserError(f"sft_weight is {sft_weight:g}: it must be a number of at least 0")
         self.beta, self.sft_weight = float(beta), float(sft_weight)
@@ -122,11 +122,11 @@ class PairObjective(Objective):
     def head(self, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Head:
         """Returns the head with the sum over pairs and, with `sft_weight`, that over the chosen answers' tokens."""
         reference, is_present = micro_batch.extra.get(REFERENCE), micro_batch.extra[PAIRS] >= 0
-        is_answer = _mask_answers(micro_batch)
+        is_answer = mask_answers(micro_batch)
 
         def sum_pairs(hidden: Tensor, weight: Tensor) -> HeadResult:
             losses = vocabulary.token_losses(hidden, weight, micro_batch.labels)
-            log_probs = vocabulary.sum_over_rows(_sum_by_answer(-losses, is_answer))
+            log_probs = vocabulary.sum_over_rows(sum_by_answer(-losses, is_answer))
             num_tokens = is_answer.sum(1).clamp_min(1) if self.length_normalisation else 1
             policy = log_probs / num_tokens
             rewards = self.beta * (policy if reference is None else policy - reference / num_tokens)
@@ -165,12 +165,68 @@ class PairObjective(Objective):
         return {"loss": preference + weighted, **parts, **values}
 
 
-class DPO(PairObjective):
-    """Direct preference optimisation on a corpus of pairs.
+class ReferenceObjective(Objective):
+    """What objectives with a reference share.
 
     The reference of a run with adapters is its base: the same model with its adapters switched off. Otherwise, and
     where `reference` names a checkpoint, a pass over all pairs computes the reference's log-probabilities before
     training, and the run keeps them.
+
+    Attributes:
+        reference: The run or checkpoint whose weights are the reference; None for the base of the adapters.
+        log_probs: The reference's log-probabilities of all pairs; None where adapters are switched off instead.
+        directory: Where a run keeps them; None to keep them in memory alone.
+    """
+
+    compares_forwards = True
+    runs_model = True
+    memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
+    reference: str | None = None
+    log_probs: ReferenceLogProbs | None = None
+    directory: Path | None = None
+
+    @classmethod
+    def scores_without_adapters(cls, options: Mapping[str, Any]) -> bool:
+        """Returns whether the reference is the model without adapters, and not a checkpoint."""
+        return options.get("reference") is None
+
+    @classmethod
+    def resolve(cls, recipe: ResolvedRecipe, start: RecipeContext) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Finds the reference, from which a run of all weights starts unless it has a checkpoint."""
+        return resolve_reference(recipe, start)
+
+    def prepare_fit(self, fit: FitContext) -> Prepared:
+        """Keeps the directory of the reference's log-probabilities."""
+        self.directory = fit.directory
+        return Prepared()
+
+    def start(self, *, has_adapters: bool, score_pairs: ScorePairs) -> None:
+        """Finds the reference's log-probabilities, unless adapters are switched off instead."""
+        if self.log_probs is not None or (self.reference is None and has_adapters):
+            return
+        if self.reference is None:
+            raise UserError(
+                "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
+                "adapters"
+            )
+        self.log_probs = ReferenceLogProbs(score_pairs(Path(self.reference), self.directory, self.score))
+
+    def score(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Float32[Tensor, " 2P"]:
+        """Returns the log-probabilities of the two answers of each pair, in turn."""
+        return sum_answers(decoder, micro_batch, vocabulary)
+
+    def score_reference(
+        self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary
+    ) -> Float32[Tensor, " 2P"]:
+        """Returns the reference's log-probabilities: stored ones, or those without adapters."""
+        if self.log_probs is not None:
+            return self.log_probs.read(micro_batch.extra[PAIRS])
+        with adapters_off(decoder):
+            return self.score(decoder, micro_batch, vocabulary)
+
+
+class DPO(ReferenceObjective, PairObjective):
+    """Direct preference optimisation on a corpus of pairs.
 
     Args:
         beta: How strongly the policy is held to the reference, above 0.
@@ -185,17 +241,9 @@ class DPO(PairObjective):
         reference: The run or checkpoint whose weights are the reference. None for the base of the adapters; without
             adapters for the checkpoint that the run starts from.
 
-    Attributes:
-        log_probs: The reference's log-probabilities of all pairs; None where adapters are switched off instead.
-        directory: Where a run keeps them; None to keep them in memory alone.
-
     Raises:
         UserError: A value is out of its range.
     """
-
-    compares_forwards = True
-    runs_model = True
-    memory_note = "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 
     def __init__(
         self,
@@ -222,42 +270,10 @@ class DPO(PairObjective):
         self.loss, self.label_smoothing = loss, float(label_smoothing)
         self.initial_loss = {"hinge": 1.0, "ipo": (0.5 / beta) ** 2}.get(loss, math.log(2))
         self.reference = reference
-        self.log_probs: ReferenceLogProbs | None = None
-        self.directory: Path | None = None
-
-    @classmethod
-    def scores_without_adapters(cls, options: Mapping[str, Any]) -> bool:
-        """Returns whether the reference is the model without adapters, and not a checkpoint."""
-        return options.get("reference") is None
-
-    @classmethod
-    def resolve(cls, recipe: ResolvedRecipe, start: RecipeContext) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Finds the reference, from which a run of all weights starts unless it has a checkpoint."""
-        return resolve_reference(recipe, start)
-
-    def prepare_fit(self, fit: FitContext) -> Prepared:
-        """Keeps the directory of the reference's log-probabilities."""
-        self.directory = fit.directory
-        return Prepared()
-
-    def start(self, *, has_adapters: bool, score_pairs: ScorePairs) -> None:
-        """Finds the reference's log-probabilities, unless adapters are switched off instead."""
-        if self.log_probs is not None or (self.reference is None and has_adapters):
-            return
-        if self.reference is None:
-            raise UserError(
-                "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
-                "adapters"
-            )
-        self.log_probs = ReferenceLogProbs(score_pairs(Path(self.reference), self.directory, sum_answers))
 
     def prepare(self, decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> MicroBatch:
-        """Returns the micro-batch with the reference's log-probabilities: stored ones, or those without adapters."""
-        if self.log_probs is not None:
-            found = self.log_probs.read(micro_batch.extra[PAIRS])
-        else:
-            with adapters_off(decoder):
-                found = sum_answers(decoder, micro_batch, vocabulary)
+        """Returns the micro-batch with the reference's log-probabilities."""
+        found = self.score_reference(decoder, micro_batch, vocabulary)
         return replace(micro_batch, extra={**micro_batch.extra, REFERENCE: found})
 
     def lose(self, rewards: Float32[Tensor, "P 2"], margins: Float32[Tensor, " P"]) -> Float32[Tensor, " P"]:
@@ -329,7 +345,7 @@ class ORPO(PairObjective):
     """
 
     def __init__(self, weight: float = 0.1) -> None:
-        _check_positive("weight", weight, 0.1)
+        check_positive("weight", weight, 0.1)
         super().__init__(1.0, length_normalisation=True, sft_weight=1.0)
         self.weight = float(weight)
 
@@ -343,7 +359,12 @@ def _sigmoid_losses(margins: Float32[Tensor, " P"], right: float, wrong: float) 
     return -right * logsigmoid(margins) - wrong * logsigmoid(-margins)
 
 
-def _check_positive(name: str, value: float, example: float) -> None:
+def check_positive(name: str, value: float, example: float) -> None:
+    """Refuses a value that is not above 0.
+
+    Raises:
+        UserError: It is not.
+    """
     if not (value > 0.0 and math.isfinite(value)):
         raise UserError(f"{name} is {value:g}: it must be a number above 0, such as {example:g}")
 
@@ -353,13 +374,22 @@ def _check_smoothing(label_smoothing: float) -> None:
         raise UserError(f"label_smoothing is {label_smoothing:g}: it must be at least 0 and below 0.5")
 
 
-def sum_answers(decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary) -> Float32[Tensor, " 2P"]:
-    """Returns the sum of the log-probabilities of each answer's tokens, without dropout and without a graph."""
-    is_answer = _mask_answers(micro_batch)
+def sum_answers(
+    decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Vocabulary, num_each: int = 2
+) -> Float32[Tensor, " A"]:
+    """Returns the sum of the log-probabilities of each answer's tokens, without dropout and without a graph.
+
+    Args:
+        decoder: The model.
+        micro_batch: Its answers, `num_each` for each number in `PAIRS`.
+        vocabulary: The strategy's.
+        num_each: 2 for pairs, 1 for single answers.
+    """
+    is_answer = mask_answers(micro_batch, num_each)
 
     def head(hidden: Tensor, weight: Tensor) -> Tensor:
         losses = vocabulary.token_losses(hidden, weight, micro_batch.labels)
-        return vocabulary.sum_over_rows(_sum_by_answer(-losses, is_answer))
+        return vocabulary.sum_over_rows(sum_by_answer(-losses, is_answer))
 
     was_training = decoder.training
     decoder.eval()
@@ -376,13 +406,14 @@ def sum_answers(decoder: LanguageModel, micro_batch: MicroBatch, vocabulary: Voc
     return found
 
 
-def _mask_answers(micro_batch: MicroBatch) -> Bool[Tensor, "2P N"]:
-    """Returns which tokens have a label of each answer."""
+def mask_answers(micro_batch: MicroBatch, num_each: int = 2) -> Bool[Tensor, "A N"]:
+    """Returns which tokens have a label of each answer, `num_each` for each number in `PAIRS`."""
     labels, answers = micro_batch.labels.flatten(), micro_batch.extra[ANSWERS].flatten()
-    numbers = torch.arange(2 * len(micro_batch.extra[PAIRS]), device=answers.device)
+    numbers = torch.arange(num_each * len(micro_batch.extra[PAIRS]), device=answers.device)
     return (answers == numbers[:, None]) & (labels != IGNORE_INDEX)
 
 
-def _sum_by_answer(values: Float32[Tensor, " N"], is_answer: Bool[Tensor, "2P N"]) -> Float32[Tensor, " 2P"]:
+def sum_by_answer(values: Float32[Tensor, " N"], is_answer: Bool[Tensor, "A N"]) -> Float32[Tensor, " A"]:
+    """Returns the sum of the values of each answer's tokens."""
     # A sum of masked rows has a fixed order on every device; adding by index on a GPU has not.
     return torch.where(is_answer, values, 0.0).sum(1)

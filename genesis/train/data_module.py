@@ -279,6 +279,11 @@ class CorpusDataModule(pl.LightningDataModule):
             return bool(self._pads_pairs_option)
         return has_fixed_rows(self.trainer)
 
+    def read_for(self, objective: Objective) -> None:
+        """Reads the data as an objective learns from them. Call it before anything asks for their packing."""
+        if isinstance(self.training, CorpusData):
+            self.training.has_answers = objective.learns_from == "answers"
+
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
         if self._prompts is not None:
@@ -311,6 +316,7 @@ class CorpusDataModule(pl.LightningDataModule):
             return
         objective = getattr(self.trainer.lightning_module, "objective", None)
         if objective is not None:  # the module of another may have none
+            self.read_for(objective)
             check_data(objective, self.training)
         if self._prompts is not None:
             check_strategy(self.trainer.strategy)
@@ -469,7 +475,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
             "data.corpus has pairs of answers, half of which are not to be learned: give model.objective, such as "
             "genesis.objectives.DPO, or a corpus of conversations"
         )
-    if objective.needs_values and not data.sequence_format.has_values:
+    if (objective.needs_values or wanted == "answers") and not data.sequence_format.has_values:
         raise UserError(
             f"{name} needs the value of each conversation, and the data have none: prepare data.corpus of "
             "sources with value_field, the name of a field of each record"

@@ -92,6 +92,8 @@ class GenesisModule(pl.LightningModule):
             Kernels round differently; a run that continues keeps its own.
         float8: Which linear layers of the blocks train with float8 products, by torchao; None for none. Parameters stay
             what they are, so that a checkpoint does not depend on it.
+        keeps_dropout: Whether `genesis fit` keeps the recipe's dropout for an objective that compares two forwards, as
+            DPO, KTO and GSPO do. By default it switches dropout off: a model would differ from its own reference.
 
     Attributes:
         base_format: How the base of adapters, or a base that is validated alone, stores its weights; set it before.
@@ -112,6 +114,7 @@ class GenesisModule(pl.LightningModule):
         objective: Objective | None = None,
         attention: AttentionName = "auto",
         float8: Float8Options | None = None,
+        keeps_dropout: bool = False,
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -120,6 +123,7 @@ class GenesisModule(pl.LightningModule):
         self.adapter_config = adapter
         self.objective = objective or CrossEntropy()
         self.float8 = float8
+        self.keeps_dropout = keeps_dropout
         self.base_format = BaseFormat()
         self.start: Mapping[str, Tensor] = {}
         self.decoder: LanguageModel | None = None

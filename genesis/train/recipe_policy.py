@@ -127,6 +127,7 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("allow", "model.decoder.dropout"),
         ("allow", "trainer.limit_train_batches"),
         ("allow", "model.adapter.dropout"),
+        ("free", "model.keeps_dropout"),  # what follows from it are the two before
         # Compiled kernels round in other places.
         ("allow", "trainer.strategy.init_args.compile_blocks"),
         # The base is compared by hash, and `start` affects only the first start.

@@ -93,7 +93,7 @@ def _compute(
     pairs, sequence_format = data.training.pairs, data.training.sequence_format
     assert pairs is not None
     pairs.check_lengths(sequence_format.seq_len)
-    rank_zero_info(f"computing the log-probabilities of {numbered(len(pairs), 'pairs')} under {checkpoint}")
+    rank_zero_info(f"computing the log-probabilities of {numbered(len(pairs), data.training.kind)} under {checkpoint}")
     layout, device = layout_strategy(trainer.strategy).layout, trainer.strategy.root_device
     windows = SomePairWindows(
         pairs,

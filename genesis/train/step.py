@@ -94,12 +94,19 @@ def train_window(
     # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's graph
     # connected: every rank runs the same forwards and backwards, even without valid tokens.
     scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in counts.items()}
+    with torch.no_grad():
+        micro_batches = objective.prepare_window(
+            decoder,
+            window.micro_batches,
+            strategy.vocabulary.bounded(decoder.softcap),
+            lambda values: layout.token_group.sum_floats(values).wait(),
+        )
     if prove is not None and counts[TOKENS]:
-        prove(window.micro_batches[: layout.degrees.pp], scales)
+        prove(micro_batches[: layout.degrees.pp], scales)
 
     # Forward and backward of each micro-batch. Lightning runs the last backward, in which gradients are reduced.
     start_gradients(module, seed_of_step(seed, trainer.global_step, *layout.seed_place))
-    loss, sums, part_sums = strategy.train_micro_batches(decoder, window.micro_batches, objective, scales)
+    loss, sums, part_sums = strategy.train_micro_batches(decoder, micro_batches, objective, scales)
     given = yield {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
     assert given is not None
     optimizer, max_norm = given

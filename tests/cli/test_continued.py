@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from genesis.cli.continued import keep_choices
+from genesis.cli.continued import DROPOUTS, keep_choices
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis.train.recipe_policy import unify_recipe
 
@@ -43,3 +43,21 @@ def test_what_is_given_is_not_replaced() -> None:
     optimizer = {"class_path": "genesis.optim.AdamW", "init_args": {"adapter_weight_decay": 0.3}}
     given = {"data": {"packing": "pad"}, "model": {"adapter": ADAPTER, "optimizer": optimizer}}
     assert keep_choices(ResolvedRecipe.complete(given, "the recipe"), {"data": {"packing": "chunk"}}) == {}
+
+
+@pytest.mark.parametrize("objective", ["DPO", "KTO", "GSPO"])
+def test_objectives_that_compare_two_forwards_train_without_dropout(objective: str) -> None:
+    model: dict[str, Any] = {"decoder": {"dropout": 0.1}, "adapter": {"rank": 4, "dropout": 0.2}}
+
+    def keep(recorded: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        recipe = {"model": {"objective": {"class_path": f"genesis.objectives.{objective}"}, **model, **options}}
+        return {
+            name: keep_choices(ResolvedRecipe.complete(recipe, "the recipe"), recorded).get(name) for name in DROPOUTS
+        }
+
+    off, kept = dict.fromkeys(DROPOUTS, 0.0), dict.fromkeys(DROPOUTS)
+    assert keep() == off
+    assert keep(keeps_dropout=True) == kept
+    assert keep(objective=None) == kept
+    assert keep({"model": {**model, "optimizer": None}}) == kept  # of an earlier version
+    assert keep({"model": {**model, "optimizer": None, "keeps_dropout": False}}) == off

@@ -1,5 +1,7 @@
 """DPO through the commands: with adapters and with all weights, resumed, validated, refused where parts do not fit."""
 
+import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_adapter import make_base
 from tests.cli.test_run import committed_steps, losses
 from tests.cli.tiny import build_recipe, write_recipe
-from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
+from tests.data.pair_corpora import SEQ_LEN, write_answer_corpus, write_pair_corpus
 
 SHAPE: dict[str, Any] = {"vocab_size": 400, "max_seq_len": SEQ_LEN}
 OBJECTIVE: dict[str, Any] = {"class_path": "genesis.objectives.DPO", "init_args": {"beta": 0.5, "sft_weight": 0.1}}
@@ -79,6 +81,58 @@ def test_adapters_train_on_pairs_resume_and_validate(
     validated = genesis("validate", *options, "--ckpt_path", str(tmp_path / "run"))
     assert validated.status == 0, validated.err
     assert "validation/reward_accuracy" in validated.out
+
+
+@pytest.mark.slow
+def test_dropout_is_switched_off_so_that_dpo_starts_at_log_two(genesis: Genesis, adapted: Path, tmp_path: Path) -> None:
+    options = ("--config", str(adapted), "--trainer.max_steps", "1", "--model.adapter.dropout", "0.3")
+    plain = ("--model.objective.init_args.sft_weight", "0")
+    fitted = genesis("fit", *options, *plain)
+    assert fitted.status == 0, fitted.err
+    line = "dropout is off (model.adapter.dropout 0.3 in the recipe): DPO compares the probabilities of two forwards"
+    assert line in " ".join(fitted.err.split())
+    assert losses(tmp_path / "run") == pytest.approx([math.log(2)], abs=1e-6)
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["adapter"]["dropout"] == 0.0
+    kept = genesis("fit", *options, *plain, "--model.keeps_dropout", "true", "--run_dir", str(tmp_path / "kept"))
+    assert kept.status == 0, kept.err
+    assert "dropout is off" not in kept.err
+    recorded = yaml.safe_load((tmp_path / "kept/config.yaml").read_text())
+    assert recorded["model"]["adapter"]["dropout"] == 0.3
+
+
+@pytest.mark.slow
+def test_single_answers_train_adapters_and_all_weights_resume_and_validate(
+    genesis: Genesis, base: Path, tmp_path: Path
+) -> None:
+    corpus = write_answer_corpus(tmp_path / "answers")
+    recipe = recipe_of(corpus, tmp_path / "run")
+    recipe["model"]["objective"] = {"class_path": "genesis.objectives.KTO", "init_args": {"beta": 0.5}}
+    options = ("--config", str(write_recipe(tmp_path / "kto.yaml", recipe)))
+    latest, allowed = ("--ckpt_path", "latest"), ("--checkpoint.allow_changed", "[trainer.max_steps]")
+    for given in (
+        ("--model.adapter", f"{{rank: 4, base: {base}}}"),
+        ("--model.objective.init_args.reference", str(base)),
+    ):
+        name = given[0]
+        straight, run = tmp_path / f"straight{name}", tmp_path / f"run{name}"
+        found = genesis("fit", *options, *given, "--run_dir", str(straight), *latest)
+        assert found.status == 0, found.err
+        assert genesis("fit", *options, *given, "--run_dir", str(run), "--trainer.max_steps", "2").status == 0
+        resumed = genesis("fit", *options, *given, "--run_dir", str(run), *latest, *allowed)
+        assert resumed.status == 0, resumed.err
+        ends = [read_tensors(one / "checkpoints/step-00000004") for one in (straight, run)]
+        assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items() if not key.startswith("state."))
+        assert losses(run) == losses(straight)
+        validated = genesis("validate", *options, *given, "--run_dir", str(run), "--ckpt_path", str(run))
+        assert validated.status == 0, validated.err
+        assert "validation/kl" in validated.out
+    first = dict(zip(*csv.reader((run / "metrics.csv").read_text().splitlines()[:2]), strict=True))
+    assert float(first["train/loss"]) == pytest.approx(0.5, abs=1e-4)
+    packed = genesis("fit", *options, *given, "--data.packing", "best_fit", "--run_dir", str(tmp_path / "packed"))
+    assert "data.packing is best_fit" in refusal(packed)
+    plan = genesis("plan", *options, *given)
+    assert plan.status == 0, plan.err
+    assert " answers" in plan.out
 
 
 @pytest.mark.slow

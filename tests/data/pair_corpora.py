@@ -1,4 +1,4 @@
-"""Pairs of answers as files, and a corpus of them."""
+"""Pairs of answers and single answers as files, and corpora of them."""
 
 from pathlib import Path
 from typing import Any
@@ -62,5 +62,22 @@ def write_pair_corpus(directory: Path, **changes: Any) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("genesis.data.prepare.run_jobs", run_here)
         options = options_for(directory, **changes)
+        prepare_corpus(options)
+    return options.corpus
+
+
+def write_answer_corpus(directory: Path) -> Path:
+    """Returns a corpus of single answers, two of them to each prompt, in TRL's columns, made in this process."""
+    write_files(directory)
+    answers = [
+        {"prompt": one["prompt"], "completion": one[side], "label": side == "chosen"}
+        for one in RECORDS
+        for side in ("chosen", "rejected")
+    ]
+    write_lines(directory / "answers.jsonl", answers)
+    source = SourceOptions("answers", (str(directory / "answers.jsonl"),), chat="auto", value_field="label")
+    options = options_for(directory, sources=(source,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("genesis.data.prepare.run_jobs", run_here)
         prepare_corpus(options)
     return options.corpus

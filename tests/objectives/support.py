@@ -34,9 +34,15 @@ def make_pairs(count: int, seed: int = 0) -> list[Pair]:
 
 
 def window_of(
-    pairs: list[Pair], micro_batch_size: int, *, is_padded: bool = False, num_missing: int = 0
+    pairs: list[Pair],
+    micro_batch_size: int,
+    *,
+    is_padded: bool = False,
+    num_missing: int = 0,
+    is_valued: bool = False,
 ) -> AccumulationWindow:
-    return build_pair_window([*pairs, *[None] * num_missing], FORMAT, micro_batch_size, len(pairs), is_padded=is_padded)
+    given = [*pairs, *[None] * num_missing]
+    return build_pair_window(given, FORMAT, micro_batch_size, len(pairs), is_padded=is_padded, is_valued=is_valued)
 
 
 def make_decoder(seed: int = 0, std: float = 0.3) -> Decoder:

@@ -41,8 +41,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def table_of(reference: Decoder, pairs: list[Any]) -> ReferenceLogProbs:
     with torch.no_grad():
-        rows = [[slow_log_prob(reference, side) for side in pair[1:]] for pair in pairs]
-    return ReferenceLogProbs(torch.tensor(rows))
+        rows = [[slow_log_prob(reference, side) for side in (pair.chosen, pair.rejected)] for pair in pairs]
+    return ReferenceLogProbs(torch.tensor(rows, dtype=torch.float32))
 
 
 def slow_pair_loss(given: dict[str, Any], rewards: list[Tensor]) -> Tensor:
@@ -63,7 +63,7 @@ def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: di
     losses, sft, num_chosen = [], [], 0
     for pair in pairs:
         rewards = []
-        for side in pair[1:]:
+        for side in pair[1:3]:
             with torch.no_grad():
                 given = slow_log_prob(reference, side)
             length = int(side.has_label.sum()) if options.get("length_normalisation") else 1
@@ -272,8 +272,8 @@ def test_the_log_has_means_over_pairs() -> None:
     _, sums = run(objective, policy, window_of(pairs, 2))
     values = objective.measure(sums)
     with torch.no_grad():
-        own = torch.tensor([[slow_log_prob(policy, side) for side in pair[1:]] for pair in pairs])
-        given = torch.tensor([[slow_log_prob(reference, side) for side in pair[1:]] for pair in pairs])
+        own = torch.tensor([[slow_log_prob(policy, side) for side in pair[1:3]] for pair in pairs])
+        given = torch.tensor([[slow_log_prob(reference, side) for side in pair[1:3]] for pair in pairs])
     rewards = 0.1 * (own - given)
     margins = rewards[:, 0] - rewards[:, 1]
     wanted = {

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
-from genesis.objectives import DPO, GSPO, Distillation
+from genesis.objectives import DPO, GSPO, KTO, Distillation
 from genesis.objectives.distillation_loss import TeacherClasses
 from genesis.objectives.objective import Objective
 from genesis.objectives.policy_gradient import (
@@ -53,6 +53,12 @@ LORA = AdapterConfig(rank=4, alpha=8.0)
 def share_pairs(rank: int, world_size: int) -> AccumulationWindow:
     size = GLOBAL_BATCH_SIZE // world_size
     return window_of(make_pairs(GLOBAL_BATCH_SIZE)[rank * size : (rank + 1) * size], 1, is_padded=True)
+
+
+def share_single_answers(rank: int, world_size: int) -> AccumulationWindow:
+    size = GLOBAL_BATCH_SIZE // world_size
+    answers = [one._replace(value=one.number % 2) for one in make_pairs(GLOBAL_BATCH_SIZE)]
+    return window_of(answers[rank * size : (rank + 1) * size], 1, is_padded=True, is_valued=True)
 
 
 def share_text(rank: int, world_size: int) -> AccumulationWindow:
@@ -96,6 +102,7 @@ Case = tuple[Callable[[], Objective], Callable[[int, int], AccumulationWindow], 
 CASES: dict[str, Case] = {
     "preferences": (refer, share_pairs, None),
     "preferences of adapters": (lambda: DPO(length_normalisation=True, beta=5.0), share_pairs, LORA),
+    "preferences of single answers": (lambda: KTO(beta=0.5), share_single_answers, LORA),
     "distillation": (teach, share_text, None),
     "answers": (lambda: GSPO(clip_low=0.2, clip_high=0.3), share_answers, None),
     "answers of adapters": (lambda: GSPO(clip_low=0.2, clip_high=0.3, kl=0.5), share_answers, LORA),

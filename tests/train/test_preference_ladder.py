@@ -1,4 +1,4 @@
-"""DPO under every strategy: equal on one rank and two, killed and resumed bit for bit, with and without adapters."""
+"""DPO and KTO under strategies: equal on one rank and two, killed and resumed bit for bit, with adapters or without."""
 
 import os
 from dataclasses import replace
@@ -9,11 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from genesis.data.manifest import read_manifest as read_corpus
 from genesis.export.importing import save_weights
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import build_decoder_config
-from genesis.objectives.preference import DPO
+from genesis.objectives import DPO, KTO
 from genesis.optim import AdamW
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.adapter_base import build_scope, find_adapter_base
@@ -22,7 +23,7 @@ from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import find_latest, read_manifest, verify
 from genesis_callbacks.testing import run_ranks
-from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
+from tests.data.pair_corpora import SEQ_LEN, write_answer_corpus, write_pair_corpus
 from tests.mixtures import mix
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 from tests.train.test_adapter_ladder import make_base
@@ -31,11 +32,17 @@ from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll
 PAIR_DECODER = replace(DECODER, vocab_size=400, max_seq_len=SEQ_LEN)
 LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.2}
 OPTIONS: dict[str, Any] = {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.2}
+KTO_OPTIONS: dict[str, Any] = {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.8}
 
 
 @pytest.fixture(scope="module")
 def pair_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair_corpus(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def answer_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_answer_corpus(tmp_path_factory.mktemp("answers"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,9 @@ def climb(
     shape = build_decoder_config(read_manifest(Path(base)).recipe["model"]["decoder"], base)
     decoder = replace(shape, dropout=PAIR_DECODER.dropout if has_dropout else 0.0)
     # The base of adapters is the reference by switching them off; all weights need the pass.
-    objective = DPO(**OPTIONS, reference=base if config is None else None)
+    reference = base if config is None else None
+    is_valued = read_corpus(Path(corpus)).has_values
+    objective = KTO(**KTO_OPTIONS, reference=reference) if is_valued else DPO(**OPTIONS, reference=reference)
     objective.directory = Path(directory) / "reference"
     module = GenesisModule(decoder, AdamW(lr=3e-3), adapter=config, objective=objective)
     module.is_restored = True
@@ -169,6 +178,27 @@ def test_a_killed_run_continues_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "adapter"),
+    [("replicated", 1, LORA), ("replicated", 2, None), ("full", 2, LORA), ("full", 2, None), ("pipeline", 2, LORA)],
+)
+def test_a_killed_run_of_single_answers_continues_bit_for_bit(
+    tmp_path: Path, answer_corpus: Path, base: Path, strategy: str, world_size: int, adapter: dict[str, Any] | None
+) -> None:
+    shared = (str(base), str(answer_corpus), strategy, "sync", adapter, True)
+    straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, world_size, str(tmp_path / "run"), *shared, KillAll())
+    resumed = run_ranks(climb, world_size, str(tmp_path / "run"), *shared)
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
+        assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
+        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    assert straight[0]["log"][-1]["train/rewards_desirable"] != 0.0
+    assert len(list((tmp_path / "run/reference").glob("*"))) == (1 if adapter is None else 0)
+
+
+@pytest.mark.slow
 def test_preferences_beside_a_base_of_bytes_start_at_log_two_and_are_learned(tmp_path: Path, pair_corpus: Path) -> None:
     base = make_base(tmp_path / "base", pair_corpus, BASE_FORMATS["nf4"], PAIR_DECODER)
     adapter = {"rank": 3, "alpha": 6.0}
@@ -211,10 +241,16 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "replicated"])
 @pytest.mark.parametrize("adapter", [{"rank": 3}, None], ids=["lora", "whole"])
+@pytest.mark.parametrize("data", ["pair_corpus", "answer_corpus"])
 def test_two_ranks_train_as_one(
-    tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, adapter: dict[str, Any] | None
+    tmp_path: Path,
+    base: Path,
+    strategy: str,
+    adapter: dict[str, Any] | None,
+    data: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    shared = (str(base), str(pair_corpus), strategy, "sync", adapter, False)
+    shared = (str(base), str(request.getfixturevalue(data)), strategy, "sync", adapter, False)
     (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *shared)
     two, _ = run_ranks(climb, 2, str(tmp_path / "2"), *shared)
     for name, tensor in one["weights"].items():

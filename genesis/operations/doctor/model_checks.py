@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from genesis.base.errors import numbered
-from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
+from genesis.data.loader import VALUES
+from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, MISMATCHED, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder, Scales, refuse_body
 from genesis.model.initial import INIT_STD
@@ -68,8 +69,8 @@ class Scene:
 
     @property
     def is_paired(self) -> bool:
-        """Whether the data are pairs of answers."""
-        return self.objective.learns_from == "pairs"
+        """Whether the data are answers: pairs of them, or single ones."""
+        return self.objective.learns_from in ("pairs", "answers")
 
     @property
     def tolerance(self) -> float:
@@ -404,20 +405,27 @@ def _take_row(micro: MicroBatch, row: int) -> MicroBatch:
     return replace(micro, document_offsets=None).with_tensors(taken)
 
 
+_PARTS: Final = ("", f"extra.{MISMATCHED}")
+
+
 def _merge(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
     """Returns one micro-batch with all rows; answers that share one row stay in one row."""
     first = micro_batches[0]
     is_joined = ANSWERS in first.extra and len(first.input_ids) == 1
-    num_documents = num_answers = 0
+    num_answers = 0
+    num_documents = dict.fromkeys(_PARTS, 0)
     shifted = []
     for micro in micro_batches:
-        tensors = {name: tensor for name, tensor in micro.tensors.items() if name != "document_offsets"}
-        if is_joined:
-            tensors["document_ids"] = micro.document_ids + num_documents
-            num_documents += int(micro.document_ids.max()) + 1
+        tensors = {name: one for name, one in micro.tensors.items() if not name.endswith("document_offsets")}
+        for part in _PARTS:
+            ids, owners = f"{part}document_ids", f"{part}extra.{ANSWERS}"
+            if is_joined and ids in tensors:
+                tensors[ids] = tensors[ids] + num_documents[part]
+                num_documents[part] += int(micro.tensors[ids].max()) + 1
+            if owners in tensors:
+                tensors[owners] = tensors[owners] + num_answers
         if ANSWERS in micro.extra:
-            tensors[f"extra.{ANSWERS}"] = micro.extra[ANSWERS] + num_answers
-            num_answers += 2 * len(micro.extra[PAIRS])
+            num_answers += (1 if VALUES in micro.extra else 2) * len(micro.extra[PAIRS])
         shifted.append(tensors)
     merged = {
         name: torch.cat([tensors[name] for tensors in shifted], 1 if is_joined and shifted[0][name].ndim > 1 else 0)

@@ -302,7 +302,7 @@ class _Protocol:
         }
         with self._time("overfit") as checks:
             built = self._build(options)
-            what = numbered(least, "pairs" if self._objective.learns_from == "pairs" else "sequences")
+            what = numbered(least, self._objective.name_rows())
             repeat = Repeat(_OVERFIT_LIMIT)
             _repeat_first_window(built.data)
             if self._objective.label_options:

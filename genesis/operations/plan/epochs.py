@@ -29,7 +29,7 @@ def find_epoch(corpus: Path, packing: str | None, seq_len: int, planned: Sequenc
 
     Args:
         corpus: The directory of the corpus.
-        packing: `data.packing`; None for the default of the corpus.
+        packing: `data.packing`, or `answers` where each document is one; None for the default of the corpus.
         seq_len: Tokens of a sequence.
         planned: The packings of the corpus that are planned.
     """
@@ -38,6 +38,8 @@ def find_epoch(corpus: Path, packing: str | None, seq_len: int, planned: Sequenc
     manifest = read_manifest(corpus)
     if manifest.is_paired:
         return Epoch("pairs", sum(source.num_documents for source in manifest.train) // 2, is_exact=True)
+    if packing == "answers":
+        return Epoch(packing, sum(source.num_documents for source in manifest.train), is_exact=True)
     chosen = packing or (CUT_EVENLY if manifest.chat is None else KEPT_WHOLE)
     tokens = [source.num_tokens for source in manifest.train]
     if chosen == CUT_EVENLY:

@@ -193,7 +193,7 @@ def read_recipe(
         num_epochs=_count_epochs(recipe),
         run_dir=str(recipe.get("run_dir")),
         corpus=recipe.get("data.corpus") if isinstance(recipe.get("data.corpus"), str) else None,
-        packing=recipe.get("data.packing"),
+        packing="answers" if objective.learns_from == "answers" else recipe.get("data.packing"),
         prefetch_windows=recipe.count("data.prefetch_windows", least=0),
         assumptions=tuple(assumptions),
     )

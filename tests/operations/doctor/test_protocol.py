@@ -199,14 +199,15 @@ def test_preferences_pass(tmp_path: Path) -> None:
     assert {check.name for check in found.checks if check.status == "does not apply"} == {"loss"}
 
 
-def test_an_objective_that_needs_several_sequences_learns_one_batch_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["tests.outside.kto.KTO", "genesis.objectives.KTO"])
+def test_an_objective_on_answers_with_values_learns_one_batch_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setenv("GENESIS_ALLOW_IMPORTS", "tests")
     corpus = prepare_answers(tmp_path)
     shape = dump_decoder_config(SHAPE)
     run = write_base(tmp_path / "base", corpus, SHAPE)
-    objective = {"class_path": "tests.outside.kto.KTO", "init_args": {"beta": 1.0}}
+    objective = {"class_path": path, "init_args": {"beta": 1.0}}
     model = {"decoder": shape, "adapter": {"base": str(run), "rank": 4, "alpha": 8}, "objective": objective}
     found = examine_recipe(write_recipe(tmp_path, corpus, model=model, data={"seq_len": SHAPE.max_seq_len}))
     assert not failures(found), failures(found)
