@@ -102,7 +102,7 @@ class PolicyOptions:
 
     Args:
         advantage: How rewards become advantages.
-        ratio: Whose ratio of probabilities.
+        ratio: The ratio of probabilities: of tokens, sequences, or the product over an answer.
         clip: What the clip of the ratio does.
         clip_low: How far below 1 a ratio counts; 1 for no bound.
         clip_high: How far above 1 a ratio counts.
