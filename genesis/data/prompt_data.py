@@ -229,8 +229,8 @@ class PromptData:
         prompts, number = self.prompts.of_source[order.names[int(sources[0])]], int(sequences[0])
         if num_resamples:
             # A function of the position alone: the order is that of a run without, on any number of ranks.
-            drawn = blake3(f"{self.options.seed} {position} {num_resamples}".encode()).digest(8)
-            number = int.from_bytes(drawn, "big") % len(prompts)
+            digest = blake3(f"{self.options.seed} {position} {num_resamples}".encode()).digest(8)
+            number = int.from_bytes(digest, "big") % len(prompts)
         return prompts[number]
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:

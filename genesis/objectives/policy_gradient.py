@@ -47,6 +47,7 @@ References:
     section 2.2 (RLOO). Hu et al., REINFORCE++, arXiv:2501.03262 (advantages normalised over the global batch).
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -102,7 +103,7 @@ class PolicyOptions:
 
     Args:
         advantage: How rewards become advantages.
-        ratio: Whose ratio of probabilities.
+        ratio: The ratio of probabilities: of tokens, sequences, or the product over an answer.
         clip: What the clip of the ratio does.
         clip_low: How far below 1 a ratio counts; 1 for no bound.
         clip_high: How far above 1 a ratio counts.
@@ -158,6 +159,7 @@ class PolicyGradient(Objective):
     trains_under = frozenset({"tensor", "context", "pipeline"})
     memory_note = "the reference of the KL is a forward without adapters: no second model is in memory"
 
+    @abstractmethod
     def __init__(self, options: PolicyOptions, kl: float = 0.0, cut_answers: CutAnswers = "learn") -> None:
         if not 0.0 <= kl < float("inf"):
             raise UserError(f"model.objective.kl is {kl}; it must be a number of at least 0")

@@ -152,15 +152,20 @@ def match_numbers(text: str, expected: str) -> bool:
     are compared exactly, as fractions: 0.5, 1/2 and \frac{1}{2} are equal, and so are 1,000 and 1000.0. What is no
     number is compared as text without spaces; terms that are equal only by algebra are not.
     """
-    found, wanted = find_answer(text), find_answer(expected)
+    found, wanted = find_answer(text), find_answer(expected, is_short=True)
     if found is None or wanted is None:
         return False
     one, other = read_number(found), read_number(wanted)
     return one == other if one is not None and other is not None else _plain(found) == _plain(wanted)
 
 
-def find_answer(text: str) -> str | None:
-    """Returns the final answer within a text; of a text that has no marked answer and no number, the text."""
+def find_answer(text: str, *, is_short: bool = False) -> str | None:
+    """Returns the final answer within a text; of a text that has no marked answer and no number, the text.
+
+    Args:
+        text: The text.
+        is_short: Whether a text without a marked answer is the answer itself, whatever numbers it has.
+    """
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth, begin = 1, start + len("\\boxed{")
@@ -172,14 +177,14 @@ def find_answer(text: str) -> str | None:
     _, mark, after = text.rpartition("####")
     if mark:
         return after.strip().partition("\n")[0]
-    if read_number(text) is not None:
+    if is_short or read_number(text) is not None:
         return text
     numbers = [found[0] for found in _NUMBER.finditer(text) if any(map(str.isdigit, found[0]))]
     return numbers[-1] if numbers else text
 
 
 def read_number(text: str) -> Fraction | None:
-    """Returns the number that a text is, exactly; None if it is none, or one of too many digits."""
+    """Returns the number that a text is, exactly; None for other texts, and for too many digits."""
     plain = _FRACTION.sub(r"\1/\2", _plain(text))
     if len(plain) > _MAX_NUMBER or not plain.isascii() or _NUMBER.fullmatch(plain) is None:
         return None

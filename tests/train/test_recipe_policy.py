@@ -1,4 +1,4 @@
-"""Schedules of recipes are compared by what they are and not by how their lengths are written."""
+"""Recipes are compared by what they do: schedules in any spelling, and options that a release did not have yet."""
 
 from typing import Any
 
@@ -44,3 +44,14 @@ def test_schedules_are_equal_if_they_are_the_same_however_they_are_written(
 ) -> None:
     found = differ(before, now, steps)
     assert {key.removeprefix("schedule.").partition(".")[0] for key in found} == differences
+
+
+def test_prompts_of_a_release_with_one_reward_are_those_of_this_one() -> None:
+    before = {"data": {"prompts": {"reward": "reward.py:score", "group_size": 8}}}
+    now = {"data": {"prompts": {**before["data"]["prompts"], "rewards": [], "max_resamples": 0}}}
+    assert RECIPE_POLICY.unify is not None
+    assert not list(compare_mappings(RECIPE_POLICY.unify(before), RECIPE_POLICY.unify(now)))
+    now["data"]["prompts"]["max_resamples"] = 2
+    differences = compare_mappings(RECIPE_POLICY.unify(before), RECIPE_POLICY.unify(now))
+    assert [key for key, *_ in differences] == ["data.prompts.max_resamples"]
+    assert RECIPE_POLICY.kind_of("data.prompts.reward_seconds") == "free"

@@ -127,7 +127,7 @@ def slow_gradients(module: GenesisModule, window: Any, weights: dict[str, Tensor
             log_prob = logits.log_softmax(-1)[places, labels[places]].sum()
             ratio = torch.exp((log_prob - micro_batch.extra["old_log_prob"][row].double()) / len(places))
             advantage = micro_batch.extra["advantage"][row].double()
-            held = ratio.clamp(1 - module.objective.clip_low, 1 + module.objective.clip_high)
+            held = ratio.clamp(1 - module.objective.options.clip_low, 1 + module.objective.options.clip_high)
             losses.append(-torch.minimum(ratio * advantage, held * advantage))
     (torch.stack(losses).mean() + auxiliary_loss(model, window)).backward()
     return {f"decoder.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
