@@ -7,6 +7,7 @@ texts are encoded in a process, too, if the tokenizer has unknown expressions, w
 """
 
 import asyncio
+import functools
 import logging
 import os
 import pickle
@@ -222,7 +223,8 @@ class _Lane:
             self._line.leave()
             done.exception()  # marks it as retrieved
             if self._idle_seconds is not None:
-                self._retirement = loop.call_later(self._idle_seconds, self.workers.end_idle)
+                # In the lane's thread: the end of a process may take its time on a busy machine.
+                self._retirement = loop.call_later(self._idle_seconds, self._thread.submit, self.workers.end_idle)
 
         exchange.add_done_callback(finish)
         found = await asyncio.shield(exchange)
@@ -231,6 +233,8 @@ class _Lane:
         return found
 
     def close(self) -> None:
+        if self._retirement is not None:
+            self._retirement.cancel()
         self.workers.end()
         self._thread.shutdown(wait=False)
 
@@ -347,10 +351,16 @@ def _open(tokenizer_hash: str, files: Mapping[str, bytes]) -> object:
     return None
 
 
+@functools.cache
+def _give_way() -> None:
+    """Lets the server come first, whatever its own priority is."""
+    os.nice(_NICENESS)
+
+
 def _run(job: Job) -> object:
     """Returns the prompts, the request, or None if the process lacks the tokenizer."""
     if isinstance(job.asked, bytes):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        _give_way()
     if job.tokenizer_hash is not None and job.tokenizer_hash not in _tokenizers:
         return None
     if job.grammar is not None:
