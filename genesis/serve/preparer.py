@@ -223,8 +223,7 @@ class _Lane:
             self._line.leave()
             done.exception()  # marks it as retrieved
             if self._idle_seconds is not None:
-                # In the lane's thread: the end of a process may take its time on a busy machine.
-                self._retirement = loop.call_later(self._idle_seconds, self._thread.submit, self.workers.end_idle)
+                self._retirement = loop.call_later(self._idle_seconds, self.workers.end_idle)
 
         exchange.add_done_callback(finish)
         found = await asyncio.shield(exchange)
@@ -233,8 +232,6 @@ class _Lane:
         return found
 
     def close(self) -> None:
-        if self._retirement is not None:
-            self._retirement.cancel()
         self.workers.end()
         self._thread.shutdown(wait=False)
 
