@@ -111,7 +111,7 @@ class ChatRenderer:
         )
         refuse_likely_marks(normal, left_out, self.template.name)
         ids, offsets = self._encode(text, spans)
-        if not ids:
+        if not len(ids):
             raise ConversationError(f"the chat template {self.template.name} writes no text for the conversation")
         of_turns = [weight for weight, is_turn in zip(weights, is_assistant, strict=True) if is_turn]
         if not self.template.has_generation_tags:
@@ -119,13 +119,13 @@ class ChatRenderer:
             spans = self._close(text, spans, numbers, ids, offsets)
         # If turns do not have one span each, no turn has weight 0.
         by_span = of_turns if len(of_turns) == len(spans) else [1] * len(spans)
-        trained = _mark(np.array(offsets, np.int64), labels, spans, by_span)
+        trained = _mark(offsets, labels, spans, by_span)
         if not any(weights):
             trained[:] = False  # of a whole record that is not learned
         counted = tuple(key for message in normal for key in left_out if key in message)
-        return RenderedChat(np.array(ids, np.int32), trained, counted)
+        return RenderedChat(ids, trained, counted)
 
-    def _encode(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encode(self, text: str, spans: Sequence[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the ids of a text and their places in it, with no token across the start of a span.
 
         White space at the beginning of an answer may be one token with the line break before it, but a model is asked
@@ -133,20 +133,16 @@ class ChatRenderer:
         """
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = np.array([span.start for span in spans], np.int64)
-        places = np.array(offsets, np.int64).reshape(-1, 2)
-        order = np.argsort(places[:, 0], kind="stable")
-        reach = np.concatenate(([0], np.maximum.accumulate(places[order, 1])))
-        is_across = reach[np.searchsorted(places[order, 0], starts)] > starts
+        order = np.argsort(offsets[:, 0], kind="stable")
+        reach = np.concatenate(([0], np.maximum.accumulate(offsets[order, 1])))
+        is_across = reach[np.searchsorted(offsets[order, 0], starts)] > starts
         if not is_across.any():
             return ids, offsets
         cuts = [0, *starts[is_across].tolist(), len(text)]
-        joined: list[int] = []
-        found: list[tuple[int, int]] = []
-        for start, end in itertools.pairwise(cuts):
-            part, within = self.tokenizer.encode_with_offsets(text[start:end])
-            joined += part
-            found += [(start + first, start + last) for first, last in within]
-        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):
+        parts = [self.tokenizer.encode_with_offsets(text[start:end]) for start, end in itertools.pairwise(cuts)]
+        joined = np.concatenate([part for part, _ in parts])
+        found = np.concatenate([within + start for start, (_, within) in zip(cuts, parts, strict=False)])
+        if self.tokenizer.decode(joined.tolist()) != self.tokenizer.decode(ids.tolist()):
             raise ConversationError(
                 "the white space at the beginning of an answer is one token with the end of its prompt, and the "
                 "tokenizer does not encode them apart; remove that white space"
@@ -158,11 +154,12 @@ class ChatRenderer:
         text: str,
         spans: Sequence[Span],
         numbers: Sequence[int],
-        ids: Sequence[int],
-        offsets: Sequence[tuple[int, int]],
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int32],
     ) -> list[Span]:
         """Returns each turn up to its last control symbol, so that a model that learns the turn stops there."""
-        closing = [place for token, place in zip(ids, offsets, strict=True) if can_end_turn(self.tokenizer, token)]
+        ends = [token for token in np.unique(ids).tolist() if can_end_turn(self.tokenizer, token)]
+        closing: list[list[int]] = offsets[np.isin(ids, ends)].tolist()
         starts = [first for first, _ in closing]
         closed = []
         for (start, end), number in zip(spans, numbers, strict=False):
@@ -327,7 +324,7 @@ def _check_weights(messages: Sequence[Message], weights: Sequence[int]) -> None:
 
 
 def _mark(
-    offsets: NDArray[np.int64], labels: Labels, spans: Sequence[Span], weights: Sequence[int]
+    offsets: NDArray[np.int32], labels: Labels, spans: Sequence[Span], weights: Sequence[int]
 ) -> NDArray[np.bool_]:
     """Returns whether each token is learned; `spans` are the assistant's turns, `weights` 0 where one is not."""
     trained = np.full(len(offsets), labels == "all")

@@ -142,7 +142,8 @@ def _write_close(template: ChatTemplate, probe: _Probe, variables: Mapping[str, 
 
 def _list_controls(tokenizer: Tokenizer, closing: str) -> tuple[list[int], bool]:
     """Returns the control symbols in a text, and whether nothing but white space stands after the last of them."""
-    ids, offsets = tokenizer.encode_with_offsets(closing)
+    encoded, offsets = tokenizer.encode_with_offsets(closing)
+    ids = encoded.tolist()
     places = [place for place, token in enumerate(ids) if can_end_turn(tokenizer, token)]
     is_last = bool(places) and not closing[offsets[places[-1]][1] :].strip()
     return [ids[place] for place in places], is_last

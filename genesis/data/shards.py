@@ -137,7 +137,7 @@ class ShardWriter:
         if not (np.count_nonzero(is_eos) == len(ends) and is_eos[ends - 1].all()):
             self._ends_by_index = True
         self._append_labels(documents)
-        self._ends.extend((ends + self.num_tokens).tolist())
+        self._ends.frombytes((ends + self.num_tokens).astype(np.uint64).tobytes())
         self.num_tokens += len(documents.tokens)
         self._num_text_bytes += documents.num_text_bytes
 
@@ -145,7 +145,8 @@ class ShardWriter:
         """Completes the files and forces them to the disk; returns the record of the shard at `final_path`."""
         _, index_path, metadata_path = shard_files(self.path)
         self._opened.close()
-        index = np.array(self._ends, dtype="<u8").tobytes()
+        # Without a copy: documents of one letter have more bytes here than in their text.
+        index = np.asarray(self._ends, "<u8").view(np.uint8).data
         _write(index_path, index)
         lines = (f"{self._tokenizer_name}|{self._dtype.itemsize}", str(self.num_tokens), _readable(self.num_tokens))
         _write(metadata_path, "\n".join(lines).encode())
@@ -342,7 +343,7 @@ def _file_bytes(path: Path) -> int:
         raise UserError(f"{path} cannot be read ({error.strerror}); put it back as it was") from None
 
 
-def _write(path: Path, data: bytes | bytearray) -> None:
+def _write(path: Path, data: bytes | bytearray | memoryview) -> None:
     with create_file(path) as file:
         file.write(data)
 

@@ -38,7 +38,7 @@ def compare_fast_tokenizer(tokenizer: Tokenizer, fast: bytes, *, left_out: str =
     texts = TextSearch(theirs, list_expressions(read_json(files, FAST_NAME)))
     return compare_tokenizers(
         tokenizer,
-        lambda text: texts.encode(text).ids,
+        lambda text: texts.encode(text).tolist(),
         lambda ids: texts.decode(ids, has_controls=True),
         left_out=left_out,
     )

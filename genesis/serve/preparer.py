@@ -7,6 +7,7 @@ texts are encoded in a process, too, if the tokenizer has unknown expressions, w
 """
 
 import asyncio
+import functools
 import logging
 import os
 import pickle
@@ -347,10 +348,16 @@ def _open(tokenizer_hash: str, files: Mapping[str, bytes]) -> object:
     return None
 
 
+@functools.cache
+def _give_way() -> None:
+    """Lets the server come first, whatever its own priority is."""
+    os.nice(_NICENESS)
+
+
 def _run(job: Job) -> object:
     """Returns the prompts, the request, or None if the process lacks the tokenizer."""
     if isinstance(job.asked, bytes):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        _give_way()
     if job.tokenizer_hash is not None and job.tokenizer_hash not in _tokenizers:
         return None
     if job.grammar is not None:

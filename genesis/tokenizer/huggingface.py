@@ -123,7 +123,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
-        return self._texts.encode(text).ids
+        ids: list[int] = self._texts.encode(text).tolist()
+        return ids
 
     def min_num_tokens(self, text: str) -> int:
         """Returns a number of ids that the text cannot go below: as if it had only the longest token.
@@ -137,19 +138,20 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
         if num_threads == 1:  # the library starts one thread per processor
-            return [np.array(self.encode(text), np.int32) for text in texts]
-        return [np.array(ids, np.int32) for ids in self._texts.encode_batch(texts)]
+            return [self._texts.encode(text) for text in texts]
+        return self._texts.encode_batch(texts)
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
-        return self.encode_with_offsets(text)[0]
+        ids: list[int] = self.encode_with_offsets(text)[0].tolist()
+        return ids
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the ids of `encode_with_controls`, and in rows each one's start and end (exclusive) in characters."""
         if may_have_hidden(text):
-            ids, offsets = self._texts_with_hidden.encode(self.literal.swap(text))
-            return [self._symbols.get(token, token) for token in ids], offsets
-        return self._texts_with_controls.encode(text)
+            ids, offsets = self._texts_with_hidden.encode_with_offsets(self.literal.swap(text))
+            return self._symbols[ids], offsets
+        return self._texts_with_controls.encode_with_offsets(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8.
@@ -217,9 +219,13 @@ class HuggingFaceTokenizer:
         return TextSearch(self._with_hidden, self._expressions)
 
     @cached_property
-    def _symbols(self) -> Mapping[int, int]:
+    def _symbols(self) -> NDArray[np.int32]:
+        """The id for each id of the tokenizer with hidden spellings."""
         by_spelling = self._with_hidden.get_vocab(with_added_tokens=True)
-        return {by_spelling[self.literal.swap(one.content)]: token for token, one in self._specials.items()}
+        ids = np.arange(max(by_spelling.values()) + 1, dtype=np.int32)
+        for token, one in self._specials.items():
+            ids[by_spelling[self.literal.swap(one.content)]] = token
+        return ids
 
     @property
     def _renamed(self) -> tokenizers.Tokenizer:
@@ -245,7 +251,7 @@ class HuggingFaceTokenizer:
         """Returns eos, or the token that separates texts if the tokenizer puts that behind a text, as BERT's does."""
         named = self._find_named("eos_token")
         between = self._find_named("sep_token")
-        *_, last = self._texts.encode("a", is_framed=True).ids
+        *_, last = self._texts.encode("a", is_framed=True).tolist()
         return between if named is None and last == between else named
 
     def _find_named(self, key: str) -> int | None:
@@ -259,7 +265,7 @@ class HuggingFaceTokenizer:
         Raises:
             UserError: The tokenizer adds more than one id before a text.
         """
-        plain, framed = self.encode("a"), self._texts.encode("a", is_framed=True).ids
+        plain, framed = self.encode("a"), self._texts.encode("a", is_framed=True).tolist()
         start = next(start for start in range(len(framed)) if framed[start : start + len(plain)] == plain)
         if start > 1:
             raise UserError(f"it puts {start} ids before a text, but a document begins with at most one")

@@ -10,9 +10,12 @@ import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from itertools import chain
+from typing import Any, Final
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from genesis.base.errors import UserError, numbered
 from genesis.base.limited_workers import (
@@ -29,13 +32,6 @@ from genesis.tokenizer.panics import refusing_panics, without_panics_printed
 _WORKERS: Final = LimitedWorkers(__name__, 1)
 
 
-class Encoded(NamedTuple):
-    """The ids of a text, and each id's start and end (exclusive) in characters."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-
 class TextSearch:
     """The calls of a tokenizer of the library that search a text. Several threads may call.
 
@@ -50,14 +46,19 @@ class TextSearch:
         self._built, self._expressions = built, expressions
         self._is_direct = is_limited() or not has_unknown(expressions)
 
-    def encode(self, text: str, *, is_framed: bool = False) -> Encoded:
+    def encode(self, text: str, *, is_framed: bool = False) -> NDArray[np.int32]:
         """Returns the ids of a text; `is_framed` with those that the tokenizer adds before and after it."""
-        ids, offsets = self._call(_encode, len(text), text, is_framed)
-        return Encoded(ids, offsets)
+        ids: NDArray[np.int32] = self._call(_encode, len(text), text, is_framed)
+        return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the ids of a text, and in rows the start and end (exclusive) of each in characters."""
+        found: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call(_encode_with_offsets, len(text), text)
+        return found
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, by several threads."""
-        found: list[list[int]] = self._call(_encode_batch, sum(map(len, texts)), [*texts])
+        found: list[NDArray[np.int32]] = self._call(_encode_batch, sum(map(len, texts)), [*texts])
         return found
 
     def decode(self, ids: list[int], *, has_controls: bool) -> str:
@@ -98,14 +99,22 @@ class TextSearch:
 
 
 @refusing_panics
-def _encode(built: tokenizers.Tokenizer, text: str, is_framed: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    encoded = built.encode(text, add_special_tokens=is_framed)
-    return encoded.ids, encoded.offsets
+def _encode(built: tokenizers.Tokenizer, text: str, is_framed: bool) -> NDArray[np.int32]:
+    return np.array(built.encode(text, add_special_tokens=is_framed).ids, np.int32)
 
 
 @refusing_panics
-def _encode_batch(built: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-    return [one.ids for one in built.encode_batch_fast(texts, add_special_tokens=False)]
+def _encode_with_offsets(built: tokenizers.Tokenizer, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    encoded = built.encode(text, add_special_tokens=False)
+    ids, num_tokens = np.array(encoded.ids, np.int32), len(encoded)
+    # One at a time: the library's list of all would take more memory than the rest.
+    places = chain.from_iterable(filter(None, map(encoded.token_to_chars, range(num_tokens))))
+    return ids, np.fromiter(places, np.int32, 2 * num_tokens).reshape(-1, 2)
+
+
+@refusing_panics
+def _encode_batch(built: tokenizers.Tokenizer, texts: list[str]) -> list[NDArray[np.int32]]:
+    return [np.array(one.ids, np.int32) for one in built.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 @refusing_panics

@@ -143,27 +143,25 @@ class SentencePieceTokenizer:
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
-        return self.encode_with_offsets(text)[0]
+        ids: list[int] = self.encode_with_offsets(text)[0].tolist()
+        return ids
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the ids of `encode_with_controls`, and in rows each one's start and end (exclusive) in characters."""
         parts = self._controls.split(text)
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        start = 0
+        ids = [np.empty(0, np.int32)]
+        spellings: list[bytes] = []
         for index, part in enumerate(parts):
             if index % 2:
-                ids.append(self.token_id(part))
-                offsets.append((start, start + len(part)))
+                ids.append(np.array([self.token_id(part)], np.int32))
+                spellings.append(part.encode())
             elif part:
-                part = self.literal.reveal(part) if may_have_hidden(part) else part
-                of_part = self.encode(part)
-                ids += of_part
-                shift = start - len(self._prefix)
-                found = find_offsets(self._prefix + part, [self._bytes[token] for token in of_part])
-                offsets += [(max(start, first + shift), max(start, last + shift)) for first, last in found]
-            start += len(part)
-        return ids, offsets
+                parts[index] = self.literal.reveal(part) if may_have_hidden(part) else part
+                ids += self.encode_batch([parts[index]])
+                spelled = [self._bytes[token] for token in ids[-1].tolist()]
+                spelled[0] = spelled[0].removeprefix(self._prefix.encode())
+                spellings += spelled
+        return np.concatenate(ids), find_offsets("".join(parts), spellings)
 
     @cached_property
     def literal(self) -> LiteralControls:

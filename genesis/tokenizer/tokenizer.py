@@ -99,8 +99,8 @@ class Tokenizer(Protocol):
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the ids of `encode_with_controls`, and in rows each one's start and end (exclusive) in characters."""
 
     def min_num_tokens(self, text: str) -> int:
         """Returns a number of ids that `encode_with_controls` cannot go below, without encoding; 0 if none is known."""
@@ -173,27 +173,28 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 def find_control(tokenizer: Tokenizer, text: str) -> tuple[str, int] | None:
     """Returns the first control symbol that a text spells, with the text before it; None if it spells none."""
     ids, offsets = tokenizer.encode_with_offsets(text)
-    places = zip(ids, offsets, strict=True)
-    return next(((text[:start], token) for token, (start, _) in places if tokenizer.is_control(token)), None)
+    places = zip(ids.tolist(), offsets[:, 0].tolist(), strict=True)
+    return next(((text[:start], token) for token, start in places if tokenizer.is_control(token)), None)
 
 
-def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]:
+def find_offsets(text: str, spellings: Sequence[bytes]) -> NDArray[np.int32]:
     """Returns the start and end (exclusive) of each token, in characters of the text that they spell together.
 
     Example:
-        >>> find_offsets("\u00e9a", ["\u00e9".encode()[:1], "\u00e9".encode()[1:], b"a"])
-        [(0, 1), (0, 1), (1, 2)]
+        >>> find_offsets("\u00e9a", ["\u00e9".encode()[:1], "\u00e9".encode()[1:], b"a"]).tolist()
+        [[0, 1], [0, 1], [1, 2]]
     """
-    characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text]).tolist()
-    is_spelled = b"".join(spellings) == text.encode()
+    utf8 = text.encode()
+    is_spelled = b"".join(spellings) == utf8
     assert is_spelled, "the tokens do not spell the text"
-    offsets, start = [], 0
-    for spelling in spellings:
-        end = start + len(spelling)
-        first = characters[start] if start < len(characters) else len(text)
-        offsets.append((first, characters[end - 1] + 1 if end > start else first))
-        start = end
-    return offsets
+    # The character of each byte, and of the end: a byte 10xxxxxx continues one.
+    is_first = (np.frombuffer(utf8, np.uint8) & 0xC0) != 0x80
+    characters = np.append(np.cumsum(is_first, dtype=np.int32) - 1, len(text))
+    lengths = np.fromiter(map(len, spellings), np.int64, len(spellings))
+    ends = lengths.cumsum()
+    firsts = characters[ends - lengths]
+    lasts = np.where(lengths > 0, characters[ends - 1] + 1, firsts)
+    return np.stack([firsts, lasts], axis=1).astype(np.int32)
 
 
 def is_utf8(data: bytes) -> bool:

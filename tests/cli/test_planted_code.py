@@ -20,7 +20,15 @@ from tests.serve.test_adapters import write_peft
 from tests.tiny_runs import build_decoder, save_adapted
 from tests.tokenizer.test_huggingface import TEXTS, qwen
 
-SHAPE = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_window_layers": 0}
+SHAPE = {
+    **{"vocab_size": 640, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "max_window_layers": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+}
+"""Widths that NF4 takes."""
+SMALL = (
+    *("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1"),
+    *("--trainer.accelerator", "cpu"),
+)
 
 
 def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
@@ -35,28 +43,46 @@ def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
     return str(out)
 
 
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Returns a tiny Qwen2 with a tokenizer, a chat template, and code that would leave `it-ran`."""
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    qwen(directory)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16).save_pretrained(directory)
+    plant_code(directory, tmp_path / "it-ran")
+    return directory
+
+
+def plant_in_run(directory: Path) -> None:
+    plant_code(directory, directory.parent / "it-ran")
+    (directory / "config.json").unlink()  # a run has none
+
+
+def prepare(theirs: Path) -> Path:
+    """Prepares a corpus by a model's tokenizer."""
+    root = theirs.parent
+    write_jsonl(root / "web.jsonl", TEXTS)
+    sources = json.dumps([{"name": "web", "paths": [str(root / "web.jsonl")]}])
+    run("data", "prepare", "--name", "web", "--out", root / "corpora", "--tokenizer", theirs, "--sources", sources)
+    return root / "corpora/web"
+
+
 @pytest.mark.process
 @pytest.mark.slow
-def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> None:
-    theirs, marker = tmp_path / "theirs", tmp_path / "it-ran"
-    theirs.mkdir()
-    qwen(theirs)
-    torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(theirs)
-    plant_code(theirs, marker)
+def test_code_of_a_model_runs_in_no_command_that_opens_it(theirs: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "it-ran"
     own, back, corpora = tmp_path / "own", tmp_path / "back", tmp_path / "corpora"
     lines = run("import", theirs, own).splitlines()
     (line,) = [line for line in lines if line.startswith("code of the model was not run: ")]
     assert "auto_map in config.json" in line
     assert "configuration_planted.py" in line
     run("import", theirs, tmp_path / "weights", "--no_tokenizer", "--proof", "weights")
-    plant_code(own, marker)
-    (own / "config.json").unlink()  # a run has none
-    write_jsonl(tmp_path / "web.jsonl", TEXTS)
+    plant_in_run(own)
+    prepare(theirs)
     sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
     run("tokenizer", "inspect", "--tokenizer", theirs, "--sources", sources, statuses=(0, 1))
-    run("data", "prepare", "--name", "web", "--out", corpora, "--tokenizer", theirs, "--sources", sources)
     run("generate", own, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
     run("evaluate", own, "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
     run("export", own, back)
@@ -71,10 +97,60 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(tmp_path: Path) -> Non
             (model, *_) = server.ask("/v1/models")[1]["data"]
             status, _, _ = server.ask("/v1/completions", {"model": model["id"], "prompt": "All", "max_tokens": 1})
             assert status == 200
-    fit = ("fit", "--config", own / "recipe.yaml", "--data.corpus", corpora / "web", "--run_dir", tmp_path / "tuned")
-    small = ("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1")
-    run(*fit, *small, "--trainer.accelerator", "cpu")
     assert not marker.exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_code_in_a_run_runs_in_no_command_that_reads_it(theirs: Path, tmp_path: Path) -> None:
+    own, tuned = tmp_path / "own", tmp_path / "tuned"
+    run("import", theirs, own)
+    plant_in_run(own)
+    recipe = ("--config", own / "recipe.yaml", "--data.corpus", prepare(theirs), *SMALL)
+    run("fit", *recipe, "--run_dir", tuned)
+    plant_in_run(tuned)
+    run("validate", *recipe, "--ckpt_path", own)
+    run("plan", *recipe, statuses=(0, 1))
+    run("model", "describe", "--config", own / "recipe.yaml")
+    run("model", "add-tokens", own, tmp_path / "more", "<|more|>")
+    for command in (("checkpoint", "show"), ("checkpoint", "verify"), ("report",), ("runs",)):
+        run(*command, tuned, statuses=(0, 1))
+    run("checkpoint", "diff", own, tuned, statuses=(0, 1))
+    run("mirror", tuned, tmp_path / "mirror", "--once")
+    run("mirror", "restore", tmp_path / "mirror", tmp_path / "restored")
+    assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_code_of_a_model_does_not_run_in_transformers_decoder(theirs: Path, tmp_path: Path) -> None:
+    foreign, continued = tmp_path / "foreign", tmp_path / "continued"
+    recipe = ("--config", foreign / "recipe.yaml", "--data.corpus", prepare(theirs), *SMALL)
+    assert "auto_map in config.json" in run("import", theirs, foreign, "--as", "transformers")
+    plant_in_run(foreign)
+    run("fit", *recipe, "--run_dir", continued)
+    plant_in_run(continued)
+    run("evaluate", continued, "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
+    run("export", continued, tmp_path / "back")
+    assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_code_of_a_model_does_not_run_beside_adapters_of_a_base_in_nf4(theirs: Path, tmp_path: Path) -> None:
+    small, tuned = tmp_path / "small", tmp_path / "tuned"
+    recipe = ("--config", small / "recipe.yaml", "--data.corpus", prepare(theirs), *SMALL)
+    run("import", theirs, small, "--dtype", "nf4")
+    plant_in_run(small)
+    run("fit", *recipe, "--model.adapter.rank", "2", "--run_dir", tuned)
+    plant_in_run(tuned)
+    run("generate", tuned, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
+    run("evaluate", tuned, "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
+    run("export", tuned, tmp_path / "peft", "--adapter", "--base_name", str(theirs))
+    assert not (tmp_path / "it-ran").exists()
 
 
 @pytest.mark.process

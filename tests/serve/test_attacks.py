@@ -348,7 +348,6 @@ class Attacked:
             )
         assert self.process.stdout is not None
         self.running = Running(int(re.findall(rb":([0-9]+)/", self.process.stdout.readline())[0]))
-        self.children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
 
     def attack(self, seconds, *kinds):
         script = [sys.executable, attackers.__file__, str(self.running.port), str(seconds), TOKEN, *kinds]
@@ -368,7 +367,8 @@ class Attacked:
         return sum(cpu_seconds(int(pid)) for pid in self.pids())
 
     def pids(self, *, of_processes=True):
-        return [str(self.process.pid), *(Path(self.children).read_text().split() if of_processes else ())]
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir() if of_processes else ()
+        return [str(self.process.pid), *(pid for one in threads for pid in (one / "children").read_text().split())]
 
     def memory_bytes(self, *, of_processes=True):
         """Returns what the server, and its processes, hold in memory."""
@@ -409,6 +409,20 @@ def test_a_client_is_answered_and_a_signal_ends_the_server_under_all_attacks(
         process.communicate()
         assert statuses == [200] * 8
         assert server.log.stat().st_size < 4096, server.log.read_text()
+
+
+@pytest.mark.slow
+def test_what_reads_large_chats_gives_way_to_the_server_whatever_its_priority_is(chat_run, tmp_path):
+    with attacked(chat_run, tmp_path) as server:
+        pid = server.process.pid
+        os.setpriority(os.PRIO_PROCESS, pid, 12)
+        for thread in Path(f"/proc/{pid}/task").iterdir():  # on Linux each has its own
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 12)
+        body = {"model": "latest", **LARGE["an assistant's turn"]}
+        assert server.running.ask("/v1/chat/completions", body, RIGHT)[0] == 400
+        assert server.ask(1)[0] == 200
+        found = {os.getpriority(os.PRIO_PROCESS, int(one)) for one in server.pids()}
+        assert found == {12, 17}
 
 
 @pytest.mark.long

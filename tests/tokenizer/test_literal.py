@@ -38,10 +38,10 @@ def test_the_symbols_of_a_text_split_it_as_before_where_others_are_only_text(tmp
     symbols = [piece for token, piece in enumerate(tokenizer.pieces) if tokenizer.is_control(token)]
     first, second = symbols[-2:]
     sound = f"{first}the  ten{second} {first} in there{second}the{second}"
-    ids, offsets = tokenizer.encode_with_offsets(sound)
+    ids, offsets = (found.tolist() for found in tokenizer.encode_with_offsets(sound))
     for text in (second, f" a {second} in{first}{symbols[0]}"):
         given = sound + tokenizer.literal.hide(text)
-        mixed, places = tokenizer.encode_with_offsets(given)
+        mixed, places = (found.tolist() for found in tokenizer.encode_with_offsets(given))
         assert tokenizer.encode_with_controls(given) == mixed
         assert (mixed[: len(ids)], places[: len(ids)]) == (ids, offsets)
         assert not any(map(tokenizer.is_control, mixed[len(ids) :]))

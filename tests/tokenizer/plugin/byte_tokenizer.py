@@ -63,9 +63,9 @@ class ByteTokenizer:
         ]
         return [token for part in ids for token in part]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         ids = self.encode_with_controls(text)
-        return ids, find_offsets(
+        return np.array(ids, np.int32), find_offsets(
             self.literal.reveal(text),
             [self.pieces[token].encode() if self.is_control(token) else self._bytes[token] for token in ids],
         )
