@@ -14,7 +14,7 @@ import pytest
 
 from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError
-from genesis_callbacks.base.errors import RunEndedError
+from genesis_callbacks.base.errors import RunEndedError, describe_error
 from genesis_callbacks.base.locks import lock_file
 from genesis_callbacks.checkpoint.job import hold_staging
 from genesis_callbacks.checkpoint.lineage import DirectoryLock, find_holder, wait_for_orphans
@@ -63,6 +63,18 @@ def test_a_machine_without_any_locks_is_refused_in_one_line(shared, tmp_path, mo
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(RunEndedError, match=r"no locks here .* and none in .*: set TMPDIR to a directory on a local"):
         DirectoryLock(shared)
+
+
+def test_a_file_system_that_fails_is_named_with_what_to_look_at(tmp_path, monkeypatch):
+    def fail(descriptor, kind):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        DirectoryLock(tmp_path)
+    assert describe_error(raised.value).endswith(
+        f"error: '{tmp_path}'; its disk, or the server of its file system, has failed: see the kernel's log (`dmesg`)"
+    )
 
 
 def test_a_restart_waits_for_the_writer_of_a_killed_trainer(shared):

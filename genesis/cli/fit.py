@@ -42,7 +42,7 @@ from genesis.cli.fit_checks import (
 )
 from genesis.cli.help import PlainParser
 from genesis.cli.lost_rank import LostRankError, is_lost_connection
-from genesis.cli.options import check_is_yaml, explain_empty_path
+from genesis.cli.options import explain_empty_path
 from genesis.cli.quiet import quiet_lightning
 from genesis.cli.tokenizer_identity import keep_tokenizer_hash
 from genesis.cli.trainer import GenesisTrainer, complete_trainer, read_recipe
@@ -60,7 +60,7 @@ from genesis.objectives.objective import FitContext, Prepared, RecipeContext
 from genesis.optim.recipe import DEFAULT
 from genesis.recipe.deprecated import describe_deprecated, rename_in_arguments, rename_in_yaml
 from genesis.recipe.resolved import ResolvedRecipe, complete_arguments, replace_in_recipes
-from genesis.recipe.yaml import dump_yaml
+from genesis.recipe.yaml import check_is_yaml, dump_yaml
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule

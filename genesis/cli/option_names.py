@@ -12,14 +12,13 @@ from typing import Final
 import yaml
 
 from genesis.base.errors import UserError
-from genesis.cli.options import check_is_yaml
 from genesis.data.manifest import MANIFEST_NAME, NotPreparedError
 from genesis.recipe.deprecated import is_removed, rename_in_arguments, rename_option
 from genesis.recipe.imports import check_imports
 from genesis.recipe.options import Options, is_current, is_declared
 from genesis.recipe.resolved import ResolvedRecipe, list_steps
 from genesis.recipe.values import explain_text, fits
-from genesis.recipe.yaml import RecipeLoader, list_imports
+from genesis.recipe.yaml import RecipeLoader, check_is_yaml, list_imports
 from genesis_callbacks.base.untrusted import read_file
 
 _CORPUS: Final = "data.corpus"

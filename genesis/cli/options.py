@@ -5,7 +5,6 @@ import difflib
 import os
 import re
 from argparse import ArgumentError, ArgumentTypeError
-from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_type_hints
@@ -19,14 +18,12 @@ from genesis.base.errors import UserError
 from genesis.cli.help import PlainParser
 from genesis.cli.import_gate import guard_imports
 from genesis.cli.type_errors import explain_types
-from genesis.recipe.yaml import FastRecipeLoader, RecipeLoader, check_aliases, dump_yaml
-from genesis_callbacks.base.untrusted import read_file
+from genesis.recipe.yaml import FastRecipeLoader, RecipeLoader, check_aliases, check_is_yaml, dump_yaml
 
 T = TypeVar("T")
 
 FAILED_CHECK = 1
 """Exit status of a command whose check found a problem."""
-_NO_SECTIONS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
 PLAIN_WIDTH = 120
 """Columns of a table that is printed to a file or a pipe."""
 
@@ -77,61 +74,6 @@ class OptionsParser(PlainParser):
         """Returns the options in the file `cfg_path`."""
         check_is_yaml(cfg_path)
         return super().parse_path(cfg_path, *args, **kwargs)
-
-
-def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) -> None:
-    """Refuses a file that is not a mapping of options. Pipes are skipped, because they can be read only once.
-
-    Args:
-        path: The file.
-        sections: Keys at its top whose values are mappings, or the names of other files.
-
-    Raises:
-        UserError: The file is not YAML, is not a mapping, has a key twice, where YAML would drop the first value, has
-            aliases that repeat very many values, or has another value in the place of a section, which the parser may
-            drop.
-    """
-    if not Path(path).is_file():
-        return
-    try:
-        node = yaml.compose(read_file(path), RecipeLoader)
-    except yaml.MarkedYAMLError as error:
-        raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise UserError(f"{path} has brackets nested too deeply for a recipe: remove them") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} has no options: write one 'name: value' per line")
-    check_aliases(node, path)
-    _check_keys_are_unique(path, node)
-    for key, value in node.value:
-        if key.value in sections and (isinstance(value, yaml.SequenceNode) or value.tag in _NO_SECTIONS):
-            place = f"{path}{_place(value.start_mark)}"
-            raise UserError(f"{place} has no options in the section {key.value}: write one 'name: value' per line")
-
-
-def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> None:
-    waiting, seen_nodes = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, yaml.CollectionNode) or id(node) in seen_nodes:  # an anchor may contain itself
-            continue
-        seen_nodes.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-            continue
-        keys: set[str] = set()
-        for key, value in node.value:
-            waiting += (key, value)
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in keys and key.value != "<<":
-                    raise UserError(f"{path}{_place(key.start_mark)} has the key {key.value!r} twice: merge the two")
-                keys.add(key.value)
-
-
-def _place(mark: yaml.Mark | None) -> str:
-    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1},"
 
 
 def build_parser(name: str, description: str) -> ArgumentParser:
@@ -202,7 +144,8 @@ def _explain(message: str, known: list[str]) -> str:
         r"unrecognized arguments: --([^\s=]+)", line, re.IGNORECASE
     )
     if unknown:
-        near = difflib.get_close_matches(unknown[1].split(".")[-1], known, n=1)
-        if near:
+        name = unknown[1].split(".")[-1]
+        near = difflib.get_close_matches(name, known, n=1)
+        if near and near[0] != name:  # the same name is a field of something else, such as of a source
             line += f"; did you mean {near[0]}?"
     return line

@@ -13,7 +13,7 @@ from genesis.base.arguments import Parser, read_size
 from genesis.base.console import Console
 from genesis.base.errors import UserError
 from genesis.cli.option_names import check_names
-from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
+from genesis.cli.options import PLAIN_WIDTH
 from genesis.cli.plan_tables import print_plan
 from genesis.cli.quiet import warned_in_one_line
 from genesis.model.adapter import BASE_FORMATS
@@ -31,6 +31,7 @@ from genesis.operations.plan.remedies import Budget
 from genesis.operations.plan.report import Question, make_plan, own_layout, to_json
 from genesis.operations.plan.speed import ASSUMED_MFU, Rate, find_rate, rate_from_tokens
 from genesis.recipe.resolved import ResolvedRecipe
+from genesis.recipe.yaml import check_is_yaml
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 _CONTEXT_BYTES: Final = 600 * 2**20

@@ -1,6 +1,5 @@
 """`genesis serve`."""
 
-import math
 import os
 import signal
 from dataclasses import replace
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from genesis.base.arguments import Parser
+from genesis.base.arguments import Parser, read_size
 from genesis.base.available_memory import available_memory
 from genesis.base.device import is_host
 from genesis.base.errors import UserError, numbered
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
         max_models=_count_models(arguments.max_models, len(adapters)),
         max_request_seconds=arguments.max_request_seconds,
         max_write_seconds=arguments.max_write_seconds,
-        prefix_bytes=_read_prefix_bytes(arguments.prefix_cache_gb),
+        prefix_bytes=arguments.prefix_cache_gb,
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model, adapters)
@@ -108,10 +107,13 @@ def _read_adapters(values: list[str]) -> dict[str, Path]:
     return adapters
 
 
-def _read_prefix_bytes(gigabytes: float) -> int:
-    if not 0.0 <= gigabytes < math.inf:
-        raise UserError(f"--prefix_cache_gb is {gigabytes}: give gigabytes, or 0 to compute all prompts")
-    return int(gigabytes * 1e9)
+def _read_gigabytes(text: str) -> int:
+    """Returns the bytes of a size, whose unit is GB where it has none.
+
+    >>> _read_gigabytes("0.5"), _read_gigabytes("512MiB")
+    (500000000, 536870912)
+    """
+    return read_size(text if text.strip()[-1:].isalpha() else f"{text}GB")
 
 
 def _count_models(given: int | None, num_adapters: int) -> int:
@@ -196,10 +198,10 @@ def _build_parser() -> Parser:
     )
     add(
         "--prefix_cache_gb",
-        type=float,
-        default=limits.prefix_bytes / 1e9,
-        help="memory for computed beginnings of prompts, which prompts with the same beginning use; each of "
-        f"--max_models has an equal share; default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
+        type=_read_gigabytes,
+        default=limits.prefix_bytes,
+        help="memory in GB, or as 512MB, for computed beginnings of prompts, which prompts with the same beginning "
+        f"use; each of --max_models has an equal share; default {limits.prefix_bytes / 1e9:g}; 0 computes all prompts",
     )
     add("--max_request_seconds", type=float, default=limits.max_request_seconds, help="time limit of a request")
     add(

@@ -136,7 +136,7 @@ def _build_parser() -> Parser:
         "the memory is too small (default %(default)s)",
     )
     for name, default, text in (
-        ("--hang_seconds", limits.hang_seconds, "a rank that trains without a heartbeat for so long hangs"),
+        ("--hang_seconds", limits.hang_seconds, "time without a heartbeat until a rank in training hangs"),
         ("--start_seconds", limits.start_seconds, "limit from a launch to the first step"),
         ("--phase_seconds", limits.phase_seconds, "limit without a heartbeat in validations, saves and rollouts"),
         ("--grace_seconds", limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended"),

@@ -328,9 +328,13 @@ def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
         zip(packed["positions"], packed["sizes"], [0, *ends.tolist()], strict=True)
     ):
         own = slice(start, start + int(size))
+        is_finished, rewards, old_log_probs, single_rewards = (column[index] for column in columns)
         groups[int(position)] = Group(
             tuple(answers[own]),
-            *(column[index] for column in columns),
+            is_finished,
+            rewards,
+            old_log_probs,
+            single_rewards,
             None if of_tokens is None else tuple(of_tokens[own]),
             int(packed["num_resamples"][index]),
         )

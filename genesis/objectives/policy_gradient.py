@@ -446,16 +446,18 @@ def compare_rewards(rewards: Float64[ndarray, "P G"], form: AdvantageForm) -> Fl
         return _standardise(rewards)
     if form == "group_std":
         return np.stack([_standardise(group) for group in rewards])
-    centred = rewards - rewards.mean(1, keepdims=True)
-    centred[np.ptp(rewards, axis=1) == 0] = 0.0  # where the mean is rounded
-    # R - mean(others) = (R - mean(all)) * G / (G - 1)
-    return centred * (rewards.shape[1] / (rewards.shape[1] - 1)) if form == "leave_one_out" else centred
+    advantages: Float64[ndarray, "P G"] = rewards - rewards.mean(1, keepdims=True)
+    advantages[np.ptp(rewards, axis=1) == 0] = 0.0  # where the mean is rounded
+    if form == "leave_one_out":  # R - mean(others) = (R - mean(all)) * G / (G - 1)
+        advantages *= rewards.shape[1] / (rewards.shape[1] - 1)
+    return advantages
 
 
 def _standardise(rewards: Float64[ndarray, "*N"]) -> Float64[ndarray, "*N"]:
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (measure_spread(rewards) + _TINY_SPREAD)
+    advantages: Float64[ndarray, "*N"] = (rewards - rewards.mean()) / (measure_spread(rewards) + _TINY_SPREAD)
+    return advantages
 
 
 def measure_spread(rewards: Float64[ndarray, " G"]) -> float:

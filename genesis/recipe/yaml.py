@@ -10,11 +10,14 @@ shares what an alias repeats, but whoever walks or copies the content meets each
 
 import os
 import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from genesis.base.errors import UserError, numbered
+from genesis_callbacks.base.untrusted import read_file
 
 _MOST_REPEATED: Final = 100_000
 _TYPES: Final = {
@@ -29,6 +32,7 @@ _TYPES: Final = {
     "merge": (r"<<", "<"),
 }
 """What a plain word is: the pattern of the whole word, and the characters with which it begins."""
+_NO_SECTIONS: Final = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
 _CLASS_PATH: Final = "class_path"
 _TAKES_BARE_PATH: Final = re.compile(r"trainer\.[^.]+|model\.objective")
 """The options that also take the path of a class as a text, or the name of a file."""
@@ -104,6 +108,61 @@ def dump_yaml(content: Any) -> str:
     """Returns the YAML text of plain values, in their order; every reader finds the same types in it."""
     text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+def check_is_yaml(path: str | os.PathLike[str], sections: Collection[str] = ()) -> None:
+    """Refuses a file that is not a mapping of options. Pipes are skipped, because they can be read only once.
+
+    Args:
+        path: The file.
+        sections: Keys at its top whose values are mappings, or the names of other files.
+
+    Raises:
+        UserError: The file is not YAML, is not a mapping, has a key twice, where YAML would drop the first value, has
+            aliases that repeat very many values, or has another value in the place of a section, which the parser may
+            drop.
+    """
+    if not Path(path).is_file():
+        return
+    try:
+        node = yaml.compose(read_file(path), RecipeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{path} has brackets nested too deeply for a recipe: remove them") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} has no options: write one 'name: value' per line")
+    check_aliases(node, path)
+    _check_keys_are_unique(path, node)
+    for key, value in node.value:
+        if key.value in sections and (isinstance(value, yaml.SequenceNode) or value.tag in _NO_SECTIONS):
+            place = f"{path}{_place(value.start_mark)}"
+            raise UserError(f"{place} has no options in the section {key.value}: write one 'name: value' per line")
+
+
+def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> None:
+    waiting, seen_nodes = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen_nodes:  # an anchor may contain itself
+            continue
+        seen_nodes.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        keys: set[str] = set()
+        for key, value in node.value:
+            waiting += (key, value)
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys and key.value != "<<":
+                    raise UserError(f"{path}{_place(key.start_mark)} has the key {key.value!r} twice: merge the two")
+                keys.add(key.value)
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1},"
 
 
 def check_aliases(root: yaml.Node, where: str | os.PathLike[str]) -> None:

@@ -210,7 +210,9 @@ class Rollouts:
     def _add(self, single: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the weighted sum of the rewards of each answer."""
         weighted: NDArray[np.float64] = single * [one.weight for one in self._options]
-        return weighted.sum(1)  # not a product of matrices, whose rounding depends on the number of answers
+        # Not a product of matrices, whose rounding depends on the number of answers.
+        rewards: NDArray[np.float64] = weighted.sum(1)
+        return rewards
 
     def _by_name(self, single: NDArray[np.float64]) -> list[tuple[str, NDArray[np.float64]]]:
         """Returns the rewards of answers by name, if there are several."""

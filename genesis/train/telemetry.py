@@ -31,7 +31,7 @@ class TelemetryOptions:
         gradient: Spikes of the gradient's norm, skips, and the origin of values that are not finite.
         device: Utilisation, power and traffic of an NVIDIA device; needs the package nvidia-ml-py.
         trace_steps: The steps to trace with torch's profiler, counted from 0.
-        hang_seconds: A run whose ranks make no progress for so long ends with their stacks and the name of the rank
+        hang_seconds: A run whose ranks make no progress for this time ends with their stacks and the name of the rank
             that is missing; None never ends it. Collectives may take longer, by the strategy's `timeout_seconds`.
     """
 

@@ -365,6 +365,13 @@ def test_the_other_commands_refuse_in_one_line_too(
     check_is_one_line(genesis(*arguments), *parts)
 
 
+def test_an_option_of_another_place_is_not_proposed_for_itself(genesis: Genesis) -> None:
+    """A tokenizer has no name; each of its sources has one."""
+    outcome = genesis("tokenizer", "train", "--out", "x", "--sources", "[]", "--name", "x")
+    check_is_one_line(outcome, "--name")
+    assert "did you mean" not in outcome.err
+
+
 @pytest.mark.slow
 def test_a_real_process_says_one_line_and_ends_with_status_2(recipe: Path) -> None:
     done = run_genesis("fit", "--config", recipe, "--data.corpus", "nowhere")

@@ -91,6 +91,13 @@ def test_the_help_page_imports_neither_torch_nor_lightning() -> None:
     assert not heavy & modules_after("from genesis.cli.main import main\nmain(['--help'])")
 
 
+def test_a_wrong_value_of_fit_is_found_without_the_parser() -> None:
+    loaded = modules_after(
+        "from genesis.cli.main import main\nmain(['fit', '--config', 'demo', '--data.seq_len', 'many'])"
+    )
+    assert not {"torch", "lightning", "numpy", "rich", "jsonargparse"} & loaded
+
+
 @pytest.mark.slow  # import-linter proves it for imports that stand in a file
 def test_commands_that_do_not_train_never_import_lightning() -> None:
     loaded = modules_of({command.name for command in COMMANDS} - TRAIN)

@@ -65,6 +65,7 @@ def test_the_memory_of_beginnings_counts_in_what_is_sized_and_named(run, monkeyp
     for gigabytes, wanted in (
         ("0", "16 texts at a time, with caches of up to 0."),
         ("4", "1 text at a time, with caches of up to 4."),
+        ("4000MB", "1 text at a time, with caches of up to 4."),
     ):
         assert main([str(run), "--port", "0", "--device", "cpu", "--prefix_cache_gb", gigabytes]) == 0
         assert wanted in capsys.readouterr().out

@@ -537,9 +537,7 @@ def test_a_null_text_stops_a_prepare_or_is_skipped_and_counted(
     assert prepare_by_command(directory, path, name, *held_out, chat=None, on_bad_row="skip") == 0
     line, blank = capsys.readouterr().err.splitlines()
     assert blank == "genesis: warning: source chat: dropped 1 document without a text, or with white space alone"
-    places = (
-        ("line 2: field 'text' is NoneType", "line 5") if kind == "jsonl" else ("row 1 has no 'text' (null)", "row 4")
-    )
+    places = ("line 2: field 'text' is null", "line 5") if kind == "jsonl" else ("row 1 has no 'text' (null)", "row 4")
     assert line.startswith(f"genesis: warning: source chat: skipped 2: {path}, {places[0]}")
     assert line.endswith(f"(also {places[1]})")
     assert read_manifest(directory / "corpora" / name).train[0].num_documents == 2

@@ -254,6 +254,8 @@ FILES = [
         "a pointer of Git LFS, not the file itself; run `git lfs pull`",  # benedekrozemberczki/datasets#10
     ),
     (lambda _: b"text" + bytes(2000), "no text: 2,000 of its first 2,004 bytes are zero"),
+    # Data of a format without a signature: 26 of 256 different bytes are control characters.
+    (lambda _: bytes([*range(128, 256), *range(128)]), "no text: it is not UTF-8, and 26 of its first 256"),
 ]
 
 

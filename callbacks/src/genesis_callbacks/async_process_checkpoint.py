@@ -110,14 +110,14 @@ class AsyncProcessCheckpoint(Checkpoint):
         run_dir: The run's directory, the same on all ranks and on a disk that they share.
         every_n_steps: Save when Lightning's global step is a multiple of it; None for not. That counts optimizer steps,
             as `ModelCheckpoint.every_n_train_steps` does: with `accumulate_grad_batches=4` one step is four batches.
-        every_n_epochs: Save after the last step of an epoch, each time that so many epochs have passed; None for not.
-        every_n_minutes: Save when so many minutes have passed since the last save, by rank 0's clock; None for not.
+        every_n_epochs: Save after the last step of an epoch, once in this number of epochs; None for not.
+        every_n_minutes: Save this number of minutes after the last save, by rank 0's clock; None for not.
         save_at_end: Save when training ends, if the last step is not saved yet.
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
             (`stopped_by_signal`). SIGINT after the first signal interrupts at once.
         save_on_exception: When training ends by an exception and nothing has been written since the last window's end,
             save that. With several ranks every rank must have met it, after a first save.
-        save_optimizer: Whether the optimizers' state is saved. Without it a checkpoint can only give its weights.
+        save_optimizer: Save the optimizers' state. Without it a checkpoint can only provide weights.
         monitor: Key of a metric that validation logs: after a validation that is among the `keep_best` best so far,
             save (this never skips) and mark the checkpoint, which stays. None for no best.
         monitor_mode: Whether a smaller ("min") or a larger value ("max") of it is better.
@@ -157,7 +157,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     Attributes:
         save_optimizer, monitor, on_existing: As given.
-        scope: As given, with the base's absolute path.
+        scope: The tensors that each save leaves to a base checkpoint, whose path is absolute; None for none.
         device_proofs: What the application wants to know of an accelerator, beside what saves need. They are proved at
             each start, and may be set until then.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.

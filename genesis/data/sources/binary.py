@@ -76,6 +76,8 @@ _CONTROL: Final = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 _HEAD_BYTES: Final = 4096
 _MAX_HEADER_BYTES: Final = 100_000_000
 _MIN_ZERO_SHARE: Final = 0.1
+_MIN_CONTROL_SHARE: Final = 0.05  # compressed or random bytes have a tenth, text in any encoding hardly one
+_MIN_NOISE_BYTES: Final = 64
 _UNICODE_MARKS: Final = (
     (b"\xff\xfe\0\0", "UTF-32"),
     (b"\0\0\xfe\xff", "UTF-32"),
@@ -106,7 +108,7 @@ def find_binary(head: bytes) -> str | None:
         return f"a pickle, as old versions of torch.save write; {_WEIGHTS}"
     if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
         return f"safetensors; {_WEIGHTS}"
-    return _find_zeros(head)
+    return _find_zeros(head) or _find_noise(head)
 
 
 def guess_encodings(data: bytes) -> str:
@@ -142,12 +144,16 @@ def _decodes(data: bytes, encoding: str) -> bool:
 
 
 def _is_text(head: bytes) -> bool:
+    return _is_utf8(head) and _CONTROL.search(head) is None
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Returns whether bytes are UTF-8, but for a last character that the end of the head cuts."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        if error.end < len(head):
-            return False
-    return _CONTROL.search(head) is None
+        return error.end >= len(head)
+    return True
 
 
 def _find_zeros(head: bytes) -> str | None:
@@ -159,3 +165,14 @@ def _find_zeros(head: bytes) -> str | None:
         if head[first::2].count(0) == num_zeros and num_zeros > 0.8 * len(head[first::2]):
             return f"text in {name}; {convert(name)}"
     return f"no text: {num_zeros:,} of its first {len(head):,} bytes are zero; remove the path, or restore the file"
+
+
+def _find_noise(head: bytes) -> str | None:
+    """Returns what a file is that is not UTF-8 and full of control characters, as data of any unknown format."""
+    num_control = len(_CONTROL.findall(head))
+    if len(head) < _MIN_NOISE_BYTES or num_control < _MIN_CONTROL_SHARE * len(head) or _is_utf8(head):
+        return None
+    return (
+        f"no text: it is not UTF-8, and {num_control:,} of its first {len(head):,} bytes are control characters; "
+        "remove the path, or convert the file to UTF-8"
+    )

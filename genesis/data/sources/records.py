@@ -93,7 +93,7 @@ def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> 
     text = _field_of(source, span, offset, _object_of(span, offset, fields))
     if not isinstance(text, str):
         raise UserError(
-            f"{_line(span, offset)}: field {source.text_field!r} is {type(text).__name__}, not text; "
+            f"{_line(span, offset)}: field {source.text_field!r} is {json.dumps(text)[:40]}, not text; "
             f"fix it or set text_field of source {source.name}"
         )
     return text

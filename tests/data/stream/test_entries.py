@@ -58,7 +58,7 @@ def test_a_bad_record_raises_when_it_is_read_and_the_next_one_is_fine(tmp_path):
     source = SourceOptions("web", (str(tmp_path),), suffixes=(".jsonl",))
     (span,) = plan_spans(source, find_files(source), 100)
     entries = list(read_entries(source, span))
-    with pytest.raises(UserError, match=r"a\.jsonl\.zst, line 6: field 'text' is int, not text"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst, line 6: field 'text' is 3, not text"):
         entries[5].read(True)
     assert entries[6].read(True).text == TEXTS[6]
 

@@ -62,7 +62,7 @@ def read_strictly(directory, tokenizer, **changes):
 
 BAD_LINES = {
     "not JSON": (b'{"text": "cut', r"line 21 is not JSON"),
-    "a wrong type": (b'{"text": 7}', r"line 21: field 'text' is int, not text"),
+    "a wrong type": (b'{"text": 7}', r"line 21: field 'text' is 7, not text"),
     "no field": (b'{"content": "x"}', r"line 21 has no field 'text' \(it has: content\)"),
     "a key twice": (b'{"text": "a", "text": "b"}', r"line 21 is not JSON \(the key 'text' is twice in one object\)"),
     "not an object": (b"[1]", r"line 21 is a JSON list"),

@@ -26,6 +26,7 @@ _RAISE_QUOTA = "free space, or raise your quota on its disk"
 _RAISE_SIZE = "raise the limit of a file's size (`ulimit -f unlimited`)"
 _RAISE_FILES = "raise the limit of open files (`ulimit -n 4096`)"
 _MAY_NOT_WRITE = "make its directory writable, or choose another one"
+_FAILED = "its disk, or the server of its file system, has failed: see the kernel's log (`dmesg`)"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _RAISE_QUOTA,
@@ -35,6 +36,8 @@ _REMEDIES = {
     errno.EACCES: _MAY_NOT_WRITE,
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
+    errno.EIO: _FAILED,
+    errno.ESTALE: _FAILED,
     errno.ELOOP: "remove the link: it leads to itself, or lies where only a file may be written",
 }
 

@@ -142,6 +142,8 @@ def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
         fcntl.flock(descriptor, kind)
     except OSError as error:
         if error.errno not in _HAS_NO_LOCKS:
+            if reported is not None:
+                error.filename = str(reported)
             raise
         directory = Path(tempfile.gettempdir()) / f"genesis-locks-{os.getuid()}"
         if reported is not None:
