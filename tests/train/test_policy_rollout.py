@@ -21,8 +21,8 @@ REWARD = """
 def coarse(messages, text, columns):
     return float("e" in text)
 
-def shares(messages, text, columns):
-    return sum(character in "aeiou" for character in text) / (len(text) + 1)
+def rare(messages, text, columns):
+    return float("z" in text)
 """
 FAMILY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dapo": ({"preset": "dapo", "clip_low": 0.01, "clip_high": 0.01, "cut_answers": "mask"}, {"max_resamples": 2}),
@@ -51,7 +51,7 @@ def answer_family(name: str, directory: str, case: str, strategy: str, *argument
     choices, prompts = FAMILY[name]
     rewards = (
         RewardOptions(f"{case}/reward.py:coarse"),
-        RewardOptions(f"{case}/reward.py:shares", weight=0.1),
+        RewardOptions(f"{case}/reward.py:rare", weight=0.1),
         RewardOptions("overlong", buffer_tokens=6, weight=0.5),
     )
     prompts = {"reward": None, "rewards": rewards, **prompts}
@@ -68,7 +68,7 @@ def test_rollouts_of_the_family_repeat_after_a_kill_and_on_two_ranks(name: str, 
     assert [row["train/first_ratio_error"] for row in log if "train/first_ratio_error" in row] == [0.0, 0.0]
     assert [row["train/ratio"] == 1.0 for row in log] == [True, False, False] * 2
     for row in log:
-        total = row["train/reward_coarse"] + 0.1 * row["train/reward_shares"] + 0.5 * row["train/reward_overlong"]
+        total = row["train/reward_coarse"] + 0.1 * row["train/reward_rare"] + 0.5 * row["train/reward_overlong"]
         assert row["train/reward"] == pytest.approx(total, abs=1e-5)
         assert -1.0 <= row["train/reward_overlong"] <= 0.0
         assert {"train/reward_coarse_spread", "train/reward_coarse_no_signal"} <= row.keys()
@@ -77,7 +77,7 @@ def test_rollouts_of_the_family_repeat_after_a_kill_and_on_two_ranks(name: str, 
         assert any(row.get("train/asked", 1.0) > 1.0 for row in log)
         assert any(row["train/masked"] > 0.0 for row in log)
     sample = json.loads(next(iter(sorted((tmp_path / "straight" / "rollouts").iterdir()))).read_text().splitlines()[0])
-    assert {"reward", "reward_coarse", "reward_shares", "reward_overlong"} <= sample.keys()
+    assert {"reward", "reward_coarse", "reward_rare", "reward_overlong"} <= sample.keys()
 
     killer = KillInGeneration() if name == "dapo" else KillBeforeStep()
     arguments = (name, str(tmp_path / "killed"), str(case), "replicated", STEPS)
