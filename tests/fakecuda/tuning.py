@@ -13,7 +13,7 @@ from genesis.data.pairs import Answer, Pair
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import BASE_FORMATS, AdapterConfig, BaseFormat
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.objectives import gspo
+from genesis.objectives import GSPO, policy_gradient
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.objective import Objective
@@ -46,7 +46,7 @@ def build_objective(name: str, *, has_adapter: bool, shape: DecoderConfig) -> Ob
             objective.log_probs = ReferenceLogProbs(torch.zeros((NUM_MICRO_BATCHES * NUM_PAIRS, 2)))
         return objective
     if name == "gspo":
-        return gspo.GSPO(kl=0.1 if has_adapter else 0.0)
+        return GSPO(kl=0.1 if has_adapter else 0.0)
     if name == "distillation":
         distillation = Distillation(teacher="a teacher", top_k=16)
         teacher = Decoder(replace(shape, dim=shape.dim // 2, num_layers=1)).to(torch.bfloat16)
@@ -87,5 +87,6 @@ def _make_pair(number: int) -> Pair:
 
 def _answer_columns(micro_batch: Any) -> dict[str, Tensor]:
     """Returns what `Rollouts` adds to a micro-batch of answers."""
-    names = (gspo.ADVANTAGE, gspo.OLD_LOG_PROB, gspo.REWARD, gspo.SPREAD, gspo.IS_FINISHED)
-    return {**{name: torch.ones(len(micro_batch.labels)) for name in names}, gspo.TEMPERATURE: torch.ones(1)}
+    names = ("ADVANTAGE", "OLD_LOG_PROB", "REWARD", "SPREAD", "IS_FINISHED", "IS_FIRST", "NUM_ASKED")
+    columns = {getattr(policy_gradient, name): torch.ones(len(micro_batch.labels)) for name in names}
+    return {**columns, policy_gradient.TEMPERATURE: torch.ones(1)}
