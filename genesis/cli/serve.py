@@ -1,5 +1,8 @@
 """`genesis serve`."""
 
+import argparse
+import contextlib
+import math
 import os
 import signal
 from dataclasses import replace
@@ -113,7 +116,16 @@ def _read_gigabytes(text: str) -> int:
     >>> _read_gigabytes("0.5"), _read_gigabytes("512MiB")
     (500000000, 536870912)
     """
-    return read_size(text if text.strip()[-1:].isalpha() else f"{text}GB")
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        with contextlib.suppress(argparse.ArgumentTypeError):
+            return read_size(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 0.5 (GB), 512MB or 512MiB")
+    return int(number * 1e9)
 
 
 def _count_models(given: int | None, num_adapters: int) -> int:

@@ -356,7 +356,7 @@ def _give_way() -> None:
 
 def _run(job: Job) -> object:
     """Returns the prompts, the request, or None if the process lacks the tokenizer."""
-    if isinstance(job.asked, bytes):
+    if isinstance(job.asked, bytes) or sum(len(one) for one in job.asked.prompts if isinstance(one, str)) > SMALL_BYTES:
         _give_way()
     if job.tokenizer_hash is not None and job.tokenizer_hash not in _tokenizers:
         return None

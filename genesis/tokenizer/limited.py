@@ -106,10 +106,13 @@ def _encode(built: tokenizers.Tokenizer, text: str, is_framed: bool) -> NDArray[
 @refusing_panics
 def _encode_with_offsets(built: tokenizers.Tokenizer, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     encoded = built.encode(text, add_special_tokens=False)
-    ids, num_tokens = np.array(encoded.ids, np.int32), len(encoded)
+    ids = np.array(encoded.ids, np.int32)
     # One at a time: the library's list of all would take more memory than the rest.
-    places = chain.from_iterable(filter(None, map(encoded.token_to_chars, range(num_tokens))))
-    return ids, np.fromiter(places, np.int32, 2 * num_tokens).reshape(-1, 2)
+    found = map(encoded.token_to_chars, range(len(ids)))
+    places = np.fromiter(chain.from_iterable(place for place in found if place is not None), np.int32)
+    if len(places) < 2 * len(ids):  # of a text that a post-processor has written twice, one has no places there
+        places = np.array(encoded.offsets, np.int32)
+    return ids, places.reshape(-1, 2)
 
 
 @refusing_panics

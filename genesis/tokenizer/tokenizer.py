@@ -189,7 +189,10 @@ def find_offsets(text: str, spellings: Sequence[bytes]) -> NDArray[np.int32]:
     assert is_spelled, "the tokens do not spell the text"
     # The character of each byte, and of the end: a byte 10xxxxxx continues one.
     is_first = (np.frombuffer(utf8, np.uint8) & 0xC0) != 0x80
-    characters = np.append(np.cumsum(is_first, dtype=np.int32) - 1, len(text))
+    characters = np.empty(len(utf8) + 1, np.int32)
+    np.cumsum(is_first, out=characters[:-1])
+    characters[:-1] -= 1
+    characters[-1] = len(text)
     lengths = np.fromiter(map(len, spellings), np.int64, len(spellings))
     ends = lengths.cumsum()
     firsts = characters[ends - lengths]

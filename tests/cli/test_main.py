@@ -93,7 +93,9 @@ def test_the_help_page_imports_neither_torch_nor_lightning() -> None:
 
 def test_a_wrong_value_of_fit_is_found_without_the_parser() -> None:
     loaded = modules_after(
-        "from genesis.cli.main import main\nmain(['fit', '--config', 'demo', '--data.seq_len', 'many'])"
+        "from genesis.cli.main import main\n"
+        "assert main(['fit', '--config', 'demo', '--data.seq_len', 'many']) == 2\n"
+        "assert main(['fit', '--config', 'demo', '--trainer.max_steps', '1', '--data.seq_len', 'many']) == 2"
     )
     assert not {"torch", "lightning", "numpy", "rich", "jsonargparse"} & loaded
 

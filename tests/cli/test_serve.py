@@ -65,10 +65,17 @@ def test_the_memory_of_beginnings_counts_in_what_is_sized_and_named(run, monkeyp
     for gigabytes, wanted in (
         ("0", "16 texts at a time, with caches of up to 0."),
         ("4", "1 text at a time, with caches of up to 4."),
+        ("4e0", "1 text at a time, with caches of up to 4."),
         ("4000MB", "1 text at a time, with caches of up to 4."),
     ):
         assert main([str(run), "--port", "0", "--device", "cpu", "--prefix_cache_gb", gigabytes]) == 0
         assert wanted in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["-1", "nan", "512 many", "", "inf"])
+def test_a_size_that_is_none_is_refused_as_it_was_written(run, size):
+    with pytest.raises(UserError, match=rf"'{size}' is no size: write it as 0\.5 \(GB\), 512MB or 512MiB"):
+        main([str(run), f"--prefix_cache_gb={size}"])
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path):

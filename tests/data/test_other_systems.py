@@ -271,6 +271,18 @@ def test_a_file_that_is_no_text_is_named_with_a_remedy_whatever_replaces_bytes(t
         assert "set on_undecodable" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"name\x01Oslo\x01Norway\x01\n" * 20 + b"\xe9 \xe8 \xfc",  # Hive's fields, and letters of Latin-1
+        ("N\bNA\bAM\bME\bE\n     caf\u00e9 ".encode("latin-1")) * 20,  # a page of a manual with bold letters
+    ],
+)
+def test_text_with_control_characters_is_text(tmp_path, data):
+    (tmp_path / "a.txt").write_bytes(data)
+    assert read(tmp_path / "a.txt", 16, on_undecodable="replace")
+
+
 def test_a_file_is_no_text_from_each_of_its_parts(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"%PDF-1.4\n" + b"\n".join([b"<< /Type /Catalog >>"] * 20))
     source = SourceOptions("web", (str(tmp_path),), separator="\n")

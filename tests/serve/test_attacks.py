@@ -359,22 +359,28 @@ class Attacked:
     def ask(self, number):
         """Returns the status of a text or a chat, the seconds that it took, and those of the server's processor."""
         path, body = (("completions", ASKED), ("chat/completions", ASKED_CHAT))[number % 2]
-        began, used = time.monotonic(), self.cpu_seconds()
+        began, before = time.monotonic(), self.cpu_seconds()
         status, _, _ = self.running.ask(f"/v1/{path}", body, RIGHT)
-        return status, time.monotonic() - began, self.cpu_seconds() - used
+        waited = time.monotonic() - began
+        return status, waited, sum(now - before.get(pid, 0.0) for pid, now in self.cpu_seconds().items())
 
     def cpu_seconds(self):
-        return sum(cpu_seconds(int(pid)) for pid in self.pids())
+        return {pid: cpu_seconds(int(pid)) for pid in self.pids()}
 
     def pids(self, *, of_processes=True):
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir() if of_processes else ()
-        return [str(self.process.pid), *(pid for one in threads for pid in (one / "children").read_text().split())]
+        pids = [str(self.process.pid)]
+        for one in Path(f"/proc/{self.process.pid}/task").iterdir() if of_processes else ():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                pids += (one / "children").read_text().split()
+        return pids
 
     def memory_bytes(self, *, of_processes=True):
         """Returns what the server, and its processes, hold in memory."""
-        pids = self.pids(of_processes=of_processes)
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-        return pages * resource.getpagesize()
+        num_pages = 0
+        for pid in self.pids(of_processes=of_processes):
+            with contextlib.suppress(OSError):  # a process that has just ended
+                num_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return num_pages * resource.getpagesize()
 
     def end(self, number):
         self.process.send_signal(number)
@@ -415,14 +421,15 @@ def test_a_client_is_answered_and_a_signal_ends_the_server_under_all_attacks(
 def test_what_reads_large_chats_gives_way_to_the_server_whatever_its_priority_is(chat_run, tmp_path):
     with attacked(chat_run, tmp_path) as server:
         pid = server.process.pid
-        os.setpriority(os.PRIO_PROCESS, pid, 12)
+        own = max(12, os.getpriority(os.PRIO_PROCESS, 0))
         for thread in Path(f"/proc/{pid}/task").iterdir():  # on Linux each has its own
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), 12)
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), own)
         body = {"model": "latest", **LARGE["an assistant's turn"]}
         assert server.running.ask("/v1/chat/completions", body, RIGHT)[0] == 400
         assert server.ask(1)[0] == 200
         found = {os.getpriority(os.PRIO_PROCESS, int(one)) for one in server.pids()}
-        assert found == {12, 17}
+        assert found == {own, min(19, own + 5)}
 
 
 @pytest.mark.long
@@ -444,6 +451,7 @@ def test_under_each_attack_a_client_is_answered_within_a_second_and_memory_stays
             process.wait()
         assert [server.ask(number)[0] for number in range(4)] == [200] * 4
         assert [spared.ask(number)[0] for number in range(4)] == [200] * 4
+        time.sleep(35.0)  # processes without work end
         waited, begun = {}, server.memory_bytes()
         for kind in ("nothing", *ATTACKS, "all"):
             kinds = ATTACKS if kind == "all" else [kind]

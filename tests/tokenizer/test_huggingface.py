@@ -414,3 +414,15 @@ def test_tokenizers_that_differ_in_an_id_do_not_have_the_same_ids(change: Any, t
     (second / "tokenizer.json").write_text(json.dumps(content))
     (second / "tokenizer_config.json").write_text("{}")
     assert not has_same_ids(open_tokenizer(first), open_tokenizer(second))
+
+
+@pytest.mark.parametrize("single", ["$A $A", "$A:0 $A:1"])
+def test_each_token_of_a_text_that_is_written_twice_has_its_place(tmp_path: Path, single: str) -> None:
+    tokenizer = train()
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[])
+    ids, offsets = open_tokenizer(save(tmp_path, tokenizer, CONFIG)).encode_with_offsets("the end")
+    assert offsets.shape == (len(ids), 2)
+    once = len(ids) // 2
+    assert offsets[:once].tolist() == offsets[once:].tolist()
+    assert offsets[0, 0] == 0
+    assert offsets[-1, 1] == len("the end")

@@ -77,6 +77,8 @@ _HEAD_BYTES: Final = 4096
 _MAX_HEADER_BYTES: Final = 100_000_000
 _MIN_ZERO_SHARE: Final = 0.1
 _MIN_CONTROL_SHARE: Final = 0.05  # compressed or random bytes have a tenth, text in any encoding hardly one
+_MIN_WRONG_SHARE: Final = 0.1
+"""Of bytes that are not UTF-8: random ones have four tenths, Western languages in one byte a character under one."""
 _MIN_NOISE_BYTES: Final = 64
 _UNICODE_MARKS: Final = (
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -170,7 +172,10 @@ def _find_zeros(head: bytes) -> str | None:
 def _find_noise(head: bytes) -> str | None:
     """Returns what a file is that is not UTF-8 and full of control characters, as data of any unknown format."""
     num_control = len(_CONTROL.findall(head))
-    if len(head) < _MIN_NOISE_BYTES or num_control < _MIN_CONTROL_SHARE * len(head) or _is_utf8(head):
+    if len(head) < _MIN_NOISE_BYTES or num_control < _MIN_CONTROL_SHARE * len(head):
+        return None
+    # Text in one byte a character has some, and control characters that mark fields or bold letters.
+    if head.decode(errors="replace").count("\ufffd") < _MIN_WRONG_SHARE * len(head):
         return None
     return (
         f"no text: it is not UTF-8, and {num_control:,} of its first {len(head):,} bytes are control characters; "

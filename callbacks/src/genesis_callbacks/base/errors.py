@@ -37,7 +37,7 @@ _REMEDIES = {
     errno.EPERM: _MAY_NOT_WRITE,
     errno.EROFS: _MAY_NOT_WRITE,
     errno.EIO: _FAILED,
-    errno.ESTALE: _FAILED,
+    errno.ESTALE: "another machine has removed or replaced it, or its server has started again: start again",
     errno.ELOOP: "remove the link: it leads to itself, or lies where only a file may be written",
 }
 
@@ -127,7 +127,11 @@ def naming(path: Path) -> Iterator[None]:
 
 def find_remedy(error: BaseException) -> str | None:
     """Returns what the user can do about a full disk, a limit or a missing permission; None for other errors."""
-    return _REMEDIES.get(error.errno) if isinstance(error, OSError) and error.errno is not None else None
+    if not isinstance(error, OSError) or error.errno is None:
+        return None
+    if error.errno == errno.EIO and error.filename is None:  # a terminal that is gone gives it, too
+        return None
+    return _REMEDIES.get(error.errno)
 
 
 def describe_error(error: BaseException) -> str:
