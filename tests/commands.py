@@ -215,11 +215,11 @@ def run_module(
     return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
-def start_worker(module: str, descriptor: int) -> Any:
+def start_worker(module: str, descriptor: int, **options: Any) -> Any:
     """Does what `genesis.base.processes.start_worker` does; the process has imported the module."""
     if module == "genesis.chat.worker":  # It imports little, and its memory is limited to what a bare worker needs.
         return start_real_worker(module, descriptor)
-    return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor)
+    return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor, **options)
 
 
 def fork_python(command: Sequence[str], *, text: bool = False, **options: Any) -> Any:

@@ -86,20 +86,28 @@ class PipedWorker:
 
     Args:
         module: The module that the worker imports; its name identifies the worker in a list of processes.
+        has_group: Whether it starts a group of processes, which ends with it: it runs code that may start some.
 
     Attributes:
         process: The worker process.
         connection: The caller's end of the pipe.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, has_group: bool = False) -> None:
         self.connection: Connection[object, object]
         self.connection, theirs = Pipe()
+        self._group: int | None = None
         with theirs:
-            self.process = start_worker(module, theirs.fileno())
+            self.process = start_worker(module, theirs.fileno(), **({"start_new_session": True} if has_group else {}))
+        if has_group:
+            self._group = self.process.pid
 
     def end(self) -> None:
         """Kills the process if it still runs, and closes the pipe; a second call has no effect."""
+        if self._group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+            self._group = None
         self.process.kill()
         self.process.wait()
         self.connection.close()
@@ -114,10 +122,10 @@ class PipedWorker:
         return f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
 
 
-def start_worker(module: str, descriptor: int) -> subprocess.Popen[bytes]:
-    """Starts a process that runs `main(descriptor)` of a module."""
+def start_worker(module: str, descriptor: int, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process that runs `main(descriptor)` of a module, with options of `subprocess.Popen`."""
     program = f"from {module} import main; main({descriptor})"
-    return start_program([sys.executable, "-P", "-c", program], pass_fds=[descriptor])
+    return start_program([sys.executable, "-P", "-c", program], pass_fds=[descriptor], **options)
 
 
 def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:
@@ -141,6 +149,8 @@ def _end_with_pipe(descriptor: int) -> None:
     hang_up = select.poll()
     hang_up.register(descriptor, 0)
     hang_up.poll()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 

@@ -66,20 +66,16 @@ def keep_choices(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> 
     for name in (SEQ_LEN, BATCH):
         if data is not None and data.get(name) is not None and recipe.get(f"data.{name}") == AUTO:
             found[f"data.{name}"] = data[name]
-    if _is_without_dropout(recipe, recorded):
-        found |= {name: 0.0 for name in DROPOUTS if recipe.get(name)}
+    if not recipe.get(KEEPS_DROPOUT) and find_objective(recipe.get("model.objective")).compares_forwards:
+        # A run of a version without the option goes on with its dropout, at each of its resumes.
+        if recorded is not None and (recorded.get("model") or {}).get("keeps_dropout", True):
+            found[KEEPS_DROPOUT] = True
+        else:
+            found |= {name: 0.0 for name in DROPOUTS if recipe.get(name)}
     key = "model.optimizer.init_args.adapter_weight_decay"
     if recipe.get("model.adapter") is not None and recipe.get(key) is None:
         found[key] = NO_DECAY if recorded is None else read_adapter_decay(recorded)
     return found
-
-
-def _is_without_dropout(recipe: ResolvedRecipe, recorded: Mapping[str, Any] | None) -> bool:
-    """Returns whether the objective compares two forwards, and the recipe does not ask for dropout beside it."""
-    if recipe.get(KEEPS_DROPOUT) or not find_objective(recipe.get("model.objective")).compares_forwards:
-        return False
-    # A run of a version without the option goes on with its dropout.
-    return recorded is None or "keeps_dropout" in (recorded.get("model") or {})
 
 
 def note_dropout(recipe: ResolvedRecipe, kept: Mapping[str, Any]) -> None:

@@ -238,6 +238,8 @@ class PairSet:
                     f"and data.seq_len is {seq_len:,}: raise it to {source.longest}, or prepare the corpus with "
                     f"chat.max_tokens {seq_len} and chat.on_long cut or drop"
                 )
+            if source.num_sequences:
+                source.read(0)  # whether it can be compared with others does not wait for the first validation
 
 
 def spread_validation(pairs: PairSet, limit: int | None) -> list[int]:

@@ -37,6 +37,7 @@ _TURNS = ("messages", "conversations", "conversation", "prompt")
 EXACT_MATCH, MATH_ANSWER, OVERLONG = "exact_match", "math_answer", "overlong"
 """The reward functions of Genesis itself, which need no permission."""
 OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG)
+_MAX_REWARD_SECONDS: Final = 1_000_000
 _REWARD_NAME: Final = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _OF_OTHERS: Final = re.compile(r"(?:.*_)?(?:spread|no_signal)")
 """Names that would log a reward as a figure of the sum, or of another reward."""
@@ -178,8 +179,11 @@ class PromptOptions:
                     f"buffer_tokens of reward {reward.label} is {reward.buffer_tokens}, more than "
                     f"data.prompts.max_new_tokens {longest}; lower it"
                 )
-        if not 0.0 < self.reward_seconds < float("inf"):
-            raise UserError(f"data.prompts.reward_seconds is {self.reward_seconds}; it must be a number above 0")
+        if not 0.0 < self.reward_seconds <= _MAX_REWARD_SECONDS:
+            raise UserError(
+                f"data.prompts.reward_seconds is {self.reward_seconds}; it must be above 0 and at most "
+                f"{_MAX_REWARD_SECONDS:,}"
+            )
 
     @property
     def all_rewards(self) -> tuple[RewardOptions, ...]:

@@ -259,8 +259,9 @@ class PolicyGradient(Objective):
                 "num_tokens": lengths,
                 "first_ratio_error": errors * extra[IS_FIRST],
                 "num_first": extra[IS_FIRST],
-                "more_asked": extra[NUM_ASKED] - 1,
             }
+            if NUM_ASKED in extra:
+                figures["more_asked"] = extra[NUM_ASKED] - 1
             for name in (name.removeprefix(REWARD_OF) for name in extra if name.startswith(REWARD_OF)):
                 spread = extra[SPREAD_OF + name]
                 figures |= {
@@ -304,13 +305,15 @@ class PolicyGradient(Objective):
         }
         if self.masks_cut_answers:
             measured["masked"] = 1 - sums.counts[LEARNED_ANSWERS] / num_answers
-        if figures.get("more_asked"):
+        if "more_asked" in figures:
             measured["asked"] = 1 + figures["more_asked"] / num_answers
         if figures.get("num_first"):
             measured["first_ratio_error"] = figures["first_ratio_error"] / figures["num_first"]
         return measured
 
 
+_MAX_LOG_RATIO: Final = 80.0
+"""Beyond it the exponential is infinite in float32, and its gradient no number where the clip gives none."""
 _NO_SIGNAL_OF: Final = "no_signal_of."
 
 
@@ -383,7 +386,7 @@ def lose_answers(
     """
     lengths = lengths.clamp(min=1)
     log_ratios = log_probs - old_log_probs
-    ratios = torch.exp(log_ratios if options.ratio == "product" else log_ratios / lengths)
+    ratios = torch.exp((log_ratios if options.ratio == "product" else log_ratios / lengths).clamp(max=_MAX_LOG_RATIO))
     losses, is_clipped = clip_losses(ratios, log_probs / lengths, advantages, options)
     return losses, ratios, is_clipped
 
@@ -404,7 +407,7 @@ def lose_tokens(
         advantages: The advantage of each answer.
         options: The choices of the loss.
     """
-    ratios = torch.exp((log_probs - old_log_probs).masked_fill(~is_label, 0.0))
+    ratios = torch.exp((log_probs - old_log_probs).masked_fill(~is_label, 0.0).clamp(max=_MAX_LOG_RATIO))
     losses, is_clipped = clip_losses(ratios, log_probs, advantages.unsqueeze(1), options)
     return losses.masked_fill(~is_label, 0.0), ratios, is_clipped
 

@@ -40,6 +40,7 @@ from genesis.data.training_data import TrainingData, TrainingOptions, check_coun
 from genesis.data.validation_windows import ValidationWindows, name_measure
 from genesis.data.window import AccumulationWindow
 from genesis.objectives.objective import Objective
+from genesis.objectives.policy_gradient import PolicyGradient
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
@@ -321,6 +322,12 @@ class CorpusDataModule(pl.LightningDataModule):
         if self._prompts is not None:
             check_strategy(self.trainer.strategy)
             options = self._prompts.prompt_options
+            is_of_batch = isinstance(objective, PolicyGradient) and objective.options.advantage == "batch_std"
+            if options.max_resamples and is_of_batch:
+                raise UserError(
+                    f"data.prompts.max_resamples is {options.max_resamples}, but with advantage batch_std answers to a "
+                    "prompt are learned also where their rewards are equal; set it to 0, or choose another advantage"
+                )
             rewards = Rewards(options.all_rewards, options.reward_seconds, is_allowed=self.allows_reward_code)
             self._rollouts = Rollouts(self._prompts, rewards, self.trainer)
 
@@ -463,7 +470,7 @@ def check_data(objective: Objective, data: TrainingData) -> None:
     if given == "prompts" != wanted:
         raise UserError(
             f"data.prompts is given, but model.objective is {name}, which learns from given texts; set model.objective "
-            "to GSPO, or give data.corpus"
+            "to GRPO or GSPO, or give data.corpus"
         )
     if wanted == "pairs" != given:
         raise UserError(

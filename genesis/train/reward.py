@@ -61,9 +61,11 @@ class Rewards:
             if place.endswith(".py") and not Path(place).is_file():
                 raise UserError(f"no such file: {place} (relative to {Path.cwd()})")
         if self._functions:
-            self._worker = PipedWorker(_MODULE)
+            self._worker = PipedWorker(_MODULE, has_group=True)
             self._end = weakref.finalize(self, self._worker.end)
-            fault = self._exchange((sys.path, self._functions), _IMPORT_SECONDS, self._functions[0], "to be imported")
+            fault = self._exchange(
+                (sys.path, self._functions), _IMPORT_SECONDS, " or ".join(self._functions), "to load"
+            )
             if isinstance(fault, Fault):
                 self._end()
                 raise UserError(fault.what)
@@ -121,7 +123,9 @@ class Rewards:
         except (EOFError, OSError):
             reason = f"ended {self._worker.describe_end()} {what}; correct it"
         else:
-            reason = f"took longer than {seconds:g} s {what}; correct it, or raise data.prompts.reward_seconds"
+            reason = f"took longer than {seconds:g} s {what}; correct it"
+            if seconds == self._seconds:
+                reason += ", or raise data.prompts.reward_seconds"
         self._end()
         raise UserError(f"the reward function {function} {reason}")
 
@@ -135,9 +139,10 @@ def score_length(num_tokens: int, most_tokens: int, buffer_tokens: int) -> float
 
 _MAX_NUMBER: Final = 64
 """Characters of a number that is compared as one."""
-_NUMBER: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:/\d+)?", re.ASCII)
+_NUMBER: Final = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:/\d+)?", re.ASCII)
 _FRACTION: Final = re.compile(r"\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
-_DROPPED: Final = re.compile(r"\\(?:left|right|!|,|;| )|\\text\{[^{}]*\}|[\s$]|\\%|%$|\.$")
+_TEXT: Final = re.compile(r"\\text\{([^{}]*)\}")
+_DROPPED: Final = re.compile(r"\\(?:left|right|!|,|;| )|[\s$]|\\%|%$|\.$")
 
 
 def match_exactly(text: str, expected: str) -> bool:
@@ -156,7 +161,10 @@ def match_numbers(text: str, expected: str) -> bool:
     if found is None or wanted is None:
         return False
     one, other = read_number(found), read_number(wanted)
-    return one == other if one is not None and other is not None else _plain(found) == _plain(wanted)
+    if one is not None and other is not None:
+        return one == other
+    plain = _plain(_TEXT.sub(r"\1", found))
+    return bool(plain) and plain == _plain(_TEXT.sub(r"\1", wanted))
 
 
 def find_answer(text: str, *, is_short: bool = False) -> str | None:
@@ -185,7 +193,7 @@ def find_answer(text: str, *, is_short: bool = False) -> str | None:
 
 def read_number(text: str) -> Fraction | None:
     """Returns the number that a text is, exactly; None for other texts, and for too many digits."""
-    plain = _FRACTION.sub(r"\1/\2", _plain(text))
+    plain = _FRACTION.sub(r"\1/\2", _plain(_TEXT.sub("", text)))  # a unit is no part of the number
     if len(plain) > _MAX_NUMBER or not plain.isascii() or _NUMBER.fullmatch(plain) is None:
         return None
     top, _, bottom = plain.replace(",", "").partition("/")

@@ -7,7 +7,9 @@ neither torch nor Lightning, unless the functions do.
 
 import importlib
 import importlib.util
+import io
 import math
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -74,18 +76,29 @@ def _spell(value: object) -> str:
 
 
 def _import_file(path: Path) -> Any:
-    module_name = f"_genesis_reward_{path.stem}"
+    module_name = f"_genesis_reward_{path.resolve()}"
+    if module_name in sys.modules:  # of another of its functions
+        return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None, "a file whose name ends in .py"
     assert spec.loader is not None, "a file whose name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickles of the module look it up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
     return module
 
 
 def main(descriptor: int) -> None:
     """Loads the functions and calls them until the process at the other end is gone."""
+    # A signal to all processes of a run is for its ranks, which finish the step, and may need a reward for it.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the process ends by a signal, which would lose what is printed
 
     def serve(connection: "Connection[Any, Any]") -> None:
         sys.path[:], names = connection.recv()

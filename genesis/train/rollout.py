@@ -427,8 +427,9 @@ class Rollouts:
                 SPREAD: measure_spread(group.rewards),
                 IS_FINISHED: group.is_finished[row.number],
                 IS_FIRST: is_first,
-                NUM_ASKED: group.num_resamples + 1,
             }
+            if self._data.prompt_options.max_resamples:
+                values[NUM_ASKED] = group.num_resamples + 1
             for name, ones in self._by_name(group.single_rewards):
                 values |= {REWARD_OF + name: ones[row.number], SPREAD_OF + name: measure_spread(ones)}
             for name, value in values.items():

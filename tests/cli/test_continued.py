@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from genesis.cli.continued import DROPOUTS, keep_choices
+from genesis.cli.continued import DROPOUTS, KEEPS_DROPOUT, keep_choices
 from genesis.recipe.resolved import ResolvedRecipe
 from genesis.train.recipe_policy import unify_recipe
 
@@ -51,13 +51,15 @@ def test_objectives_that_compare_two_forwards_train_without_dropout(objective: s
 
     def keep(recorded: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         recipe = {"model": {"objective": {"class_path": f"genesis.objectives.{objective}"}, **model, **options}}
-        return {
-            name: keep_choices(ResolvedRecipe.complete(recipe, "the recipe"), recorded).get(name) for name in DROPOUTS
-        }
+        found = keep_choices(ResolvedRecipe.complete(recipe, "the recipe"), recorded)
+        return {name: found[name] for name in (*DROPOUTS, KEEPS_DROPOUT) if name in found}
 
-    off, kept = dict.fromkeys(DROPOUTS, 0.0), dict.fromkeys(DROPOUTS)
+    off = dict.fromkeys(DROPOUTS, 0.0)
     assert keep() == off
-    assert keep(keeps_dropout=True) == kept
-    assert keep(objective=None) == kept
-    assert keep({"model": {**model, "optimizer": None}}) == kept  # of an earlier version
-    assert keep({"model": {**model, "optimizer": None, "keeps_dropout": False}}) == off
+    assert keep(keeps_dropout=True) == {}
+    assert keep(objective=None) == {}
+    earlier = {**model, "optimizer": None}
+    kept = keep({"model": earlier})  # of an earlier version
+    assert kept == {KEEPS_DROPOUT: True}
+    assert keep({"model": {**earlier, "keeps_dropout": True}}) == kept  # what that resume saved
+    assert keep({"model": {**earlier, "keeps_dropout": False}}) == off

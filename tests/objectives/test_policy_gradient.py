@@ -31,6 +31,7 @@ from genesis.objectives.policy_gradient import (
     SPREAD_OF,
     TEMPERATURE,
     compare_rewards,
+    lose_answers,
     measure_spread,
 )
 from genesis.objectives.vocabulary import WHOLE
@@ -354,3 +355,14 @@ def test_answers_that_are_all_cut_and_masked_have_no_loss() -> None:
 def test_choices_without_a_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         GRPO(**options)
+
+
+def test_a_ratio_beyond_float32_has_a_loss_and_no_gradient_where_it_is_clipped() -> None:
+    log_probs = torch.tensor([100.0, 0.1], requires_grad=True)
+    losses, _, is_clipped = lose_answers(
+        log_probs, torch.zeros(2), torch.tensor([7, 7]), torch.ones(2), PRESETS["rloo"]
+    )
+    losses.sum().backward()
+    assert is_clipped.tolist() == [True, False]
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([0.0, -math.exp(0.1)])

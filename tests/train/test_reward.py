@@ -2,6 +2,8 @@
 
 import math
 import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,13 @@ def test_the_right_answer_needs_no_permission_and_a_record_without_one_is_named(
         ("yes", " yes ", True),
         ("9" * 5000, "9" * 5000, True),  # too long for a number: compared as text
         ("1e9", "1000000000", False),
+        (r"\boxed{\text{B}}", r"\boxed{\text{A}}", False),
+        (r"\boxed{\text{(C)}}", "(C)", True),
+        (r"\boxed{12\text{ apples}}", "12", True),
+        (r"\boxed{}", r"\text{(C)}", False),
+        (r"\boxed{}", r"\boxed{}", False),
+        ("so x=5-3", "3", True),
+        ("on 2024-01-05", "5", True),
     ],
 )
 def test_a_final_answer_is_compared_as_an_exact_number(text: str, expected: str, is_right: bool) -> None:
@@ -266,7 +275,7 @@ def test_overlong_answers_lose_reward_within_the_buffer_alone() -> None:
             {"rewards": (RewardOptions("a:b"), RewardOptions("overlong", buffer_tokens=9)), "max_new_tokens": 8},
             "buffer_tokens of reward overlong is 9, more than data.prompts.max_new_tokens 8",
         ),
-        ({"reward": "a:b", "reward_seconds": 0.0}, "reward_seconds is 0.0; it must be a number above 0"),
+        ({"reward": "a:b", "reward_seconds": 0.0}, "reward_seconds is 0.0; it must be above 0 and at most 1,000,000"),
         ({"reward": "a:b", "max_resamples": -1}, "max_resamples is -1; it must be at least 0"),
     ],
 )
@@ -292,3 +301,39 @@ def test_rewards_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
 def test_a_reward_without_a_meaning_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RewardOptions(**options)
+
+
+def test_what_a_function_has_started_ends_with_its_time(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import subprocess, pathlib, time\n\n"
+        "def reward(messages, text, columns):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "    child.wait()\n\n"
+        "def other(messages, text, columns):\n"
+        "    return 1.0\n"
+    )
+    options = tuple(RewardOptions(f"{tmp_path / 'slow.py'}:{name}", name) for name in ("reward", "other"))
+    rewards = Rewards(options, 5.0, is_allowed=True)
+    with pytest.raises(UserError, match=r"took longer than 5 s .*reward_seconds"):
+        rewards.score(make_prompt(), "So.", 1, 3, 20)
+    deadline = time.monotonic() + 60
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_signal_to_all_processes_of_a_run_leaves_the_rewards(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("def reward(messages, text, columns):\n    return 1.0\n")
+    rewards = Rewards((RewardOptions(f"{tmp_path / 'one.py'}:reward"),), 60.0, is_allowed=True)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        rewards._worker.process.send_signal(number)
+    assert rewards.score(make_prompt(), "So.", 1, 3, 20).tolist() == [1.0]
