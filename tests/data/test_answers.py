@@ -64,14 +64,16 @@ def test_windows_are_the_same_for_any_number_of_ranks(corpus: Path) -> None:
 def test_a_mismatched_answer_is_cut_where_a_sequence_ends(corpus: Path) -> None:
     data = open_data(corpus)
     answer = answers_of(data).read(0)
-    short = replace(data.sequence_format, seq_len=len(answer.rejected.tokens) - 2)
+    num_kept = len(answer.rejected.tokens) - 2
+    wanted = answer.rejected.tokens[:num_kept][answer.rejected.has_label[:num_kept]].tolist()
+    short = replace(data.sequence_format, seq_len=num_kept)
     for is_padded in (False, True):
         window = build_pair_window([answer], short, 1, 1, is_padded=is_padded, is_valued=True)
         (micro_batch,) = window.micro_batches
         assert micro_batch.extra[VALUES].tolist() == [answer.value]
         mismatched = read_mismatched(micro_batch)
         found = mismatched.labels[mismatched.labels != IGNORE_INDEX].tolist()
-        assert found == answer.rejected.tokens[answer.rejected.has_label][:-2].tolist()
+        assert found == wanted
 
 
 def test_a_source_with_one_prompt_and_a_packing_are_refused(corpus: Path) -> None:

@@ -83,7 +83,7 @@ def test_each_pair_is_two_documents_under_one_number_in_one_split(directory: Pat
     assert len(read_manifest(corpus).train[0].shards) > 1
     found = []
     for number in range(NUM_PAIRS):
-        _, chosen, rejected = pairs.read(number)
+        _, chosen, rejected, _ = pairs.read(number)
         found.append(
             tuple((tuple(answer.tokens.tolist()), tuple(answer.has_label.tolist())) for answer in (chosen, rejected))
         )
@@ -151,7 +151,7 @@ def test_a_window_holds_the_answers_of_its_pairs_and_nothing_of_others(corpus: P
     assert pairs is not None
     window = data.window(0)
     for number, sides in read_back(window):
-        for answer, (inputs, labels) in zip(pairs.read(number)[1:], sides, strict=True):
+        for answer, (inputs, labels) in zip(pairs.read(number)[1:3], sides, strict=True):
             assert inputs == answer.tokens[:-1].tolist()
             assert labels == np.where(answer.has_label[1:], answer.tokens[1:], IGNORE_INDEX).tolist()
     assert window.num_units[PAIRS] == 4
