@@ -33,7 +33,8 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import extend_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
-from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, read_manifest
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 
 EMBEDDING: Final = "embedding.weight"
 NOISE: Final = 0.01
@@ -101,7 +102,7 @@ def add_tokens(checkpoint: Path, out: Path, addition: TokenAddition, options: Ad
         with stage("copying the weights", len(records), "tensors") as shown:
             state = {
                 name: _map_tensor(
-                    read_tensors(checkpoint, [DECODER_PREFIX + name])[DECODER_PREFIX + name],
+                    read_recorded_tensors(checkpoint, manifest, [DECODER_PREFIX + name])[DECODER_PREFIX + name],
                     staging / f"{_STATE_NAME}.{number}",
                     num_rows=num_rows if name in (EMBEDDING, OUTPUT_WEIGHT) else None,
                 )

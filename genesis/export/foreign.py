@@ -32,7 +32,8 @@ from genesis.model.recipe import DECODER_PREFIX
 from genesis.tokenizer.files import write_files
 from genesis_callbacks.base.json_text import load_json
 from genesis_callbacks.base.untrusted import check_directory
-from genesis_callbacks.checkpoint import read_tensors
+from genesis_callbacks.checkpoint import read_manifest
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 
 _TOLERANCE: Final = 1e-4
 """Of the largest logit, in float32."""
@@ -143,9 +144,10 @@ def _compare_weights(checkpoint: Path, state: Mapping[str, Tensor], read: Mappin
     Raises:
         RunEndedError: A value differs.
     """
+    manifest = read_manifest(checkpoint)
     with stage("comparing the weights", len(state), "tensors") as shown:
         for name, tensor in shown.each(state.items()):
-            (held,) = read_tensors(checkpoint, [DECODER_PREFIX + name]).values()
+            (held,) = read_recorded_tensors(checkpoint, manifest, [DECODER_PREFIX + name]).values()
             of_file = read.get(name.removeprefix(PREFIX))  # transformers renames and stacks some
             is_of_file = of_file is None or torch.equal(of_file.to(tensor.dtype), tensor)
             if not (torch.equal(held, tensor) and is_of_file):

@@ -45,7 +45,8 @@ from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adap
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
-from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, read_manifest
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 
 RELATIVE_TOLERANCE = 1e-4
 """Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
@@ -112,12 +113,13 @@ def _compare_weights(
     is_merged: bool,
     is_import: bool,
 ) -> dict[str, Any]:
-    manifest = read_manifest(checkpoints[0])
+    recorded = [(path, read_manifest(path)) for path in checkpoints]
+    manifest = recorded[0][1]
     shapes = list_weights(manifest)
     missing = {name for name in shapes if not is_adapter_tensor(name)}
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values: Counter[str] = Counter()
-    held = lru_cache(_NUM_CACHED)(partial(_read_average, checkpoints))
+    held = lru_cache(_NUM_CACHED)(partial(_read_average, recorded))
     rows: dict[str, dict[int, Tensor]] = {}
     for name, tensor in _shown(iterate_tensors(directory, names, family), len(names), "comparing the weights"):
         placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
@@ -174,7 +176,7 @@ def _compare_quantised(checkpoint: Path, manifest: Manifest, name: str, theirs: 
     if theirs is None:  # a stack is quantised as a whole, and an expert is missing yet
         return
     names = find_nf4_tensors(manifest, name)
-    held = read_tensors(checkpoint, names.values())
+    held = read_recorded_tensors(checkpoint, manifest, names.values())
     for tensor, expected in quantise(theirs).items():
         if not torch.equal(held[names[tensor]], expected):
             raise UserError(f"{tensor} of {name.removesuffix('.weight')} is not what its weights in the directory give")
@@ -198,14 +200,14 @@ def _compare_merged(
         raise UserError(f"the values of {name} differ from the base's with the adapter by more than one rounding")
 
 
-def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
-    first, *others = (read_stored(path, read_manifest(path), [name])[name] for path in checkpoints)
+def _read_average(recorded: Sequence[tuple[Path, Manifest]], name: str) -> Tensor:
+    first, *others = (read_stored(path, manifest, [name])[name] for path, manifest in recorded)
     if not others:
         return first
     total = first.double()
     for other in others:  # in the export's order, because the last bit of a sum depends on the order
         total += other.double()
-    return total / len(checkpoints)
+    return total / len(recorded)
 
 
 # ---- tokenizer

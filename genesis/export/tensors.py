@@ -24,9 +24,9 @@ from genesis.model.adapter import cut_adapter, merge_rows, name_adapter_tensors
 from genesis.model.nf4 import dequantise_rows
 from genesis_callbacks.base.files import create_file, sync_directory
 from genesis_callbacks.base.local_shards import LocalShard, TensorShard
-from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, read_tensors
+from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest
 from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS, digest_chunk
-from genesis_callbacks.checkpoint.restore import restore_shards
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors, restore_shards
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GGUF_KINDS: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -172,7 +172,9 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
     shape = list_weights(sources[0].manifest)[name]
     of_bytes = [_read_nf4(source, name) for source in sources]
     digests = [0] * len(sources)
-    adapters = [read_tensors(source.path, source.find_adapter(name).values()) for source in sources]
+    adapters = [
+        read_recorded_tensors(source.path, source.manifest, source.find_adapter(name).values()) for source in sources
+    ]
     for first, count in _row_ranges(shape):
         blocks = []
         for index, source in enumerate(sources):
@@ -193,7 +195,7 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
 def _read_nf4(source: Source, name: str) -> dict[str, Tensor]:
     """Returns the tensors that hold a weight in NF4, whole and compared with their digests; empty for another one."""
     names = find_nf4_tensors(source.manifest, name)
-    found = read_tensors(source.path, names.values())
+    found = read_recorded_tensors(source.path, source.manifest, names.values())
     return {tensor: found[full] for tensor, full in names.items()}
 
 

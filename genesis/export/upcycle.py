@@ -32,7 +32,8 @@ from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.files import write_files
 from genesis_callbacks.base.manifest import Ancestor, read_committed_hash
-from genesis_callbacks.checkpoint import Manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 
 TOLERANCE: Final = 1e-4
 """The largest difference of a logit between the mixture and the dense model, relative to the largest logit."""
@@ -127,7 +128,8 @@ def upcycle(checkpoint: Path, out: Path, options: UpcycleOptions) -> dict[str, A
     _check_memory(num_bytes)
     with staged(out, 2 * num_bytes + num_bytes // 10) as staging:
         held = {name.removeprefix(DECODER_PREFIX): name for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
-        source = {name: read_tensors(checkpoint, [path])[path] for name, path in held.items()}
+        found = read_recorded_tensors(checkpoint, manifest, held.values())
+        source = {name: found[path] for name, path in held.items()}
         with stage("making the mixture", len(shapes), "tensors") as shown:
             state = {
                 name: _build_tensor(source, name, shape, staging / f"{_STATE_NAME}.{number}", options.seed)

@@ -310,7 +310,7 @@ IMPORTERS = {
     "genesis/operations/supervise/forked_writer.py": "one module of ours",
     "genesis/operations/supervise/launcher.py": "modules that its supervisor names, by a socket of the same user",
     "genesis/tokenizer/train.py": "one module of SentencePiece",
-    "genesis/train/reward.py": "what --allow_reward_code allows",
+    "genesis/train/reward_worker.py": "what --allow_reward_code allows",
     "genesis/train/wandb_log.py": "an optional package",
 }
 """Every module of both packages that imports by a text, and what it imports."""
