@@ -169,7 +169,7 @@ def test_the_names_of_tests_of_a_real_run_are_in_the_record(tmp_path: Path, plan
     tests = tmp_path / "test_tries.py"
     tests.write_text("def test_good(): pass\ndef test_bad():\n    assert 1 == 2\n")
     words = ("-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tests))
-    plan.append(SessionPart("tests", "what is tests", words, 60.0))
+    plan.append(SessionPart("tests", "what is tests", words, 240.0))
     status, (entry,) = run(tmp_path / "record.json")
     assert status == 1
     ((good,), (bad,)) = (entry["figures"]["tests"][outcome] for outcome in ("passed", "failed"))
