@@ -15,6 +15,7 @@ reinforce++ take the KL from the reward; here `kl` adds it to the loss, as GRPO 
 
 from typing import Final, Literal
 
+from genesis.base.errors import UserError
 from genesis.objectives.policy_gradient import (
     AdvantageForm,
     Clip,
@@ -71,6 +72,8 @@ class GRPO(PolicyGradient):
         kl: float = 0.0,
         cut_answers: CutAnswers = "learn",
     ) -> None:
+        if preset not in PRESETS:
+            raise UserError(f"model.objective.preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
         options = choose(
             PRESETS[preset],
             advantage=advantage,

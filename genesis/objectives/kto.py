@@ -113,6 +113,9 @@ class KTO(ReferenceObjective):
     ) -> Sequence[MicroBatch]:
         """Returns the micro-batches with the reference's log-probabilities, and z of the window."""
         total, number, references = 0.0, 0.0, []
+        # Without dropout: the step's seed is not set yet, and a resumed run would have other masks.
+        was_training = decoder.training
+        decoder.eval()
         for one in micro_batches:
             own, mismatched = self.score_reference(decoder, one, vocabulary).view(-1, 2).unbind(1)
             policy = sum_answers(decoder, read_mismatched(one), vocabulary, 1)
@@ -120,6 +123,7 @@ class KTO(ReferenceObjective):
             total += float((policy - mismatched).masked_fill(~is_present, 0.0).double().sum())
             number += float(is_present.sum())
             references.append(own)
+        decoder.train(was_training)
         total, number = sum_over_ranks((total, number))
         kl = references[0].new_tensor(max(0.0, total / max(number, 1.0)))
         return [

@@ -89,6 +89,9 @@ VALIDATION_FIGURES: Final = ("reward", "finished", "answer_tokens")
 """What a validation logs: means over greedy answers to the held-out prompts."""
 _TINY_SPREAD: Final = 1e-4
 """Added to a standard deviation, so that rewards that differ by rounding make no large advantages."""
+_MAX_LOG_RATIO: Final = 80.0
+"""Beyond it the exponential is infinite in float32, and its gradient no number where the clip gives none."""
+_NO_SIGNAL_OF: Final = "no_signal_of."
 
 AdvantageForm = Literal["group_std", "group_mean", "leave_one_out", "batch_std"]
 Ratio = Literal["token", "sequence", "product"]
@@ -310,11 +313,6 @@ class PolicyGradient(Objective):
         if figures.get("num_first"):
             measured["first_ratio_error"] = figures["first_ratio_error"] / figures["num_first"]
         return measured
-
-
-_MAX_LOG_RATIO: Final = 80.0
-"""Beyond it the exponential is infinite in float32, and its gradient no number where the clip gives none."""
-_NO_SIGNAL_OF: Final = "no_signal_of."
 
 
 def _mean_over_tokens(values: Tensor, labels: Int64[Tensor, "B S"]) -> Float32[Tensor, " B"]:

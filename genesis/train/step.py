@@ -94,6 +94,9 @@ def train_window(
     # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's graph
     # connected: every rank runs the same forwards and backwards, even without valid tokens.
     scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in counts.items()}
+    # First: FSDP2 may leave parameters gathered after a forward, and hides the gradients of their shards, to which the
+    # next backward would add.
+    remove_gradients(module.parameters())
     with torch.no_grad():
         micro_batches = objective.prepare_window(
             decoder,
@@ -111,6 +114,7 @@ def train_window(
     assert given is not None
     optimizer, max_norm = given
     figures = join_sums(sums, part_sums)
+    has_learned = bool(counts[TOKENS]) and any(counts[unit] for unit in sums.terms)
     del loss, sums, part_sums  # the update may need the memory of the graph
 
     # Norm of the synchronised gradient, read with all figures, so that the host waits for the device once in a step.
@@ -127,7 +131,9 @@ def train_window(
     outcome.sums_of_ranks = HostGroup().sum_floats(values)  # each rank's share, while the optimizer steps
 
     # Decide. Norm and count are the same on all ranks, so that all of them decide alike without a further reduction.
-    reason = outcome.skip_reason = _find_skip_reason(counts, grad_norm, trainer, is_skipped=window.is_skipped)
+    reason = outcome.skip_reason = _find_skip_reason(
+        grad_norm, trainer, has_learned=has_learned, is_skipped=window.is_skipped
+    )
     health = find_gradient_health(trainer) if reason == "nonfinite_gradient" else None
     if health is not None:
         health.look(module)
@@ -158,13 +164,11 @@ def train_window(
     )
 
 
-def _find_skip_reason(
-    counts: Mapping[str, int], grad_norm: float, trainer: pl.Trainer, *, is_skipped: bool
-) -> str | None:
+def _find_skip_reason(grad_norm: float, trainer: pl.Trainer, *, has_learned: bool, is_skipped: bool) -> str | None:
     """Returns why a window must change no parameter; None if it may."""
     if is_skipped:
         return "skipped_data"  # which `TokenCounters` does not take for a fault
-    if not counts[TOKENS]:
+    if not has_learned:
         return "no_valid_tokens"
     if math.isfinite(grad_norm):
         return None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genesis.base.errors import UserError
 from genesis.data.prompts import RewardOptions
@@ -119,6 +120,21 @@ def test_ranks_that_share_prompts_have_the_ratios_of_tokens_of_one_process(
         for weight, tensor in rank["weights"].items():
             assert float((tensor - alone["weights"][weight]).abs().max()) < 5e-5, weight
     check_logs(read_log(tmp_path / "alone"), read_log(tmp_path / "shared"))
+
+
+def answer_masked(directory: str, case: str, max_steps: int) -> dict[str, Any]:
+    objective = GRPO("dapo", cut_answers="mask")
+    options: dict[str, Any] = {"prompts": {"max_new_tokens": 1}, "module": {"objective": objective}}
+    return answer(directory, case, "replicated", max_steps, **options)
+
+
+@pytest.mark.slow
+def test_a_window_whose_answers_are_all_masked_changes_no_weight(tmp_path: Path) -> None:
+    case = write_case(tmp_path / "case")
+    arguments = (str(tmp_path / "run"), str(case))
+    one, other = (run_ranks(answer_masked, 1, *arguments, steps)[0]["weights"] for steps in (1, STEPS))
+    assert read_log(tmp_path / "run") == []  # windows that are skipped have no figures
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def continue_as(directory: str, case: str, objective: Objective, max_steps: int) -> dict[str, Any]:

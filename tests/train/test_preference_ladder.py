@@ -133,6 +133,19 @@ def figures_of(log: dict[str, float]) -> dict[str, float]:
     return {name: log[name] for name in log if name.startswith("train/") and "per_second" not in name}
 
 
+def climb_straight_and_killed(directory: Path, world_size: int, *shared: Any) -> list[dict[str, Any]]:
+    """Returns what each rank of a run found that was never killed; one that was killed and resumed is equal to it."""
+    straight: list[dict[str, Any]] = run_ranks(climb, world_size, str(directory / "straight"), *shared)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, world_size, str(directory / "run"), *shared, KillAll())
+    resumed = run_ranks(climb, world_size, str(directory / "run"), *shared)
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
+        assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
+        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    return straight
+
+
 @pytest.mark.parametrize(
     ("strategy", "world_size", "adapter"),
     [
@@ -180,20 +193,20 @@ def test_a_killed_run_continues_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world_size", "adapter"),
-    [("replicated", 1, LORA), ("replicated", 2, None), ("full", 2, LORA), ("full", 2, None), ("pipeline", 2, LORA)],
+    [
+        ("replicated", 1, LORA),
+        ("replicated", 2, None),
+        ("full", 2, LORA),
+        # Its forwards before the window leave parameters gathered: gradients of the window before were added.
+        pytest.param("full", 2, None, marks=pytest.mark.each),
+        ("pipeline", 2, LORA),
+    ],
 )
 def test_a_killed_run_of_single_answers_continues_bit_for_bit(
     tmp_path: Path, answer_corpus: Path, base: Path, strategy: str, world_size: int, adapter: dict[str, Any] | None
 ) -> None:
     shared = (str(base), str(answer_corpus), strategy, "sync", adapter, True)
-    straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared)
-    with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(climb, world_size, str(tmp_path / "run"), *shared, KillAll())
-    resumed = run_ranks(climb, world_size, str(tmp_path / "run"), *shared)
-    for one, other in zip(straight, resumed, strict=True):
-        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
-        assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
-        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    straight = climb_straight_and_killed(tmp_path, world_size, *shared)
     assert straight[0]["log"][-1]["train/rewards_desirable"] != 0.0
     assert len(list((tmp_path / "run/reference").glob("*"))) == (1 if adapter is None else 0)
 
@@ -227,21 +240,14 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
 ) -> None:
     base = write_base(tmp_path / "base", pair_corpus, mix(PAIR_DECODER, name))
     shared = (str(base), str(pair_corpus), strategy, "sync", adapter, True)
-    straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared)
-    with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(climb, world_size, str(tmp_path / "run"), *shared, KillAll())
-    resumed = run_ranks(climb, world_size, str(tmp_path / "run"), *shared)
-    for one, other in zip(straight, resumed, strict=True):
-        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
-        assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
-        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    straight = climb_straight_and_killed(tmp_path, world_size, *shared)
     assert straight[0]["log"][-1]["train/rewards_chosen"] != 0.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "replicated"])
 @pytest.mark.parametrize("adapter", [{"rank": 3}, None], ids=["lora", "whole"])
-@pytest.mark.parametrize("data", ["pair_corpus", "answer_corpus"])
+@pytest.mark.parametrize("data", ["pair_corpus", pytest.param("answer_corpus", marks=pytest.mark.each)])
 def test_two_ranks_train_as_one(
     tmp_path: Path,
     base: Path,
@@ -261,7 +267,8 @@ def test_two_ranks_train_as_one(
         assert "validation/reward_accuracy" not in line or 0.0 <= line["validation/reward_accuracy"] <= 1.0
     validated = [line["validation/loss"] for line in one["log"] if "validation/loss" in line]
     assert validated
-    assert validated == pytest.approx([line["validation/loss"] for line in two["log"] if "validation/loss" in line])
+    of_two = [line["validation/loss"] for line in two["log"] if "validation/loss" in line]
+    assert validated == pytest.approx(of_two, rel=1e-5)  # of weights that differ in float32
 
 
 @pytest.mark.slow
