@@ -26,7 +26,10 @@ def rare(messages, text, columns):
     return float("z" in text)
 """
 FAMILY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dapo": ({"preset": "dapo", "clip_low": 0.01, "clip_high": 0.01, "cut_answers": "mask"}, {"max_resamples": 2}),
+    "dapo": (
+        {"preset": "dapo", "clip_low": 0.01, "clip_high": 0.01, "cut_answers": "mask"},
+        {"max_resamples": 2, "max_new_tokens": 28},
+    ),
     "reinforce++": ({"preset": "reinforce++"}, {}),
     "rloo": ({"preset": "rloo", "clip_low": 0.05, "clip_high": 0.05}, {}),
 }

@@ -114,7 +114,8 @@ def test_a_run_that_is_killed_while_it_starts_ends_bit_equal(tmp_path: Path, tin
         build_recipe(tiny_corpus, tmp_path / "unused"),
         {"checkpoint.every_n_steps": 10, "trainer.max_steps": 60, "trainer.val_check_interval": 20},
     )
-    status, output, found = rehearse(tmp_path, recipe, "--kills", "4", "--seed", "1")
+    # This seed's kill falls among the imports: a restore and a first step are over within one look on a busy machine.
+    status, output, found = rehearse(tmp_path, recipe, "--kills", "4", "--seed", "2")
     assert status == 0, output
     assert found["verdict"] == "equal"
     (kill,) = [kill for kill in found["kills"] if kill["phase"] is not None]
