@@ -109,7 +109,7 @@ def _encode_with_offsets(built: tokenizers.Tokenizer, text: str) -> tuple[NDArra
     ids = np.array(encoded.ids, np.int32)
     # One at a time: the library's list of all would take more memory than the rest.
     found = map(encoded.token_to_chars, range(len(ids)))
-    places = np.fromiter(chain.from_iterable(place for place in found if place is not None), np.int32)
+    places = np.fromiter(chain.from_iterable(filter(None, found)), np.int32)
     if len(places) < 2 * len(ids):  # of a text that a post-processor has written twice, one has no places there
         places = np.array(encoded.offsets, np.int32)
     return ids, places.reshape(-1, 2)
