@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from genesis.base.available_memory import give_back_memory
 from genesis.base.errors import RunEndedError, UserError, numbered
 from genesis.base.limited_workers import LimitedWorkers, LimitReachedError, serve_limited
 from genesis.generate.grammar import MAX_GRAMMAR_CHARS, TokenGrammar, compile_grammar
@@ -223,13 +224,17 @@ class _Lane:
             self._line.leave()
             done.exception()  # marks it as retrieved
             if self._idle_seconds is not None:
-                self._retirement = loop.call_later(self._idle_seconds, self.workers.end_idle)
+                self._retirement = loop.call_later(self._idle_seconds, self._retire)
 
         exchange.add_done_callback(finish)
         found = await asyncio.shield(exchange)
         if isinstance(found, UserError):
             raise found
         return found
+
+    def _retire(self) -> None:
+        self.workers.end_idle()
+        give_back_memory()
 
     def close(self) -> None:
         self.workers.end()
