@@ -83,7 +83,8 @@ def iterate_cases(seed: int, mark: Path) -> Iterator[Case]:
 
 
 def _build_import(family: str, *options: str) -> tuple[str, ...]:
-    return ("import", f"../in/families/{family}", "../out/run", "--no_tokenizer", "--proof", "weights", *options)
+    proof = () if "--as" in options else ("--proof", "weights")  # that of a foreign model takes no choice
+    return ("import", f"../in/families/{family}", "../out/run", "--no_tokenizer", *proof, *options)
 
 
 def _set_each(path: str, changes: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Forge]]:
