@@ -43,6 +43,7 @@ _MOST_BUFFERED: Final = 1 << 24
 _SEED: Final = 20
 
 
+@reads_directory
 def import_foreign(
     directory: Path,
     out: Path,

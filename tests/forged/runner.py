@@ -45,6 +45,8 @@ _SUBREAPER: Final = 36
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LINES: Final = re.compile(r"((genesis )?(?!Traceback)[\w ]+: (?!error).+\n)*genesis: error: .+\n(  .+\n)*")
 """One line of error, after lines of stages, warnings and what was passed over; bad rows have lines below it."""
+_NOISE: Final = re.compile(r"^(?:[EW]\d{4} [\d:.]+ \d+ \S*torch/|Failed to load \S*torchao).*\n", re.MULTILINE)
+"""What torchao prints, where it is installed, as soon as transformers looks for it."""
 _YES: Final = b"y\n" * 200
 
 
@@ -134,7 +136,7 @@ class Runner:
             wall_seconds = time.monotonic() - start_seconds
             out.seek(0)
             err.seek(0)
-            printed, errors = (file.read().decode(errors="replace") for file in (out, err))
+            printed, errors = (_NOISE.sub("", file.read().decode(errors="replace")) for file in (out, err))
         left = _end_left(pid)
         status = os.waitstatus_to_exitcode(code)
         seconds = usage.ru_utime + usage.ru_stime

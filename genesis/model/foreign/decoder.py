@@ -95,7 +95,7 @@ def _check_counts(content: Any, where: str) -> None:
     if not isinstance(content, Mapping):
         return
     for key, value in content.items():
-        most = next((most for names, most in _MOST.items() if names.search(key)), None)
+        most = next((most for names, most in _MOST.items() if names.search(str(key))), None)
         if type(value) is int and most is not None and value > most:
             raise UserError(f"{where}: {key} is {str(value)[:20]}; at most {most:,} are read: correct it")
         _check_counts(value, where)
