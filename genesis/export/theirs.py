@@ -23,6 +23,7 @@ from genesis.huggingface.weights import iterate_tensors, read_file_names
 
 # Commands show stages of their own.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
+logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings quote what files have; proofs find what counts
 
 _LEFT_OUT: Final = CODE_KEYS | {"num_labels", "id2label", "label2id"}
 """Keys that are not passed on: those of code, and classes of a classifier, of which transformers makes any number."""
