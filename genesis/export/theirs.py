@@ -79,9 +79,14 @@ def _without_code(directory: Path) -> Iterator[Path]:
     with TemporaryDirectory() as name:
         data = Path(name)
         for file in directory.iterdir():
+            kept = None
             if file.name in CODE_NAMES:
                 with blaming(file, "correct it"):
-                    (data / file.name).write_text(json.dumps(leave_out(read_json(file))), encoding="utf-8")
+                    content = read_json(file)
+                    kept = leave_out(content)
+                    kept = None if kept == content else json.dumps(kept)
+            if kept is not None:
+                (data / file.name).write_text(kept, encoding="utf-8")
             elif file.suffix in DATA_SUFFIXES:
                 (data / file.name).symlink_to(file.absolute())
         yield data
