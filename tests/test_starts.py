@@ -18,7 +18,7 @@ STARTS = (
     *("asyncio.create_subprocess", "concurrent.futures.ProcessPoolExecutor"),
 )
 MAY_START = {
-    "genesis/base/processes.py": {"subprocess.Popen", "subprocess.run"},
+    "genesis/base/processes.py": {"subprocess.Popen", "subprocess.run", "os.fork"},
     "genesis/operations/supervise/launcher.py": {"os.fork"},  # of a process that `start_launcher` has started
     "genesis_callbacks/checkpoint/writer_start.py": {"subprocess.Popen"},
     "genesis_callbacks/testing.py": {"os.fork"},
@@ -40,6 +40,8 @@ MAY_READ = {
     "SentencePieceProcessor(model_proto": {"genesis/tokenizer/sentencepiece.py"},
 }
 """Calls that follow what a file claims, and the module that compares the claims first."""
+SEARCHES = re.compile(r"""(?:sys\.executable|self\.python),\s*["']-[mc]["']""")
+"""The start of a Python that looks for modules in the working directory first, which has `-P` otherwise."""
 FORBIDS = ("trust_remote_code=False", "'trust_remote_code': False")
 
 
@@ -85,6 +87,14 @@ def test_programs_are_started_and_models_opened_in_few_places(package: Path) -> 
     assert openers == {name: (found, True) for name, found in MAY_OPEN.items() if name in sources}, (
         "open models by genesis.export.theirs, which runs none of their code"
     )
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_the_working_directory_gives_no_program_code(package: Path) -> None:
+    texts = {file.name: file.read_text() for file in package.rglob("*.py")}
+    assert sum("sys.executable" in text for text in texts.values()) >= 1
+    assert [name for name, text in texts.items() if SEARCHES.search(text)] == []
+    assert SEARCHES.search('[sys.executable, "-m", module]')
 
 
 def test_what_a_file_claims_is_compared_in_one_place_before_it_is_opened() -> None:

@@ -15,7 +15,7 @@ import pytest
 from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.base.checkpoint_errors import DirectoryInUseError
 from genesis_callbacks.base.errors import RunEndedError, describe_error
-from genesis_callbacks.base.locks import lock_file
+from genesis_callbacks.base.locks import lock_file, open_lock
 from genesis_callbacks.checkpoint.job import hold_staging
 from genesis_callbacks.checkpoint.lineage import DirectoryLock, find_holder, wait_for_orphans
 
@@ -124,3 +124,16 @@ def test_a_lock_that_is_refused_for_another_reason_is_an_error(tmp_path, monkeyp
     with pytest.raises(OSError, match="Bad file descriptor"):
         lock_file(descriptor, fcntl.LOCK_EX)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux to find the path of a descriptor")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_lock_without_a_report_is_named_by_its_file(tmp_path, monkeypatch, number):
+    def fail(descriptor, kind):
+        raise OSError(number, os.strerror(number))
+
+    with open_lock(tmp_path / "lock") as lock:
+        monkeypatch.setattr(fcntl, "flock", fail)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            lock_file(lock.fileno(), fcntl.LOCK_EX)
+    assert caught.value.filename == str(tmp_path / "lock")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from genesis.base.errors import RunEndedError, UserError
+from genesis.base.parent import end_with_forker
 
 OUT_OF_MEMORY = 77
 """The exit status of a worker whose work needs more memory."""
@@ -86,7 +87,8 @@ class PipedWorker:
 
     Args:
         module: The module that the worker imports; its name identifies the worker in a list of processes.
-        has_group: Whether it starts a group of processes, which ends with it: it runs code that may start some.
+        has_group: Whether it starts a group of processes, which ends with it: it runs code that may start some, or that
+            may never give back the interpreter.
 
     Attributes:
         process: The worker process.
@@ -132,11 +134,14 @@ def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], N
     """Runs `serve` in a worker, with its end of the pipe, until it returns or the process at the other end is gone.
 
     The worker then exits at once, whatever it is doing. It ignores SIGINT: Ctrl-C reaches the whole process group, and
-    the process at the other end decides what happens.
+    the process at the other end decides what happens. A worker that leads a group runs `serve` in a child.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getpgrp() == os.getpid():
+        _leave_to_child(descriptor)
+    else:
+        _watch_pipe(descriptor)
     connection: Connection[object, object] = Connection(descriptor)
-    threading.Thread(target=_end_with_pipe, args=(descriptor,), name="end-with-pipe", daemon=True).start()
     try:
         serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -145,13 +150,36 @@ def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], N
         os._exit(OUT_OF_MEMORY)
 
 
-def _end_with_pipe(descriptor: int) -> None:
+def _leave_to_child(descriptor: int) -> None:
+    """Returns in a forked child. This process ends the group with the pipe, or itself as the child has ended.
+
+    While native code holds the interpreter, a thread beside it would not see the end of the pipe.
+    """
+    child = os.fork()
+    if child == 0:
+        end_with_forker()
+        return
+    _watch_pipe(descriptor)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _end_with_pipe(descriptor, 0)  # the child may have seen the end of the pipe first
+    if status < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _watch_pipe(descriptor: int) -> None:
+    threading.Thread(target=_end_with_pipe, args=(descriptor,), name="end-with-pipe", daemon=True).start()
+
+
+def _end_with_pipe(descriptor: int, wait_ms: int | None = None) -> None:
     hang_up = select.poll()
     hang_up.register(descriptor, 0)
-    hang_up.poll()
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    if hang_up.poll(wait_ms):
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
 
 # ---- processes with a limit
@@ -225,7 +253,7 @@ def run_together(module: str, arguments: Sequence[Sequence[str]], environments: 
         RunEndedError: A process failed.
     """
     processes = [
-        start_program([sys.executable, "-m", module, *words], env={**os.environ, **own})
+        start_program([sys.executable, "-P", "-m", module, *words], env={**os.environ, **own})
         for words, own in zip(arguments, environments, strict=True)
     ]
     try:

@@ -6,11 +6,12 @@ other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,6 +167,9 @@ def limit_conversations(chat: ChatOptions, seq_len: int | None, recorded: Path |
     return replace(chat, max_tokens=seq_len)
 
 
+_NUM_THREADS: Final = 2
+"""One encodes while the template of the other one's conversation is rendered, in another process."""
+
 Rendered = tuple[RenderedChat, ...]
 """The documents of a record: one conversation, or the two of a pair."""
 
@@ -214,24 +218,34 @@ class ConversationEncoder:
         chats: list[tuple[Document, Rendered]] = []
         counts, skipped = ConversationCounts(), SkippedCounter()
         refused: list[RefusedRow] = []
-        for document in documents:
-            rendered: Rendered = ()
-            try:
-                rendered, of_document = self._encode(document)
-                counts += of_document
-            except EndlessTemplateError as error:
-                raise UserError(f"source {self._source.name}: {_place(document)}: {error}") from None
-            except (ConversationError, UnclearMarkError, _LongConversationError) as error:
-                may_skip = isinstance(error, ConversationError)
-                if may_skip and self._skips_bad:
+        threads = ThreadPoolExecutor(_NUM_THREADS)
+        try:
+            for document, found in zip(documents, threads.map(self._try, documents), strict=True):
+                if isinstance(found, tuple):
+                    rendered, of_document = found
+                    counts += of_document
+                    if rendered:
+                        assert isinstance(document, Document)
+                        chats.append((document, rendered))
+                elif isinstance(found, ConversationError) and self._skips_bad:
                     counts += ConversationCounts(num_bad=1)
-                    skipped.add(str(error), partial(_place, document))
+                    skipped.add(str(found), partial(_place, document))
                 elif len(refused) < MAX_REFUSED:
-                    refused.append(RefusedRow(_place(document), str(error), may_skip))
-            if rendered:
-                assert isinstance(document, Document)
-                chats.append((document, rendered))
+                    refused.append(RefusedRow(_place(document), str(found), isinstance(found, ConversationError)))
+        finally:
+            threads.shutdown(cancel_futures=True)
         return EncodedChats(chats, counts, self._note(chats, skipped), refused)
+
+    def _try(self, document: Document | BadRow) -> "tuple[Rendered, ConversationCounts] | UserError":
+        """Returns what `_encode` returns, or why the row is skipped or refused."""
+        try:
+            return self._encode(document)
+        except EndlessTemplateError as error:
+            raise UserError(f"source {self._source.name}: {_place(document)}: {error}") from None
+        except RecursionError:
+            return ConversationError("the conversation is nested too deeply; flatten it")
+        except (ConversationError, UnclearMarkError, _LongConversationError) as error:
+            return error
 
     def _note(self, chats: Sequence[tuple[Document, Rendered]], skipped: SkippedCounter) -> RowNotes:
         form, turn_field = str(self._source.chat), self._source.turn_field

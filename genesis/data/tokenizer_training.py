@@ -61,7 +61,7 @@ def train_in_worker(
         UserError: The sources cannot be read or have no text, or the vocabulary does not fit the text.
         RunEndedError: The worker died.
     """
-    worker = PipedWorker(_MODULE)
+    worker = PipedWorker(_MODULE, has_group=True)  # the library holds the interpreter for hours
     try:
         worker.connection.send(_Job(sample, options, out))
         with stage("reading text", unit="bytes") as shown:  # how much there is, is not known

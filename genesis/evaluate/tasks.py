@@ -6,15 +6,18 @@ lm-eval's format, or with rows for the task of lm-eval that has the folder's nam
 """
 
 import difflib
+import functools
 import re
+import signal
 import socket
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import datasets
 import huggingface_hub.constants
@@ -31,6 +34,8 @@ from genesis_callbacks.base.untrusted import MAX_TEXT_BYTES, check_file, read_fi
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
 _NUM_NEAREST: Final = 3
+_SECONDS: Final = 60.0
+"""Processor time for the filters of a task's answers, and for the metrics of one answer."""
 _NAME: Final = re.compile(r"\w[\w.+ -]*")
 _TEMPLATES = lm_eval.utils.env
 
@@ -80,7 +85,31 @@ def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool 
         if getattr(task, "MULTIMODAL", False):
             raise UserError(f"task {task.task_name} needs more than text, which is not supported; choose another task")
         _set_fewshot(task, num_fewshot)
+        for name in () if may_run_code else ("apply_filters", "process_results"):
+            setattr(task, name, _limit(getattr(task, name)))
     return loaded
+
+
+def _limit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of a task that fails at a limit: a filter, or a metric, may have an expression without end."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            return function(*arguments, **options)
+        before = signal.signal(signal.SIGPROF, _end_search)
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+        try:
+            return function(*arguments, **options)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            signal.signal(signal.SIGPROF, before)
+
+    return call
+
+
+def _end_search(number: int, frame: object) -> NoReturn:
+    raise TaskTemplateError(f"an expression of a filter or a metric takes more than {_SECONDS:g} s of processor time")
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:

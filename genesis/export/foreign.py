@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from genesis.base.errors import RunEndedError, UserError, blaming
+from genesis.base.errors import RunEndedError, UserError, blaming, numbered
 from genesis.base.progress import stage
 from genesis.base.run_directory import RunDirectory
 from genesis.export.hub import Download, describe_source
@@ -21,7 +21,7 @@ from genesis.export.proof import check_proof_memory, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import Source, iterate_blocks
-from genesis.export.theirs import LEFT_OUT, load_model
+from genesis.export.theirs import leave_out, load_model
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.weights import iterate_pieces, iterate_tensors, read_file_names
 from genesis.model.decoder import DecoderConfig, build_model
@@ -38,9 +38,12 @@ from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 _TOLERANCE: Final = 1e-4
 """Of the largest logit, in float32."""
 _PROOF_TOKENS: Final = 64
+_MOST_BUFFERED: Final = 1 << 24
+"""Values of tables that no file has, such as rotary frequencies."""
 _SEED: Final = 20
 
 
+@reads_directory
 def import_foreign(
     directory: Path,
     out: Path,
@@ -67,10 +70,12 @@ def import_foreign(
     check_is_new(out)
     with blaming(directory, "remove the file, or correct the path"):
         check_directory(directory)  # transformers opens whatever it finds there
-    given = {key: value for key, value in read_json(directory / CONFIG_NAME).items() if key not in LEFT_OUT}
+    with blaming(directory / CONFIG_NAME, "correct it"):
+        given = leave_out(read_json(directory / CONFIG_NAME))
     config = _describe(given, directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     read = _read_files(directory)
+    _check_size(directory, config, [tensor.numel() for tensor in read.values()])
     num_bytes = sum(tensor.numel() for tensor in read.values()) * torch.float32.itemsize
     check_proof_memory(2 * num_bytes)
     with stage("opening the model by transformers"):
@@ -108,7 +113,7 @@ def _describe(given: Mapping[str, Any], directory: Path) -> DecoderConfig:
         theirs = read_config(given)
         # With every default of this version, so that another version reads the same model.
         whole = load_json(theirs.to_json_string(use_diff=False))
-        body = TransformersConfig({key: value for key, value in whole.items() if key not in LEFT_OUT})
+        body = TransformersConfig(leave_out(whole))
         return DecoderConfig(**find_shape(theirs)._asdict(), body=body)
 
 
@@ -125,6 +130,28 @@ def _read_files(directory: Path) -> dict[str, Tensor]:
                 "transformers, and save it again"
             )
     return read
+
+
+def _check_size(directory: Path, config: DecoderConfig, sizes: Sequence[int]) -> None:
+    """Compares the size of the model that config.json describes with the files, before transformers allocates it.
+
+    Twice as many values are let pass, and fail by their names.
+    """
+    assert isinstance(config.body, TransformersConfig)
+    if config.num_layers > len(sizes):  # before layers are built, which takes time for each
+        raise UserError(
+            f"{directory}: config.json describes a model of {numbered(config.num_layers, 'layers')}, and the files "
+            f"have {numbered(len(sizes), 'tensors')}: correct one of them"
+        )
+    with torch.device("meta"):
+        model = build_model(replace(config, body=replace(config.body, documents="rows")))
+    num_values = sum(sizes)
+    num_described = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
+    if num_described > 2 * num_values + _MOST_BUFFERED:
+        raise UserError(
+            f"{directory}: config.json describes a model of {num_described:,} values, and the files have "
+            f"{num_values:,}: correct one of them"
+        )
 
 
 def _check_report(directory: Path, report: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ def import_directory(
     # Of the user's own files, before weights in FP8 are copied, which may take hours.
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
-    with torch.device("meta"):
+    with blaming(directory / CONFIG_NAME, "correct its sizes"), torch.device("meta"):
         decoder = Decoder(config)
     if is_nf4:
         check_nf4(decoder)

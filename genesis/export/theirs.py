@@ -9,22 +9,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from genesis.base.errors import blaming
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, CONFIG_NAME, DATA_SUFFIXES, read_json
 from genesis.huggingface.mxfp4 import is_mxfp4, join_mxfp4
 from genesis.huggingface.weights import iterate_tensors, read_file_names
 
 # Commands show stages of their own.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
+logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings quote what files have; proofs find what counts
 
-LEFT_OUT = CODE_KEYS | {"num_labels", "id2label", "label2id"}
+_LEFT_OUT: Final = CODE_KEYS | {"num_labels", "id2label", "label2id"}
 """Keys that are not passed on: those of code, and classes of a classifier, of which transformers makes any number."""
+
+
+def leave_out(content: Any) -> Any:
+    """Returns the content of a configuration without the keys that are not passed on, at any depth."""
+    if isinstance(content, dict):
+        return {key: leave_out(value) for key, value in content.items() if key not in _LEFT_OUT}
+    return [leave_out(value) for value in content] if isinstance(content, list) else content
 
 
 def load_tokenizer(directory: Path, **options: Any) -> Any:
@@ -70,9 +79,14 @@ def _without_code(directory: Path) -> Iterator[Path]:
     with TemporaryDirectory() as name:
         data = Path(name)
         for file in directory.iterdir():
-            if file.name in CODE_NAMES and LEFT_OUT & (content := read_json(file)).keys():
-                kept = {key: value for key, value in content.items() if key not in LEFT_OUT}
-                (data / file.name).write_text(json.dumps(kept), encoding="utf-8")
+            kept = None
+            if file.name in CODE_NAMES:
+                with blaming(file, "correct it"):
+                    content = read_json(file)
+                    kept = leave_out(content)
+                    kept = None if kept == content else json.dumps(kept)
+            if kept is not None:
+                (data / file.name).write_text(kept, encoding="utf-8")
             elif file.suffix in DATA_SUFFIXES:
                 (data / file.name).symlink_to(file.absolute())
         yield data

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -331,10 +331,12 @@ def _find_stacks(names: Iterable[str], family: TensorNames, content: Mapping[str
     found: dict[str, set[bool]] = {}
     for match in filter(None, (_match_experts(name, family) for name in names)):
         found.setdefault(match[1], set()).add(match[2] is not None)
+    # In a model that also reads images, a target may begin within the name of the text model.
+    listed = {re.sub(r"^(model\.)?language_model\.", "", one) for one in content.get("target_parameters") or []}
     stacks = set()
     for number, wrappers in found.items():
         # Only the config has the name of a single wrapper's parameter.
-        targets = set(_STACK_PARAMETERS) if True in wrappers else _find_targets(number, family, content)
+        targets = set(_STACK_PARAMETERS) if True in wrappers else _find_targets(number, family, listed)
         stacks |= {f"blocks.{number}.feed_forward.experts.{target}" for target in targets}
     return stacks
 
@@ -345,11 +347,13 @@ def _match_experts(name: str, family: TensorNames) -> re.Match[str] | None:
     return re.fullmatch(rf"{start}(\d{{1,6}})\.{re.escape(_EXPERTS)}\.({_NESTED}\.)?lora_[AB]\.weight", name)
 
 
-def _find_targets(number: str, family: TensorNames, content: Mapping[str, Any]) -> set[str]:
-    # In a model that also reads images, a target may begin within the name of the text model.
-    listed = [re.sub(r"^(model\.)?language_model\.", "", one) for one in content.get("target_parameters") or []]
-    stacks = {target: _name_parameter(f"blocks.{number}.experts.{target}", family) for target in _STACK_PARAMETERS}
-    return {target for target, name in stacks.items() if any(f".{name}".endswith(f".{one}") for one in listed)}
+def _find_targets(number: str, family: TensorNames, listed: Set[str]) -> set[str]:
+    found = set()
+    for target in _STACK_PARAMETERS:
+        parts = _name_parameter(f"blocks.{number}.experts.{target}", family).split(".")
+        if not listed.isdisjoint(".".join(parts[start:]) for start in range(len(parts))):
+            found.add(target)
+    return found
 
 
 def _drop_suffix(name: str) -> str:

@@ -67,7 +67,7 @@ class Commands:
     def show(self, *arguments: str) -> list[str]:
         """Prints `genesis ARGUMENTS`, and returns the program and arguments that run it."""
         self.console.print(f"$ genesis {shlex.join(arguments)}", style="dim", markup=False)
-        return [sys.executable, "-m", "genesis", *arguments]
+        return [sys.executable, "-P", "-m", "genesis", *arguments]
 
 
 def _run_to_end(command: Sequence[str], **options: Any) -> int:

@@ -39,13 +39,25 @@ _TAKES_BARE_PATH: Final = re.compile(r"trainer\.[^.]+|model\.objective")
 _FILE: Final = re.compile(r"\.(?:yaml|yml|json)\Z")
 
 
-class RecipeLoader(yaml.SafeLoader):
+class _Strict:
+    """Reports a tag that does not fit its value, such as `!!timestamp x`, as an error of YAML."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """Returns the value of a document."""
+        try:
+            return super().construct_document(node)  # type: ignore[misc]  # of the loader
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"a value does not fit its tag ({type(error).__name__}: {error})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+class RecipeLoader(_Strict, yaml.SafeLoader):
     """Loads YAML with the types of this module; errors have positions."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's
 
 
-class FastRecipeLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class FastRecipeLoader(_Strict, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """The same by libyaml, where it is installed: for text that is known not to be nested deeply."""
 
     yaml_implicit_resolvers = RecipeLoader.yaml_implicit_resolvers

@@ -30,6 +30,8 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 _MAX_BODY_CHARS: Final = 2**17
 _MISTRAL: Final = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)")
+_MAX_HEAD_CHARS: Final = 2**12
+"""A call whose arguments begin later is given when it is whole."""
 _SEPARATOR: Final = "<\uff5ctool\u2581sep\uff5c>"
 _DEEPSEEK: Final = re.compile(
     rf"(?:function{_SEPARATOR})?([\w.-]+)(?:{_SEPARATOR}|\n```json\n)(.*?)(?:\n```)?", re.DOTALL
@@ -105,11 +107,12 @@ _FORMS: Final = (
     ToolForm(*_DEEPSEEK_SIGNS, "DeepSeek", forced=(f"NAME{_SEPARATOR}", ""), symbols=(_SEPARATOR,)),
 )
 _HEADS: Final = (
-    re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
-    re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"),
-    re.compile(rf"\s*(?:function{_SEPARATOR})?([\w.-]+)(?:{_SEPARATOR}|\n```json\n)\s*(?=\{{)"),
+    re.compile(r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"([\w.-]++)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'),
+    re.compile(r"\s*+([\w.-]++)(?:\[CALL_ID\]\w*+)?(?:\[ARGS\])?\s*+(?=\{)"),
+    re.compile(rf"\s*+(?:function{_SEPARATOR})?([\w.-]++)(?:{_SEPARATOR}|\n```json\n)\s*+(?=\{{)"),
 )
-"""The texts before arguments of JSON, with the name of the tool."""
+"""The texts before arguments of JSON, with the name of the tool. They take what they have read for good: white space of
+any length costs its length."""
 _OTHER: Final = ToolForm("<tool_call>", "</tool_call>", is_bare=True)
 
 
@@ -191,7 +194,8 @@ class ToolReader:
         """Returns what has come of the call that has begun, if its arguments are JSON."""
         pieces = []
         if self._arguments is None:
-            match = next((found for head in _HEADS if (found := head.match(self._held))), None)
+            heads = (head.match(self._held, 0, _MAX_HEAD_CHARS) for head in _HEADS)
+            match = next(filter(None, heads), None)
             if match is None or match[1] not in self._tools:
                 return []
             self._arguments = StreamedObject(match.end())

@@ -32,6 +32,7 @@ from genesis.base.errors import UserError
 from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
 from genesis.tokenizer.limited import TextSearch
 from genesis.tokenizer.limits import (
+    can_cut,
     check_claims,
     check_stop_ids,
     has_unknown,
@@ -100,7 +101,8 @@ class HuggingFaceTokenizer:
         self._expressions = list_expressions(content)
         self.has_unknown_expressions: bool = has_unknown(self._expressions)
         self._is_unigram = find_model_type(content) == "Unigram"
-        self._texts = TextSearch(self._renamed if self._is_unigram else self._tokenizer, self._expressions)
+        self._can_cut = can_cut(content, self._config)
+        self._texts = self._search(self._renamed if self._is_unigram else self._tokenizer)
         self._texts.check([_PROBE, _BEYOND_ASCII, *symbols, *list_hard_texts(self._expressions)])
         single = {one[0] for one in self._bytes if len(one) == 1}
         self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
@@ -190,7 +192,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _texts_with_controls(self) -> TextSearch:
-        return TextSearch(self._build(has_controls_in_text=True), self._expressions)
+        return self._search(self._build(has_controls_in_text=True))
 
     @cached_property
     def literal(self) -> LiteralControls:
@@ -216,7 +218,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _texts_with_hidden(self) -> TextSearch:
-        return TextSearch(self._with_hidden, self._expressions)
+        return self._search(self._with_hidden)
 
     @cached_property
     def _symbols(self) -> NDArray[np.int32]:
@@ -239,6 +241,9 @@ class HuggingFaceTokenizer:
         renamed = tokenizers.Tokenizer.from_str(json.dumps(content))
         renamed.encode_special_tokens = True
         return renamed
+
+    def _search(self, built: tokenizers.Tokenizer) -> TextSearch:
+        return TextSearch(built, self._expressions, can_cut=self._can_cut)
 
     def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
         built = _open(self.files, self._config)

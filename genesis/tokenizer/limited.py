@@ -8,6 +8,7 @@ calls the library directly.
 
 import hashlib
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
@@ -30,6 +31,8 @@ from genesis.tokenizer.limits import has_unknown, quote
 from genesis.tokenizer.panics import refusing_panics, without_panics_printed
 
 _WORKERS: Final = LimitedWorkers(__name__, 1)
+_PART_CHARS: Final = 1 << 16
+_PLACE: Final = re.compile("(?<=[A-Za-z])[ \\n](?=[A-Za-z])")
 
 
 class TextSearch:
@@ -40,21 +43,39 @@ class TextSearch:
     Args:
         built: The tokenizer, which does not change any more.
         expressions: Its regular expressions, as `list_expressions` returns them.
+        can_cut: Whether long texts are encoded in parts, as `genesis.tokenizer.limits.can_cut` says: the library takes
+            hundreds of bytes for each token.
     """
 
-    def __init__(self, built: tokenizers.Tokenizer, expressions: Sequence[str]) -> None:
-        self._built, self._expressions = built, expressions
+    def __init__(self, built: tokenizers.Tokenizer, expressions: Sequence[str], *, can_cut: bool = False) -> None:
+        self._built, self._expressions, self._can_cut = built, expressions, can_cut
         self._is_direct = is_limited() or not has_unknown(expressions)
 
     def encode(self, text: str, *, is_framed: bool = False) -> NDArray[np.int32]:
         """Returns the ids of a text; `is_framed` with those that the tokenizer adds before and after it."""
-        ids: NDArray[np.int32] = self._call(_encode, len(text), text, is_framed)
-        return ids
+        parts = [text] if is_framed else self._cut(text)
+        found: list[NDArray[np.int32]] = [self._call(_encode, len(part), part, is_framed) for part in parts]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Returns the ids of a text, and in rows the start and end (exclusive) of each in characters."""
-        found: tuple[NDArray[np.int32], NDArray[np.int32]] = self._call(_encode_with_offsets, len(text), text)
-        return found
+        ids, offsets, start = list[NDArray[np.int32]](), list[NDArray[np.int32]](), 0
+        for part in self._cut(text):
+            of_part, places = self._call(_encode_with_offsets, len(part), part)
+            ids.append(of_part)
+            offsets.append(places + np.int32(start))
+            start += len(part)
+        return np.concatenate(ids), np.concatenate(offsets)
+
+    def _cut(self, text: str) -> list[str]:
+        parts, start = [], 0
+        while self._can_cut and len(text) - start > 2 * _PART_CHARS:
+            found = _PLACE.search(text, start + _PART_CHARS)
+            if found is None:
+                break
+            parts.append(text[start : found.start()])
+            start = found.start()
+        return [*parts, text[start:]]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, by several threads."""

@@ -5,6 +5,7 @@ a step that replaces may double each text. The limits are far above what tokeniz
 """
 
 import base64
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _STEPS: Final = (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers
 _RUN_CHARS: Final = 1_000
 _MAX_CHARSMAP_BYTES: Final = 64
 """The longest text, in bytes, for one character in the normaliser of SentencePiece; Unicode's longest has 33."""
+_SPANNING: Final = re.compile(r"[A-Za-z][ \n]")
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -131,6 +133,32 @@ def has_unknown(expressions: Sequence[str]) -> bool:
     return not {*expressions} <= {*LINEAR}
 
 
+def can_cut(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Returns whether a text's ids are those of its parts, cut between a letter of ASCII and a space or a line feed.
+
+    Each expression that is known, and that of ByteLevel, ends a match at such a place, and begins the next one.
+
+    Args:
+        content: The content of a `tokenizer.json`, whose claims have been checked.
+        config: That of a `tokenizer_config.json`.
+    """
+    normalizers = [step.get("type") for step in iterate_steps(content.get("normalizer"), "normalizers")]
+    steps = list(iterate_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    kinds = [step.get("type") for step in steps]
+    patterns = [step.get("pattern") for step in steps if step.get("type") == "Split"]
+    model = content.get("model")
+    return (
+        isinstance(model, dict)
+        and model.get("type", "BPE") == "BPE"
+        and not {*normalizers} - {"NFC"}
+        and kinds[-1:] == ["ByteLevel"]
+        and not {*kinds} - {"Split", "Digits", "ByteLevel"}
+        and not any(step.get("add_prefix_space", True) for step in steps if step.get("type") == "ByteLevel")
+        and all(isinstance(one, dict) and one.get("Regex") in LINEAR for one in patterns)
+        and not any(isinstance(piece, str) and _SPANNING.search(piece) for piece, _ in _list_added(content, config))
+    )
+
+
 def list_hard_texts(expressions: Sequence[str]) -> list[str]:
     """Returns texts that are hard for many expressions without end: runs of each character that they name.
 
@@ -168,6 +196,13 @@ def _list_tokens(content: Mapping[str, Any], config: Mapping[str, Any]) -> Itera
     yield from vocabulary.items() if isinstance(vocabulary, dict) else ()
     for one in vocabulary if isinstance(vocabulary, list) else ():
         yield (one[0] if isinstance(one, list) and one else one), None
+    yield from _list_added(content, config)
+
+
+def _list_added(content: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the piece and the id of each added token, which are found in a text before the expressions."""
+    added, listed = content.get("added_tokens"), config.get("added_tokens_decoder")
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     for one in added if isinstance(added, list) else ():
         yield (one.get("content"), one.get("id")) if isinstance(one, dict) else (one, None)
     for key, one in listed.items() if isinstance(listed, dict) else ():

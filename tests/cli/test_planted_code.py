@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from genesis.cli.table import COMMANDS
 from genesis.model.adapter import AdapterConfig
 from genesis_callbacks.checkpoint import read_manifest
 from tests.commands import PIPE, ForkedCommand
 from tests.data.corpus_support import write_jsonl
+from tests.evaluate.support import write_choices
 from tests.planted import plant_code
 from tests.serve.support import start
 from tests.serve.test_adapters import write_peft
@@ -29,6 +31,11 @@ SMALL = (
     *("--data.seq_len", "64", "--data.global_batch_size", "1", "--trainer.max_steps", "1"),
     *("--trainer.accelerator", "cpu"),
 )
+OPENS_NO_MODEL = {
+    **dict.fromkeys(("demo", "recipes", "recipes copy", "completion"), "nothing of others"),
+    **dict.fromkeys(("tokenizer train", "data clean"), "text alone"),
+    "serve": "tried by `start`",
+}
 
 
 def run(*arguments: object, statuses: tuple[int, ...] = (0,)) -> str:
@@ -83,14 +90,21 @@ def test_code_of_a_model_runs_in_no_command_that_opens_it(theirs: Path, tmp_path
     prepare(theirs)
     sources = json.dumps([{"name": "web", "paths": [str(tmp_path / "web.jsonl")]}])
     run("tokenizer", "inspect", "--tokenizer", theirs, "--sources", sources, statuses=(0, 1))
+    corpus, tokens = corpora / "web", next(corpora.glob("web/train/web/*.ds"))
+    run("data", "adopt", tokens, "--name", "mine", "--out", corpora, "--tokenizer", theirs)
+    for command in (("data", "plan"), ("data", "inspect"), ("data", "verify")):
+        run(*command, corpus, *(("--seq_len", "64") if command[1] == "plan" else ()))
     run("generate", own, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
     run("evaluate", own, "--heldout", tmp_path / "web.jsonl", "--device", "cpu")
+    run("evaluate", own, "--tasks", write_choices(tmp_path / "animals", num_rows=1), "--device", "cpu")
+    run("export", own, tmp_path / "own.gguf", "--gguf", "f16")
     run("export", own, back)
     plant_code(back, marker)
     proof = json.loads((back / "proof.json").read_text())
     (back / "proof.json").write_text(json.dumps({**proof, "files": hash_again(back, proof["files"])}))
     run("generate", back, "--prompt", "All", "--max_new_tokens", "1", "--device", "cpu")
     run("import", back, tmp_path / "again")
+    run("release", back, tmp_path / "released", "--repo", "a/b", "--license", "mit", "--dry_run", statuses=(0, 2))
     run("data", "distill", corpora / "web", own, "--seq_len", "64", "--top_k", "4", "--device", "cpu")
     for place in (own, back):
         with start(place, told=None) as server:
@@ -114,12 +128,43 @@ def test_code_in_a_run_runs_in_no_command_that_reads_it(theirs: Path, tmp_path: 
     run("plan", *recipe, statuses=(0, 1))
     run("model", "describe", "--config", own / "recipe.yaml")
     run("model", "add-tokens", own, tmp_path / "more", "<|more|>")
-    for command in (("checkpoint", "show"), ("checkpoint", "verify"), ("report",), ("runs",)):
-        run(*command, tuned, statuses=(0, 1))
+    for command in (
+        *(("checkpoint", "show"), ("checkpoint", "verify"), ("checkpoint", "list"), ("checkpoint", "repair")),
+        *(("checkpoint", "prune"), ("report",), ("runs",), ("crashes",)),
+    ):
+        run(*command, tuned, *(("--keep_last", "1") if command[-1] == "prune" else ()), statuses=(0, 1))
+    run("checkpoint", "to-lightning", tuned, tmp_path / "stock.ckpt")
+    run("upcycle", own, tmp_path / "experts", "--experts", "2", "--top_k", "2", statuses=(0, 2))
     run("checkpoint", "diff", own, tuned, statuses=(0, 1))
     run("mirror", tuned, tmp_path / "mirror", "--once")
     run("mirror", "restore", tmp_path / "mirror", tmp_path / "restored")
     assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_code_of_a_model_runs_in_no_command_that_runs_others(theirs: Path, tmp_path: Path) -> None:
+    chats = [[("user", f"What is {number}?"), ("assistant", f"It is {number}.")] for number in range(60)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tuned = tmp_path / "tuned"
+    run("finetune", theirs, tmp_path / "chat.jsonl", "--out", tuned, "--proof", "weights", "--", *SMALL)
+    for place in (tuned / "base", tuned / "run"):
+        plant_in_run(place)
+    recipe = ("--config", tuned / "base/recipe.yaml")
+    fit = ("--data.corpus", tuned / "corpus", *SMALL)
+    run("doctor", *recipe, "--", *fit, statuses=(0, 1))
+    steps = ("--trainer.max_steps", "4", "--checkpoint.every_n_steps", "2")
+    run("rehearse", *recipe, "--kills", "1", "--dir", tmp_path / "rehearsal", "--", *fit, *steps, statuses=(0, 1))
+    run("supervise", "--", "fit", *recipe, *fit, "--run_dir", tmp_path / "supervised")
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_every_command_is_tried_here_that_opens_something_of_others() -> None:
+    source = Path(__file__).read_text()
+    untried = {command.name for command in COMMANDS if '", "'.join(command.name.split()).join('""') not in source}
+    assert untried - OPENS_NO_MODEL.keys() == set()
 
 
 @pytest.mark.process

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from genesis.base.errors import UserError
 from genesis.evaluate.rows import read_split
+from genesis.evaluate.task_template import TaskTemplateError
 from genesis.evaluate.tasks import load_tasks
 from tests.evaluate.support import write_choices, write_rows, write_task
 
@@ -191,6 +192,24 @@ def test_a_template_without_end_is_ended_at_a_limit(
     spec = write_task(tmp_path / "animals", {**SETTINGS, "doc_to_text": template}, test=ROWS)
     with pytest.raises(UserError, match=rf"animals/task.yaml is not a valid task: a template {reason}"):
         load_tasks(spec)
+
+
+def test_an_expression_of_a_metric_without_end_is_ended_at_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genesis.evaluate.tasks._SECONDS", 0.2)
+    row = {"question": "a", "end": 64 * "a" + "b"}
+    metric = {
+        "metric": "exact_match",
+        "regexes_to_ignore": ["(a|aa)+$"],
+        "aggregation": "mean",
+        "higher_is_better": True,
+    }
+    shape = {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{end}}"}
+    spec = write_task(tmp_path / "animals", {**shape, "metric_list": [metric]}, test=[row])
+    (task,) = load_tasks(spec).tasks["tasks"].values()
+    with pytest.raises(TaskTemplateError, match=r"a filter or a metric takes more than 0\.2 s of processor time"):
+        task.process_results(row, ["a"])
 
 
 def test_aliases_that_repeat_billions_of_values_and_files_without_end_are_refused(tmp_path: Path) -> None:

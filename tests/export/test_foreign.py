@@ -1,5 +1,6 @@
 """A model of transformers comes in as it is, trains, and goes back to transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,46 @@ def test_a_model_comes_back_with_every_tensor_and_its_logits(tmp_path: Path, kin
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.state_dict().items())
     ids = torch.arange(20)[None]
     torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1,000 are read"),
+        ({"num_attention_heads": 10**400}, "num_attention_heads is 1000000"),
+        (
+            {"num_hidden_layers": 1000},
+            r"config\.json describes a model of 1,000 layers, and the files have \d+ tensors",
+        ),
+        ({"intermediate_size": 10**8}, r"config\.json describes a model of .* values, and the files have"),
+        ({"model_type": "qwen3_moe"}, "describes a model of"),
+        ({"model_type": ["llama"]}, r"config\.json"),
+        ({"model_type": None}, "transformers has no model_type None"),
+    ],
+)
+def test_what_a_configuration_claims_is_compared_before_the_model_is_built(
+    tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_theirs(configure("llama")).save_pretrained(tmp_path / "theirs")
+    content = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps(content | changes))
+    monkeypatch.setattr(foreign, "load_model", None)
+    with pytest.raises(UserError, match=message) as caught:
+        import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inner", ["text_config", "vision_config"])
+def test_classes_and_code_that_an_inner_configuration_names_are_not_passed_on(tmp_path: Path, inner: str) -> None:
+    make_theirs(configure("gemma3")).save_pretrained(tmp_path / "theirs")
+    content = json.loads((tmp_path / "theirs/config.json").read_text())
+    content[inner] |= {
+        "num_labels": 10**12,
+        "attn_implementation": "own/kernels",
+        "auto_map": {"AutoConfig": "own.Own"},
+    }
+    (tmp_path / "theirs/config.json").write_text(json.dumps(content))
+    import_foreign(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
 
 
 @pytest.mark.slow

@@ -9,5 +9,6 @@ outside of its output, processes that are left, and code that ran.
     sound.py       the sound inputs            operators.py   what is done to a file, to bytes and to JSON
     imports.py     models for `import`         templates.py   chat templates for `data prepare`
     manifests.py   mirrors, corpora, runs      sources.py     files of data
-    requests.py    raw HTTP for `serve`        runner.py      the processes, and what is wrong with how they ended
+    families.py    models of other families    requests.py    raw HTTP for `serve`
+    runner.py      the processes, and what is wrong with how they ended
 """

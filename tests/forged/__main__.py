@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.forged import imports, manifests, requests, sources, templates
+from tests.forged import families, imports, manifests, requests, sources, templates
 from tests.forged.operators import Case
 from tests.forged.runner import Outcome, Runner, summarise
 
@@ -17,6 +17,7 @@ KINDS: dict[str, Callable[[int, Path], Iterator[Case]]] = {
     "template": templates.iterate_cases,
     "manifest": manifests.iterate_cases,
     "data": sources.iterate_cases,
+    "family": families.iterate_cases,
 }
 
 
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--only", type=re.compile, default="")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
-    runner = Runner(options.directory.resolve() / "forged")
+    runner = Runner(options.directory.resolve() / "forged", has_families="family" in options.kinds)
     outcomes: list[Outcome] = []
     for kind in options.kinds:
         if kind == "request":

@@ -72,6 +72,9 @@ JSON_ACTS: dict[str, Callable[[Any], bytes]] = {
     "deep value": lambda content: (
         json.dumps(content).encode()[:-1] + b', "a": ' + b'{"a":' * DEPTH + b"1" + b"}" * DEPTH
     ),
+    "value of 950 levels": lambda content: (
+        json.dumps(content).encode()[:-1] + b', "a": ' + b'{"a":[' * 475 + b"1" + b"]}" * 475 + b"}"
+    ),
     "list": lambda content: json.dumps([content]).encode(),
     "number": lambda content: b"NaN",
     "long key": lambda content: json.dumps({**content, "k" * 100_000: 1}).encode(),

@@ -92,6 +92,21 @@ _SCHEMAS: Final[dict[str, Any]] = {
     "numbers": {"type": "number", "minimum": -1e308, "maximum": 1e-308, "exclusiveMinimum": 10**400},
     "a name of control characters": {"type": "object", "properties": {ALIEN: {"const": ALIEN}}, "required": [ALIEN]},
 }
+_DEEP_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "content": {**_CHAT, "messages": [{"role": "user", "content": "DEEP"}]},
+    "another key": {**_CHAT, "messages": [{"role": "user", "content": "a", "b": "DEEP"}]},
+    "arguments": {
+        **_CHAT,
+        "messages": [*_CHAT["messages"], {"role": "assistant", "tool_calls": [{"function": {"arguments": "DEEP"}}]}],
+    },
+    "variables": {**_CHAT, "chat_template_kwargs": {"a": "DEEP"}},
+    "parameters": {**_CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "DEEP"}}}]},
+    "a schema": {**_TEXT, "structured_outputs": {"json": {"enum": ["DEEP"]}}},
+    "a bias": {**_TEXT, "logit_bias": {"1": "DEEP"}},
+    "a prompt": {**_TEXT, "prompt": "DEEP"},
+    "a user": {**_TEXT, "user": "DEEP"},
+}
+_LEVELS: Final = (100, 300, 450, 700, 950)
 _STRUCTURES: Final[dict[str, Any]] = {
     "an expression of nothing": {"regex": ""},
     "an open expression": {"regex": "(((("},
@@ -154,6 +169,10 @@ def iterate_requests(seed: int) -> Iterator[tuple[str, bytes]]:
     yield from _RAW.items()
     for name, content in (*_LARGE.items(), *_iterate_structures()):
         yield name, _build(content, json.dumps(content).encode())
+    for name, content in _DEEP_FIELDS.items():
+        for levels in _LEVELS:
+            body = json.dumps(content).replace('"DEEP"', "[" * levels + "]" * levels).encode()
+            yield f"{name} of {levels} levels", _build(content, body)
     for content in (_TEXT, _CHAT):
         kind = "chat" if "messages" in content else "text"
         for act, change in JSON_ACTS.items():

@@ -45,6 +45,8 @@ _SUBREAPER: Final = 36
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LINES: Final = re.compile(r"((genesis )?(?!Traceback)[\w ]+: (?!error).+\n)*genesis: error: .+\n(  .+\n)*")
 """One line of error, after lines of stages, warnings and what was passed over; bad rows have lines below it."""
+_NOISE: Final = re.compile(r"^(?:[EW]\d{4} [\d:.]+ \d+ \S*torch/|Failed to load \S*torchao).*\n", re.MULTILINE)
+"""What torchao prints, where it is installed, as soon as transformers looks for it."""
 _YES: Final = b"y\n" * 200
 
 
@@ -76,10 +78,12 @@ class Runner:
 
     Attributes:
         directory: A directory that does not exist.
+        has_families: Whether the sound inputs have models of several families.
         mark: The file that planted code makes.
     """
 
     directory: Path
+    has_families: bool = False
     needs: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,12 +96,16 @@ class Runner:
             importlib.import_module(module)
         self.directory.mkdir(parents=True)
         with tempfile.TemporaryFile("w+") as out:
-            pid = self.start(out, out, self.directory, lambda: sound.write_all(self.directory / "sound") or 0)
+            pid = self.start(out, out, self.directory, self._write_sound)
             _, status, _ = os.wait4(pid, 0)
             out.seek(0)
             assert status == 0, out.read()
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         gc.freeze()
+
+    def _write_sound(self) -> int:
+        sound.write_all(self.directory / "sound", has_families=self.has_families)
+        return 0
 
     def run(self, cases: Iterable[Case]) -> Iterator[Outcome]:
         """Yields how each case ended; a command is tried on the sound inputs first."""
@@ -128,7 +136,7 @@ class Runner:
             wall_seconds = time.monotonic() - start_seconds
             out.seek(0)
             err.seek(0)
-            printed, errors = (file.read().decode(errors="replace") for file in (out, err))
+            printed, errors = (_NOISE.sub("", file.read().decode(errors="replace")) for file in (out, err))
         left = _end_left(pid)
         status = os.waitstatus_to_exitcode(code)
         seconds = usage.ru_utime + usage.ru_stime
@@ -152,7 +160,7 @@ class Runner:
         )
         if changed and not has_hung:
             problems.append(f"wrote outside: {changed[:5]}")
-        if status and not has_hung and case.kind == "import" and list((self._case / "out").iterdir()):
+        if status and not has_hung and case.command[0] == "import" and list((self._case / "out").iterdir()):
             problems.append("left a part of the import")
         line = errors.partition("\n")[0][:300]
         return Outcome(case.kind, case.name, status, round(seconds, 2), num_bytes, line, tuple(problems))

@@ -29,7 +29,7 @@ def test_some_forged_inputs_of_each_kind_end_in_one_line(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [*KINDS, "request"])
+@pytest.mark.parametrize("kind", [*KINDS, "family", "request"])
 def test_every_forged_input_ends_in_one_line(kind: str, tmp_path: Path) -> None:
     """The result of the last run is in benchmarks/records/forged-inputs.md."""
     attack(tmp_path, "0", kind)

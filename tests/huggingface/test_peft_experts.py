@@ -19,6 +19,7 @@ from transformers import (
 from genesis.base.errors import UserError
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
+from genesis.huggingface.mixtral import MIXTRAL
 from genesis.huggingface.peft import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -286,3 +287,15 @@ def test_adapters_for_other_experts_are_refused_in_one_line(tmp_path: Path) -> N
     written.write_text(json.dumps(content | {"target_parameters": "all"}))
     with pytest.raises(UserError, match="target_parameters is 'all': it must be a list of texts"):
         read_peft_config(tmp_path / "adapter", family)
+
+
+def test_many_targets_for_many_blocks_take_no_longer_than_both_together(tmp_path: Path) -> None:
+    """A comparison of each with each would take hours."""
+    prefix = "base_model.model.model.layers"
+    names = [f"{prefix}.{number}.mlp.experts.lora_{part}.weight" for number in range(20_000) for part in "AB"]
+    save_file({name: torch.empty(0) for name in names}, tmp_path / WEIGHTS_NAME)
+    targets = [*(f"layers.{number}.mlp.experts.down_proj" for number in range(0, 20_000, 2)), *map(str, range(200_000))]
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({"peft_type": "LORA", "target_parameters": targets}))
+    found = read_peft_config(tmp_path, MIXTRAL).include_experts
+    assert len(found) == 10_000
+    assert found[0] == "blocks.0.feed_forward.experts.down"

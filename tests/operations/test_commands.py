@@ -64,3 +64,12 @@ def test_a_command_that_fails_ends_the_whole_with_its_status() -> None:
 def test_a_command_that_a_signal_ends_has_the_number_that_a_shell_gives_it() -> None:
     error = StepFailedError(["genesis", "fit"], -signal.SIGKILL)
     assert (str(error), error.exit_status) == ("`genesis fit` was ended by SIGKILL", 137)
+
+
+def test_the_working_directory_gives_a_command_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the directory of a stranger's model."""
+    for name in ("genesis", "json", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path('it-ran').touch()\nraise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    Commands().run("recipes")
+    assert not Path("it-ran").exists()

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from genesis.base.errors import UserError
 from genesis.recipe.options import CLASS_PATH, Options
 from genesis.recipe.resolved import ResolvedRecipe, list_steps
-from genesis.recipe.yaml import load_yaml
+from genesis.recipe.yaml import FastRecipeLoader, load_yaml
 from tests.cli.test_configs import CONFIGS, NAMES, PRINT, command_of
 from tests.cli.test_option_names import build_parser
 from tests.golden.files import GOLDEN
@@ -203,3 +204,11 @@ def test_a_file_that_contains_itself_is_refused_in_one_line(tmp_path: Path) -> N
     (tmp_path / "a.yaml").write_text("data: &data {mix: *data}\n")
     with pytest.raises(UserError, match="is not YAML"):
         ResolvedRecipe.read([tmp_path / "a.yaml"])
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!timestamp 2001-99-99", "!!bool x", "!!float x", "!!int x"])
+def test_a_tag_that_does_not_fit_its_value_is_no_yaml(value: str) -> None:
+    with pytest.raises(yaml.YAMLError, match="a value does not fit its tag"):
+        load_yaml(f"a: {value}", "a file")
+    with pytest.raises(yaml.YAMLError, match="a value does not fit its tag"):
+        yaml.load(f"a: {value}", FastRecipeLoader)

@@ -505,3 +505,13 @@ def test_an_answer_without_parallel_calls_ends_with_its_first_call(
     assert sum("id" in call for call in calls) == num_calls
     assert (worker.num_sent < len(ids) // 2) == (num_calls == 1), "the text went on behind its only call"
     assert reason == ("tool_calls" if num_calls == 1 else "length")
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]", DEEPSEEK[0]])
+@pytest.mark.parametrize("held", [" ", "a", '{"name": "now", ', "now"])
+def test_what_begins_no_call_is_read_once_however_long_it_is(template: str, held: str) -> None:
+    form = find_form(template)
+    reader = ToolReader(form, TOOLS, is_stream=True)
+    reader.feed(form.begin, is_last=False)
+    reader.feed(held, is_last=False)
+    assert not reader.feed(" " * 300_000, is_last=False).calls  # two searches of each place would take hours

@@ -1,6 +1,7 @@
 """Tokenizers of a `tokenizer.json`: the ids of transformers, and the bytes of each id."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from genesis.base.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.tokenizer.files import write_files
+from genesis.tokenizer.limited import TextSearch
 from genesis.tokenizer.open import build_tokenizer, has_hash, has_same_ids, has_tokenizer, hash_contents, open_tokenizer
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer, encode_prompt, frame_document
 
@@ -426,3 +428,33 @@ def test_each_token_of_a_text_that_is_written_twice_has_its_place(tmp_path: Path
     assert offsets[:once].tolist() == offsets[once:].tolist()
     assert offsets[0, 0] == 0
     assert offsets[-1, 1] == len("the end")
+
+
+PIECES = [
+    *"abAB 12\n\r\t.,'!\u00e9\u00b2\u4f60\u2028\u3000\u0301\u200d",
+    *SPECIAL,
+    "<tool_call>",
+    "  ",
+    "\n\n",
+    "'s",
+    "'LL",
+    " The",
+]
+
+
+def test_a_long_text_has_the_ids_and_the_places_of_the_whole(
+    ours: Tokenizer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chooser = random.Random(0)
+    texts = [*TEXTS, *("".join(chooser.choices(PIECES, k=1 + number % 60)) for number in range(200))]
+    whole = [(ours.encode(text), *ours.encode_with_offsets(text)) for text in texts]
+    monkeypatch.setattr("genesis.tokenizer.limited._PART_CHARS", 2)
+    sizes: list[int] = []
+    call = TextSearch._call
+    monkeypatch.setattr(
+        TextSearch, "_call", lambda search, act, size, *words: sizes.append(size) or call(search, act, size, *words)
+    )
+    for text, (ids, *places) in zip(texts, whole, strict=True):
+        assert ours.encode(text) == ids
+        assert all(map(np.array_equal, ours.encode_with_offsets(text), places))
+    assert (len(sizes) > 3 * len(texts)) == (not directory.name.startswith("llama2"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, blaming
 from genesis.data.foreign.datatrove import read_datatrove
 from genesis.data.foreign.flat import read_flat
 from genesis.data.foreign.huggingface import SPLITS_NAME, STATE_NAME, list_arrow_files, read_arrow
@@ -59,15 +59,16 @@ def read_token_file(file: FoundFile, column: str, dtype: str | None) -> TokenFil
         column: The column of ids in a Hugging Face dataset.
         dtype: The type of tokens in a flat file without a header.
     """
-    match file.format:
-        case "datatrove":
-            return read_datatrove(file.path)
-        case "megatron":
-            return read_megatron(file.path)
-        case "flat":
-            return read_flat(file.path, dtype)
-        case "huggingface":
-            return read_arrow(file.path, column)
+    with blaming(file.path, "write it again"):
+        match file.format:
+            case "datatrove":
+                return read_datatrove(file.path)
+            case "megatron":
+                return read_megatron(file.path)
+            case "flat":
+                return read_flat(file.path, dtype)
+            case "huggingface":
+                return read_arrow(file.path, column)
 
 
 def _find(path: Path, wanted: ForeignFormat | Literal["auto"]) -> list[FoundFile]:

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, blaming
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
 from genesis.data.sources.table_files import open_stream
 from genesis_callbacks.base.json_text import load_json
-from genesis_callbacks.base.untrusted import read_file
+from genesis_callbacks.base.untrusted import path_below, read_file
 
 STATE_NAME: Final = "state.json"
 SPLITS_NAME: Final = "dataset_dict.json"
@@ -33,12 +33,15 @@ def list_arrow_files(directory: Path) -> list[Path]:
         UserError: The directory holds several splits, or its state file lists no data files.
     """
     if (directory / SPLITS_NAME).exists():
-        splits = _read_json(directory / SPLITS_NAME).get("splits", [])
-        raise UserError(f"{directory} holds the splits {', '.join(splits)}; name one, as {directory / splits[0]}")
-    try:
-        return [directory / file["filename"] for file in _read_json(directory / STATE_NAME)["_data_files"]]
-    except (KeyError, TypeError):
-        raise UserError(f"{directory / STATE_NAME} names no data files; save the dataset again") from None
+        with blaming(directory / SPLITS_NAME, "save the dataset again"):
+            splits = _read_json(directory / SPLITS_NAME).get("splits", [])
+            raise UserError(f"{directory} holds the splits {', '.join(splits)}; name one, as {directory / splits[0]}")
+    state = directory / STATE_NAME
+    with blaming(state, "save the dataset again"):
+        try:
+            return [path_below(directory, file["filename"], state) for file in _read_json(state)["_data_files"]]
+        except (KeyError, TypeError):
+            raise UserError(f"{state} names no data files; save the dataset again") from None
 
 
 def read_arrow(path: Path, column: str) -> TokenFile:
@@ -58,6 +61,7 @@ def read_arrow(path: Path, column: str) -> TokenFile:
             reader = open_stream(whole)
             dtype = _token_dtype(path, reader.schema, column)
             for batch in reader:
+                batch.validate(full=True)
                 _check_companions(path, batch)
                 run, batch_ends = _locate(path, batch.column(column), whole.address, num_bytes)
                 if run.num_tokens:

@@ -71,6 +71,8 @@ def read_megatron(path: Path) -> TokenFile:
     def read_ends() -> Iterator[NDArray[np.int64]]:
         for first in range(1, num_entries, ENDS_PER_BLOCK):
             next_sequence = np.array(documents[first : first + ENDS_PER_BLOCK])
+            if next_sequence.min() < 0:
+                raise UserError(f"{index} has a document that begins before the first sequence; build it again")
             ends = np.full(len(next_sequence), num_tokens, np.int64)
             is_inner = next_sequence < num_sequences
             ends[is_inner] = pointers[next_sequence[is_inner]] // item_bytes

@@ -88,7 +88,13 @@ def open_arrow(path: Path, check: Callable[[int], None]) -> Iterator[Table]:
         except (pa.ArrowException, OSError) as error:
             raise pa.ArrowInvalid(str(error)) from None  # Arrow raises OSError for a truncated stream
         sizes = [batch.num_rows for batch in batches], [batch.nbytes for batch in batches]
-        yield Table(reader.schema, *sizes, lambda group, columns: _cut(batches[group], columns))
+
+        def read(group: int, columns: Sequence[str]) -> Iterator[Any]:
+            chosen = batches[group].select(list(columns))
+            chosen.validate(full=True)  # a file's offsets may lead anywhere in memory
+            return _cut(chosen, columns)
+
+        yield Table(reader.schema, *sizes, read)
 
 
 def open_stream(data: Any) -> Any:

@@ -37,6 +37,11 @@ T = TypeVar("T")
 _ROWS: Final = "set model.decoder.body.init_args.documents to rows, which gives each document a padded row of its own"
 _FLOAT: Final = "__float__"
 """The only key of an object that stands for a number."""
+_MOST: Final = {
+    re.compile(r"(?:^|_)(?:depth|n_?(?:layer|block)s?|(?:num_)?(?:.*_)?(?:layers|blocks))$"): 1_000,
+    re.compile(r"(?:^|_)(?:n_?(?:head|expert|group)s?|num_(?!.*embeddings).*)$"): 10_000,
+}
+"""The most parts of a kind by names of counts; other names are those of widths, lengths, and ids."""
 _ROUTER: Final = "router"
 """The name of the statistics of all routers together."""
 
@@ -54,6 +59,7 @@ def read_config(content: Mapping[str, Any]) -> Any:
     """
     given = dict(content)
     kind = given.pop("model_type")
+    _check_counts(content, f"config.json of {kind}")
     if kind not in CONFIG_MAPPING:
         raise UserError(
             f"transformers has no model_type {kind!r}, and code that a model brings is never run: install a version of "
@@ -78,6 +84,21 @@ def read_config(content: Mapping[str, Any]) -> Any:
             "a model without num_kv_shared_layers, or train this one with transformers itself"
         )
     return config
+
+
+def _check_counts(content: Any, where: str) -> None:
+    """Checks the numbers of parts of which transformers makes one after the other.
+
+    Raises:
+        UserError: There are more than any model has.
+    """
+    if not isinstance(content, Mapping):
+        return
+    for key, value in content.items():
+        most = next((most for names, most in _MOST.items() if names.search(str(key))), None)
+        if type(value) is int and most is not None and value > most:
+            raise UserError(f"{where}: {key} is {str(value)[:20]}; at most {most:,} are read: correct it")
+        _check_counts(value, where)
 
 
 def _decode_floats(value: Any) -> Any:

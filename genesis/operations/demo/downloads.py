@@ -71,7 +71,7 @@ def fetch(package: Package, directory: Path) -> Path:
         requirements = Path(unfinished, "requirements.txt")
         requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"),
+            *(sys.executable, "-P", "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"),
             *("--retries", "1", "--timeout", "20", *package.pip_options, "-r", str(requirements), "-d", unfinished),
         ]
         done = run_program(command, capture_output=True, text=True)

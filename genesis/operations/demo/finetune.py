@@ -164,7 +164,7 @@ def dequantise(wheel: Path, reader: Path, out: Path) -> None:
         "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
         "runpy.run_module('genesis.operations.demo.dequantise', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", program, str(reader.absolute()), str(file), str(staging / "model")]
+    command = [sys.executable, "-P", "-c", program, str(reader.absolute()), str(file), str(staging / "model")]
     done = run_program(command, capture_output=True, text=True, env=prove_environment())
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]

@@ -119,7 +119,15 @@ def _run_part(part: Part, options: argparse.Namespace, size: str) -> dict[str, A
     with tempfile.TemporaryDirectory() as own, _empty_directory(options.dir) as directory:
         findings = Path(own) / "findings.json"
         task = Task(options.device, size, str(directory))
-        command = [sys.executable, "-m", "genesis.operations.doctor.worker", part.name, task.to_json(), str(findings)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "genesis.operations.doctor.worker",
+            part.name,
+            task.to_json(),
+            str(findings),
+        ]
         ending = run_limited(command, part.limit_seconds, Path(own) / "log", {"PYTHONUNBUFFERED": "1"})
         return describe_part(part, read_findings(findings), ending)
 

@@ -129,7 +129,7 @@ class Launcher:
         self._refuse_strays(name)
         log = self.directory / f"{name}.log"
         view = RunView(run_dir)
-        command = [sys.executable, "-m", "genesis", *self.fit, "--run_dir", str(run_dir), "--ckpt_path", "latest"]
+        command = [sys.executable, "-P", "-m", "genesis", *self.fit, "--run_dir", str(run_dir), "--ckpt_path", "latest"]
         return Start(Training(command, log, self.mark), view, log)
 
     def _refuse_strays(self, name: str) -> None:

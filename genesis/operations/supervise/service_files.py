@@ -69,7 +69,7 @@ class ServiceCommand:
     @property
     def start(self) -> list[str]:
         """The beginning of the command line."""
-        return [self.python, "-m", "genesis", "supervise"]
+        return [self.python, "-P", "-m", "genesis", "supervise"]
 
 
 def render_file(kind: FileKind, command: ServiceCommand) -> str:

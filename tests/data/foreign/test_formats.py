@@ -12,10 +12,11 @@ import pytest
 
 from genesis.base.errors import UserError
 from genesis.data.foreign.datatrove import read_datatrove
-from genesis.data.foreign.find import find_token_files
+from genesis.data.foreign.find import FoundFile, find_token_files, read_token_file
 from genesis.data.foreign.flat import read_flat
 from genesis.data.foreign.huggingface import list_arrow_files, read_arrow
 from genesis.data.foreign.megatron import read_megatron
+from genesis.data.sources import SourceOptions, find_files, plan_spans, read_rows
 from tests.data.foreign.files import (
     write_bin,
     write_dataset,
@@ -245,7 +246,58 @@ def write_stream(path: Path, table: pa.Table, compression: str | None = None) ->
         writer.write_table(table)
 
 
+def write_offsets(path: Path, rows: pa.Array, column: str, offsets: list[int]) -> None:
+    """Writes two rows of 31 and 33 values, with other offsets."""
+    write_stream(path, pa.table({column: rows}))
+    overwrite(path, path.read_bytes().index(struct.pack("<3i", 0, 31, 64)), struct.pack("<3i", *offsets))
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**30, 2**31 - 1], [0, 64, 3], [-(2**31), 0, 64], [2**30] * 3])
+def test_arrow_offsets_that_lead_elsewhere_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    path = tmp_path / "a.arrow"
+    write_offsets(path, pa.array([[1] * 31, [1] * 33], pa.list_(pa.int32())), "input_ids", offsets)
+    refused(lambda: read_arrow(path, "input_ids"), r"a\.arrow is not an Arrow stream or is damaged")
+    write_offsets(path, pa.array(["a" * 31, "a" * 33]), "text", offsets)
+    source = SourceOptions("a", (str(path),))
+
+    def read() -> list[object]:
+        return [row for span in plan_spans(source, find_files(source), 1 << 20) for row in read_rows(source, span)]
+
+    refused(read, r"a\.arrow")
+
+
 # Directories
+
+
+@pytest.mark.parametrize("name", ["../a.npy", "/etc/passwd", "/dev/zero", 5, "a\n"])
+def test_a_dataset_whose_state_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    refused(lambda: list_arrow_files(tmp_path), r"state\.json lists .* only a file below")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"_data_files": 5}', "[" * 100_000, '{"_data_files": [[]]}'])
+def test_a_state_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    refused(lambda: list_arrow_files(tmp_path), "save the dataset again")
+    (tmp_path / "dataset_dict.json").write_text(text.replace("_data_files", "splits"))
+    refused(lambda: list_arrow_files(tmp_path), "save the dataset again|name one")
+
+
+@pytest.mark.parametrize(
+    "header", ["{'descr': '''", "{[]: 1}", "(" * 5000, "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"]
+)
+def test_a_header_of_numpy_that_is_none_is_refused(tmp_path: Path, header: str) -> None:
+    data = header.encode()
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x02\x00" + len(data).to_bytes(4, "little") + data + bytes(8))
+    refused(lambda: read_token_file(FoundFile(tmp_path / "a.npy", "flat"), "", None), r"a\.npy ")
+
+
+def test_a_document_before_the_first_sequence_is_refused(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "text", DOCUMENTS)
+    overwrite(path.with_suffix(".idx"), path.with_suffix(".idx").stat().st_size - 16, struct.pack("<q", -100))
+    ends = read_megatron(path.with_suffix(".bin")).read_ends
+    assert ends is not None
+    refused(lambda: list(ends()), r"text\.idx has a document that begins before the first sequence")
 
 
 def test_a_directory_of_several_formats_is_refused_until_one_is_named(tmp_path: Path) -> None:

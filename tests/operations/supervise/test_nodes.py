@@ -125,7 +125,7 @@ def test_slurms_script_starts_a_supervisor_per_node_which_meet_at_the_first(tmp_
     bash = shutil.which("bash")
     assert bash is not None
     subprocess.run([bash, str(script)], env={"PATH": f"{binaries}:/usr/bin:/bin"}, check=True, timeout=120)
-    expected = ["python", "-m", "genesis", "supervise", "--rdzv", "n7:29400", "--nodes", "2", *WORDS[4:]]
+    expected = ["python", "-P", "-m", "genesis", "supervise", "--rdzv", "n7:29400", "--nodes", "2", *WORDS[4:]]
     assert log.read_text().splitlines()[2:] == expected
     assert "#SBATCH --nodes=2\n" in script.read_text()
 

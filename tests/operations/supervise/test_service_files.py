@@ -94,7 +94,7 @@ def test_slurms_script_saves_at_its_signal_and_requeues_the_job(job):
     process = start(SLURM_JOB_ID="4711")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(120) == 0
-    assert log.read_text().splitlines() == ["-m", "genesis", "supervise", *WORDS, "USR1"]
+    assert log.read_text().splitlines() == ["-P", "-m", "genesis", "supervise", *WORDS, "USR1"]
     assert requeued.read_text() == "requeue 4711\n"
 
 

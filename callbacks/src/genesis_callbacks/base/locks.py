@@ -142,8 +142,7 @@ def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
         fcntl.flock(descriptor, kind)
     except OSError as error:
         if error.errno not in _HAS_NO_LOCKS:
-            if reported is not None:
-                error.filename = str(reported)
+            error.filename = _find_path(descriptor) if reported is None else str(reported)
             raise
         directory = Path(tempfile.gettempdir()) / f"genesis-locks-{os.getuid()}"
         if reported is not None:
@@ -164,6 +163,13 @@ def lock_file(descriptor: int, kind: int, reported: Path | None = None) -> None:
                     f"no locks here ({error.strerror}) and none in {directory} ({stand_in.strerror}), so that nothing "
                     "would keep out a second run: set TMPDIR to a directory on a local disk"
                 ) from None
+
+
+def _find_path(descriptor: int) -> str | None:
+    """Returns the path of an open file; None where the system does not show it."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    return None
 
 
 def _become_stand_in(descriptor: int, directory: Path) -> None:
