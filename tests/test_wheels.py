@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from genesis.cli.main import help_text
 from genesis.model.recipe import dump_decoder_config
@@ -70,11 +71,6 @@ def python(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return make_environment(tmp_path_factory.mktemp("environment"), *wheels.values())
 
 
-def install_module(python: Path, module: Path) -> None:
-    """Copies a module to the packages of an environment."""
-    shutil.copy(module, next(python.parents[1].glob("lib/python*/site-packages")))
-
-
 def test_wheels_hold_their_package_and_nothing_else(wheels: dict[str, Path]) -> None:
     assert wheels.keys() == {"genesis_lm", "genesis_callbacks"}
     for distribution, package in (("genesis_lm", "genesis"), ("genesis_callbacks", "genesis_callbacks")):
@@ -95,17 +91,27 @@ def test_the_application_runs_from_its_wheel(python: Path, tmp_path: Path) -> No
         assert Path(file).is_relative_to(python.parents[1])
 
 
-@pytest.mark.timeout(900)  # five processes, each of which imports torch
-def test_a_mixer_of_an_own_file_trains_on_two_ranks_and_generates_beside_the_wheels(
+@pytest.mark.timeout(900)  # eight processes, each of which imports torch
+def test_a_mixer_and_an_optimizer_of_own_files_train_on_two_ranks_go_on_and_generate_beside_the_wheels(
     python: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:
-    install_module(python, REPOSITORY / "tests" / "model" / "latent_attention.py")
-    recipe = write_latent(tmp_path, tiny_corpus, "latent_attention")
+    for module in ("model/latent_attention.py", "extend/lion.py"):
+        shutil.copy(REPOSITORY / "tests" / module, next(python.parents[1].glob("lib/python*/site-packages")))
+    changes = {
+        "model.optimizer": {"class_path": "lion.Lion", "init_args": {"lr": 1e-3}},
+        "trainer.devices": 2,
+        "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": {"optimizer_offload": 0.5}},
+    }
+    latent = yaml.safe_load(write_latent(tmp_path, tiny_corpus, "latent_attention").read_text())
+    recipe = write_recipe(tmp_path / "recipe.yaml", latent, changes)
 
     def genesis(*words: str | Path) -> str:
-        return check(run(python.with_name("genesis"), *words, "--allow_imports", "latent_attention", cwd=tmp_path))
+        return check(run(python.with_name("genesis"), *words, "--allow_imports", "latent_attention,lion", cwd=tmp_path))
 
-    genesis("fit", "--config", recipe, "--trainer.devices", "2", "--trainer.strategy", "sharded")
+    fit = ("fit", "--config", recipe)
+    genesis(*fit, "--trainer.max_steps", "2")
+    genesis(*fit, "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]")
+    assert any(name.endswith(".momentum") for name in read_manifest(tmp_path / "run/checkpoints/step-00000004").tensors)
     text = ("generate", tmp_path / "run", "--prompt", "a", "--max_new_tokens", "4", "--temperature", "0")
     assert genesis(*text).endswith("\n")
     refused = run(python.with_name("genesis"), *text, cwd=tmp_path)
@@ -127,7 +133,7 @@ for arguments in json.loads(sys.argv[1]):
 """Runs commands one after the other: each process of its own would import Lightning again."""
 
 
-def test_an_objective_in_one_file_of_another_package_is_planned_trains_and_resumes_bit_for_bit(
+def test_an_objective_in_one_file_of_another_package_is_planned_trains_resumes_bit_for_bit_and_is_reported(
     python: Path, tmp_path: Path
 ) -> None:
     corpus = prepare_answers(tmp_path)
@@ -146,6 +152,7 @@ def test_an_objective_in_one_file_of_another_package_is_planned_trains_and_resum
         ["fit", *config, "--run_dir", str(tmp_path / "straight")],
         ["fit", *config, "--trainer.max_steps", "2"],
         ["fit", *config, "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]"],
+        ["report", str(tmp_path / "run")],
     ]
     out = check(run(python, "-c", COMMANDS, json.dumps(commands), cwd=tmp_path))
     assert "the reference of KTO is a forward without adapters: no second model is in memory" in " ".join(out.split())
@@ -180,35 +187,3 @@ def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict
     tests = [Path("tests") / name for name in QUICK_TESTS]
     options = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'files'}")
     check(run(python, "-m", "pytest", *options, *tests, cwd=tmp_path))
-
-
-def test_an_optimizer_in_a_file_beside_the_recipe_trains_and_goes_on(
-    python: Path, tmp_path: Path, tiny_corpus: Path
-) -> None:
-    """Two ranks that shard its offloaded moments; the plan and the report know it, too."""
-    install_module(python, REPOSITORY / "tests" / "extend" / "lion.py")
-    changes = {
-        "model.optimizer": {"class_path": "lion.Lion", "init_args": {"lr": 1e-3}},
-        "trainer.devices": 2,
-        "trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": {"optimizer_offload": 0.5}},
-    }
-    recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
-
-    def genesis(command: str, *words: str | Path) -> str:
-        options = () if command == "report" else ("--config", recipe, "--allow-imports", "lion")
-        return check(run(python.with_name("genesis"), command, *options, *words, cwd=tmp_path))
-
-    genesis("fit", "--run_dir", tmp_path / "straight")
-    genesis("fit", "--trainer.max_steps", "2")
-    genesis("fit", "--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]")
-    ends = [
-        {
-            name: (one.digest, one.dtype)
-            for name, one in read_manifest(tmp_path / name / "checkpoints/step-00000004").tensors.items()
-        }
-        for name in ("straight", "run")
-    ]
-    assert ends[0] == ends[1]
-    assert any(name.endswith(".momentum") for name in ends[0])
-    assert "optimizer states" in genesis("plan", "--gpus", "2")
-    genesis("report", tmp_path / "run")

@@ -86,6 +86,14 @@ def has_bfloat16(kind: str) -> bool:
     return kind != CPU and read is not None and bool(read(including_emulation=False))
 
 
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Returns whether a device multiplies bfloat16 matrices at least as fast as float32 ones.
+
+    On CPUs, oneDNN has such products with AVX-512 only. Without it, torch's own take twenty times as long as float32's.
+    """
+    return device.type != CPU or torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def read_capability(device: torch.device) -> tuple[int, int] | None:
     """Returns the compute capability of a CUDA device (on ROCm, major and minor of its architecture); else None."""
     if _measurements:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
+from genesis.base.device import has_bfloat16_products
 from genesis.base.errors import UserError
 from genesis.model.part import ParameterGroup
 from genesis.optim.adamw import AdamW
@@ -75,12 +76,15 @@ class Muon(Algorithm):
     def direct(self, matrices: BFloat16[Tensor, "N rows columns"]) -> BFloat16[Tensor, "N rows columns"]:
         """Returns matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations."""
         a, b, c = COEFFICIENTS
+        dtype = matrices.dtype
+        if not has_bfloat16_products(matrices.device):
+            matrices = matrices.float()
         # The Frobenius norm bounds the spectral norm, which has to be at most 1.
         matrices = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
         for _ in range(NUM_STEPS):
             gram = matrices @ matrices.mT
             matrices = torch.baddbmm(matrices, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrices, beta=a)
-        return matrices
+        return matrices.to(dtype)
 
     def step_size(self, options: Mapping[str, Any], shape: Sequence[int]) -> float:
         """Returns the negative learning rate for a shape.

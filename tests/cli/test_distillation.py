@@ -61,6 +61,7 @@ def test_teacher_and_cache_give_the_same_run_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # `tests/train/test_distillation_ladder.py`, and below a teacher whose run goes on
 def test_a_resumed_distillation_equals_one_that_was_never_stopped_and_keeps_its_teacher(
     genesis: Genesis, recipe: Path, teacher: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ EARLIER = {
     "schedule.warmup_updates": 50,
 }
 """The same of earlier releases."""
-_SLOW = (pytest.mark.slow, pytest.mark.each)
+_SLOW = pytest.mark.slow
 SHARE = ("--schedule.warmup_share", "0.1")
 
 

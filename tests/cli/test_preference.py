@@ -116,16 +116,12 @@ def test_single_answers_train_adapters_and_all_weights_resume_and_validate(
         ("--model.adapter", f"{{rank: 4, base: {base}}}"),
         ("--model.objective.init_args.reference", str(base)),
     ):
-        name = given[0]
-        straight, run = tmp_path / f"straight{name}", tmp_path / f"run{name}"
-        found = genesis("fit", *options, *given, "--run_dir", str(straight), *latest)
-        assert found.status == 0, found.err
+        run = tmp_path / f"run{given[0]}"
+        # `tests/train/test_preference_ladder.py` compares the bits with those of a run that was not resumed.
         assert genesis("fit", *options, *given, "--run_dir", str(run), "--trainer.max_steps", "2").status == 0
         resumed = genesis("fit", *options, *given, "--run_dir", str(run), *latest, *allowed)
         assert resumed.status == 0, resumed.err
-        ends = [read_tensors(one / "checkpoints/step-00000004") for one in (straight, run)]
-        assert all(torch.equal(value, ends[1][key]) for key, value in ends[0].items() if not key.startswith("state."))
-        assert losses(run) == losses(straight)
+        assert len(losses(run)) == 4
         validated = genesis("validate", *options, *given, "--run_dir", str(run), "--ckpt_path", str(run))
         assert validated.status == 0, validated.err
         assert "validation/kl" in validated.out

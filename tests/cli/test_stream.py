@@ -63,7 +63,8 @@ def digests(run_dir: Path) -> dict[str, Any]:
     return {name: tensor["digest"] for name, tensor in manifest["tensors"].items()}
 
 
-@pytest.mark.slow  # a resume at every step is in tests/train/test_stream_data_module.py
+@pytest.mark.slow
+@pytest.mark.repeat  # a resume at every step is in `tests/train/test_stream_data_module.py`
 def test_a_streamed_run_that_is_killed_and_resumed_equals_one_that_was_not(
     genesis: Genesis, sources: Path, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ from tests.fakecuda.watch import FakeMode, Watch
 
 
 def fit(combination: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Runs three steps; see `run_fit`."""
+    """Runs two steps; see `run_fit`."""
     return run_fit(Combination(**combination), **options)
 
 

@@ -1,4 +1,4 @@
-"""A fit on the fake device: one combination of strategy, precision, optimizer, ranks and offload, for three steps."""
+"""A fit on the fake device: one combination of strategy, precision, optimizer, ranks and offload, for two steps."""
 
 import os
 import tempfile
@@ -50,7 +50,7 @@ from tests.fakecuda.tuning import build_adapter, build_objective, build_tuning_w
 from tests.fakecuda.watch import FakeMode, Watch
 from tests.mixtures import MIXTURES, mix
 
-STEPS: Final = 3
+STEPS: Final = 2
 BATCH, SEQ_LEN = 2, 128
 SHAPE: Final = DecoderConfig(
     dim=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=512, max_seq_len=SEQ_LEN, vocab_size=1024

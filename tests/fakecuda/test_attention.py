@@ -1,14 +1,12 @@
 """Which kernel of attention a fit runs on a GPU, what it is given, and that no step waits for what it prepares."""
 
-import functools
-import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.fakecuda.client import FakeDevice
 from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
+from tests.fakecuda.test_fits import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("fakecuda")]
 OPERATORS = {
@@ -17,16 +15,6 @@ OPERATORS = {
     "flash": ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"),
 }
 NUM_LAYERS = 2
-
-
-@functools.cache
-def run_once(device: FakeDevice, arguments: str) -> Any:
-    return device.run("fit", **json.loads(arguments))
-
-
-def run(device: FakeDevice, combination: Combination, **options: Any) -> dict[str, Any]:
-    """Returns what a fit came to, which several tests ask for."""
-    return dict(run_once(device, json.dumps({"combination": asdict(combination), **options})))
 
 
 def check_runs(result: dict[str, Any], name: str) -> None:
@@ -82,12 +70,11 @@ def test_no_kernel_makes_a_step_wait(fake_device: FakeDevice, name: str, checkpo
 
 
 def test_blocks_of_keys_are_found_once_in_a_micro_batch_for_each_kind_of_layer(fake_device: FakeDevice) -> None:
-    for options, num_kinds in (({}, 1), ({"parts": "windows"}, 2)):
-        sorts = [
-            run(fake_device, Combination(), shape={"num_layers": num_layers}, **options)["kernels"]["sort"]
-            for num_layers in (2, 4)
-        ]
-        assert sorts == [4 * num_kinds * NUM_MICRO_BATCHES] * 2  # lists of partial and full blocks, in both directions
+    num_kinds = 2  # with a window and without
+    for num_layers in (2, 4):
+        found = run(fake_device, Combination(), shape={"num_layers": num_layers}, parts="windows")
+        # Lists of partial and full blocks, in both directions.
+        assert found["kernels"]["sort"] == 4 * num_kinds * NUM_MICRO_BATCHES
 
 
 def test_a_kernel_that_the_card_lacks_is_refused_by_name(fake_device: FakeDevice) -> None:

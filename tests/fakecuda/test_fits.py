@@ -1,8 +1,5 @@
 """What a training step asks of a GPU: where the host waits for it, and what runs there."""
 
-import copy
-import functools
-import json
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,15 +13,9 @@ from tests.golden.files import GOLDEN, read_golden
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("fakecuda")]
 
 
-@functools.cache
-def run_once(device: FakeDevice, arguments: str) -> Any:
-    return device.run("fit", **json.loads(arguments))
-
-
 def run(device: FakeDevice, combination: Combination, **options: Any) -> dict[str, Any]:
-    """Returns what a fit came to, which several tests may ask for."""
-    result = run_once(device, json.dumps({"combination": asdict(combination), **options}))
-    return dict(copy.deepcopy(result))
+    """Returns what a fit came to."""
+    return dict(device.run("fit", combination=asdict(combination), **options))
 
 
 def test_autocast_computes_in_bfloat16_on_the_device(fake_device: FakeDevice) -> None:
@@ -173,7 +164,7 @@ def test_a_log_line_with_all_telemetry_waits_as_often_as_a_step(
 ) -> None:
     silent, logging = run(fake_device, combination), run(fake_device, combination, log_every_n_steps=1)
     assert logging["syncs"] == silent["syncs"], logging["lines"]
-    assert silent["timed_steps"] == 2  # all but the first, and nothing is logged
+    assert silent["timed_steps"] == 1  # all but the first, and nothing is logged
 
 
 def count_gathers(device: FakeDevice, **options: Any) -> int:
@@ -244,9 +235,22 @@ def test_torchs_list_of_operators_that_vary_is_the_one_that_was_read() -> None:
 
 
 OPERATORS = "fakecuda/operators.txt"
+TOGETHER = (
+    *("replicated-muon-2-ranks", "float16", "sharded-2-ranks", "offload-muon-2-ranks", "dpo-sharded-2-ranks"),
+    *("distillation", "shared", "linear", "windows"),
+)
+"""Of these, the other cases and `test_matrix.py` have each part with others."""
 EVERY_PART = [
-    *({"combination": combination} for combination in GOLDEN_STEPS.values()),
-    *({"combination": Combination(), "parts": parts} for parts in ("softmax", "shared", "linear", "sinks", "windows")),
+    *(
+        pytest.param(options, marks=[pytest.mark.repeat] * (name in TOGETHER))
+        for name, options in (
+            *((name, {"combination": combination}) for name, combination in GOLDEN_STEPS.items()),
+            *(
+                (parts, {"combination": Combination(), "parts": parts})
+                for parts in ("softmax", "shared", "linear", "sinks", "windows")
+            ),
+        )
+    ),
     {"combination": Combination(optimizer="muon"), "parts": "linear"},
     {"combination": Combination(adapter="dora"), "parts": "shared"},
     {"combination": Combination(objective="distillation"), "parts": "windows"},

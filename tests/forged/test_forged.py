@@ -10,7 +10,7 @@ from tests.commands import PROOF_MODULES, run_module
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = "key twice|: half|unparsable|no length"
 """Cases that are refused before a proof starts."""
-EVERY = "3"
+EVERY = "6"
 KINDS = ("import", "template", "manifest", "data")
 
 

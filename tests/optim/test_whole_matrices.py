@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from genesis.model.part import MATRICES
 from genesis.optim import GroupedOptimizer, whole_matrices
 from genesis.optim import Muon as OurMuon
+from genesis.optim.muon import COEFFICIENTS, NUM_STEPS
 from genesis.optim.whole_matrices import (
     _plan_owners,
     count_flops,
@@ -59,6 +60,22 @@ def test_singular_values_come_near_one_and_singular_vectors_stay() -> None:
 def test_a_batch_gives_what_torch_gives_one_by_one() -> None:
     for matrix, result in zip(_matrices(), direct_matrices(DIRECT, _matrices()), strict=True):
         torch.testing.assert_close(result.float(), _torch_direction(matrix), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_directions_are_near_exact_ones_with_products_of_bfloat16_and_without(
+    has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genesis.optim.muon.has_bfloat16_products", lambda device: has_products)
+    matrices = torch.randn(3, 48, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = matrices.double() / matrices.double().norm(dim=(-2, -1), keepdim=True)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_STEPS):
+        gram = exact @ exact.mT
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    found = DIRECT(matrices)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() < (0.02 if has_products else 0.005) * exact.norm()
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
@@ -219,7 +236,13 @@ class Made(TorchDispatchMode):
         return made
 
 
-def test_no_stack_of_matrices_is_in_float32() -> None:
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Muon multiply bfloat16, as on accelerators and on some CPUs."""
+    monkeypatch.setattr("genesis.optim.muon.has_bfloat16_products", lambda device: True)
+
+
+def test_no_stack_of_matrices_is_in_float32(bfloat16_products: None) -> None:
     with Made() as made:
         direct_matrices(DIRECT, _matrices())
     assert made.dtypes == {torch.bfloat16}
@@ -243,7 +266,7 @@ def count_operators(num_layers: int) -> int:
     return sum(name not in no_kernel for name in names)
 
 
-def test_a_step_of_muon_calls_as_many_operators_for_eight_layers_as_for_two() -> None:
+def test_a_step_of_muon_calls_as_many_operators_for_eight_layers_as_for_two(bfloat16_products: None) -> None:
     """On a GPU each is a kernel, whose launches a small model waits for."""
     assert count_operators(8) == count_operators(2) <= 51
 

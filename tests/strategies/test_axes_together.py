@@ -20,11 +20,9 @@ RECOMPUTED: dict[str, Any] = {"activation_checkpointing": "block"}
         (
             4,
             [
-                ("tied", TP2 | PP2),
                 ("deep", TP2 | PP2 | {"stages_per_rank": 2} | RECOMPUTED),
                 ("mixture", TP2 | PP2),
                 ("linear", TP2 | PP2),
-                ("tied", TP2 | CP2),
                 ("gate", TP2 | CP2 | RECOMPUTED),
                 ("mixture", TP2 | CP2 | {"expert_parallel": 4}),
                 ("linear", TP2 | CP2),

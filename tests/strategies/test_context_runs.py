@@ -1,29 +1,15 @@
-"""Runs whose ranks share rows or matrices: killed and resumed, hanging, and from the command line."""
+"""Runs whose ranks share rows or matrices: killed and resumed, and from the command line."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
-from genesis.strategies import Sharded
-from genesis_callbacks import HangWatch, Heartbeat, TokenCounters
 from genesis_callbacks.testing import run_ranks
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import run_genesis
-from tests.strategies.test_pipeline_runs import (
-    DECODER,
-    HALF,
-    STEPS,
-    Kill,
-    join_weights,
-    read_log,
-    train_alike,
-)
-from tests.train.support import build_module, build_trainer, loader
+from tests.strategies.test_pipeline_runs import HALF, STEPS, Kill, join_weights, read_log, train_alike
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -55,29 +41,6 @@ def test_ranks_that_share_rows_or_matrices_go_on_bit_for_bit_after_a_kill(
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     for found, right in zip(resumed, straight, strict=True):
         assert (found["counters"], found["position"]) == (right["counters"], right["position"])
-
-
-class Stick(pl.Callback):
-    """Stops the process of a rank between the two exchanges of a layer."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and trainer.global_rank == 1:
-            output = pl_module.decoder.blocks[0].attention.output
-            output.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-
-
-def stick(run_dir: Path, options: dict[str, Any]) -> None:
-    callbacks = [TokenCounters(), Stick(), Heartbeat(run_dir), HangWatch(timeout_seconds=4.0)]
-    trainer = build_trainer(Sharded(**options), 2, 6, callbacks)
-    trainer.fit(build_module(DECODER), loader(6, 0, 1))
-
-
-@pytest.mark.parametrize("options", [CP2, TP2], ids=["context", "tensor"])
-def test_a_rank_that_sticks_in_an_exchange_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="rank"):
-        run_ranks(stick, 2, tmp_path / "run", options, timeout_seconds=60.0)
-    (verdict,) = (tmp_path / "run").rglob("verdict.txt")
-    assert verdict.read_text().startswith("rank 1 is missing")
 
 
 def test_fit_trains_with_shared_rows_as_in_one_process_and_refuses_what_cannot_be_shared(

@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,18 @@ def stick(directory: Path, axis: str, phase: Phase) -> None:
     trainer.fit(build_module(DECODER), loader(3 * STEP, 0, 1), loader(3, 0, 1))
 
 
-@pytest.mark.parametrize("phase", ["start", "train", "validate", "save"])
-@pytest.mark.parametrize("axis", AXES)
+FIRST = (("tp", "start"), ("cp", "train"), ("pp", "train"))
+"""Each axis once; the others are repeated before a release."""
+
+
+@pytest.mark.each
+@pytest.mark.parametrize(
+    ("axis", "phase"),
+    [
+        pytest.param(*case, marks=() if case in FIRST else pytest.mark.repeat)
+        for case in product(AXES, ("start", "train", "validate", "save"))
+    ],
+)
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path, axis: str, phase: Phase) -> None:
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(stick, 2, tmp_path / "run", axis, phase, timeout_seconds=150.0)

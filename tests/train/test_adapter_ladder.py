@@ -94,7 +94,6 @@ def climb(
         pytest.param("replicated", 2, DORA, "float32", marks=pytest.mark.slow),
         pytest.param("zero1", 2, LORA, "float32", marks=pytest.mark.slow),
         pytest.param("full", 1, LORA, "float32", marks=pytest.mark.slow),
-        # `tests/cli/test_adapter.py` resumes a run in the quick tier.
         pytest.param("full", 2, DORA, "float32", marks=pytest.mark.slow),
         pytest.param("full", 4, DORA, "float32", marks=pytest.mark.slow),
         pytest.param("full", 2, LORA, "bfloat16", marks=pytest.mark.slow),

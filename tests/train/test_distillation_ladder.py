@@ -117,7 +117,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path, teacher: 
         pytest.param("replicated", 1, "teacher", marks=pytest.mark.slow),
         pytest.param("replicated", 1, "cache", marks=pytest.mark.slow),
         pytest.param("replicated", 2, "cache", marks=pytest.mark.slow),
-        # `tests/cli/test_distillation.py` resumes a run in the quick tier.
         pytest.param("full", 2, "teacher", marks=pytest.mark.slow),
         pytest.param("full", 2, "cache", marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, "teacher", marks=pytest.mark.slow),
@@ -157,7 +156,6 @@ def test_teacher_and_cache_ranks_and_wrappers_give_the_same_weights(
         ("replicated", 1, "cache", True),
         ("replicated", 2, "cache", False),
         ("full", 2, "teacher", False),
-        ("compiled", 1, "teacher", False),
     ):
         found = run_ranks(
             *(climb, world_size, str(tmp_path / f"{strategy}-{world_size}-{way}"), str(tiny_corpus), strategy, "sync"),

@@ -81,6 +81,7 @@ def test_packed_documents_train_like_a_loop_of_transformers_over_each(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # `test_ladder.py`: its parts keep nothing but parameters
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [("single", 1), ("checkpointing", 2), ("compiled_shards", 2), ("experts_2", 2)],

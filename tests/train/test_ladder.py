@@ -31,8 +31,8 @@ MIXTURE = replace(
         num_experts=4, top_k=2, ffn_dim=16, shared_ffn_dim=16, has_balance_bias=True, balance_bias_rate=0.1
     ),
 )
-STEPS = 9
-KILLED_BEFORE = 6
+STEPS = 6
+KILLED_BEFORE = 4
 KEPT = 2
 
 

@@ -152,7 +152,6 @@ def climb_straight_and_killed(directory: Path, world_size: int, *shared: Any) ->
         pytest.param("replicated", 1, LORA, marks=pytest.mark.slow),
         pytest.param("replicated", 2, None, marks=pytest.mark.slow),
         pytest.param("replicated", 2, LORA, marks=pytest.mark.slow),
-        # `tests/cli/test_preference.py` resumes a run in the quick tier.
         pytest.param("full", 2, LORA, marks=pytest.mark.slow),
         pytest.param("full", 2, None, marks=pytest.mark.slow),
         pytest.param("replicated", 1, None, marks=pytest.mark.slow),
@@ -225,6 +224,7 @@ def test_preferences_beside_a_base_of_bytes_start_at_log_two_and_are_learned(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # dense models are killed above, and mixtures in `test_mixture_training.py`
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size", "adapter"),
     [
@@ -245,9 +245,18 @@ def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full", "replicated"])
-@pytest.mark.parametrize("adapter", [{"rank": 3}, None], ids=["lora", "whole"])
-@pytest.mark.parametrize("data", ["pair_corpus", pytest.param("answer_corpus", marks=pytest.mark.each)])
+@pytest.mark.parametrize(
+    ("data", "adapter", "strategy"),
+    [
+        ("pair_corpus", {"rank": 3}, "full"),
+        *(
+            pytest.param("answer_corpus", *case, marks=pytest.mark.each)
+            for case in ((None, "full"), ({"rank": 3}, "replicated"))
+        ),
+        *(("pair_corpus", *case) for case in ((None, "full"), ({"rank": 3}, "replicated"), (None, "replicated"))),
+        *(("answer_corpus", *case) for case in (({"rank": 3}, "full"), (None, "replicated"))),
+    ],
+)
 def test_two_ranks_train_as_one(
     tmp_path: Path,
     base: Path,

@@ -136,6 +136,7 @@ def test_a_run_that_is_killed_logs_the_losses_of_one_that_is_not(
 
 
 @pytest.mark.slow
+@pytest.mark.repeat  # one process is killed above, and ranks are fewer below
 @pytest.mark.process
 def test_sharded_ranks_that_are_killed_log_the_losses_of_those_that_are_not(tmp_path: Path, tiny_corpus: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"

@@ -162,6 +162,7 @@ def write_base(run_dir: Path, corpus: Path, config: DecoderConfig) -> Path:
     return run_dir
 
 
+@pytest.mark.repeat  # the objective on answers below has adapters
 def test_adapters_on_an_untrained_base_fail_by_their_first_loss_alone(
     tmp_path: Path, tiny_corpus: Path, base: Path
 ) -> None:
