@@ -214,16 +214,7 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation, or changes its last message.
         """
-        try:
-            normal = self._normalize(messages, has_empty_turns=True)
-            offered = self._hide(normalize_tools(tools))
-        except RecursionError:
-            raise ConversationError("the conversation is nested too deeply; flatten it") from None
-        for message in normal:
-            for mark in (WEIGHT, ASKED):
-                message.pop(mark, None)
-        merged = {**self._variables, **(variables or {})}
-        text = self.template.render(normal, offered, merged, has_prompt=not continues_last)
+        text, normal = self._write(messages, tools, variables, has_prompt=not continues_last)
         if not continues_last:
             return text
         content = str(normal[-1].get("content", ""))
@@ -235,6 +226,40 @@ class ChatRenderer:
         # Templates may strip a message, and then the continued text is stripped as well.
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
+
+    def write_whole(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the text of a whole conversation, for `encode_with_controls`; otherwise as `write_prompt`.
+
+        Raises:
+            ConversationError: The template refuses the conversation.
+        """
+        return self._write(messages, tools, variables, has_prompt=False)[0]
+
+    def _write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        has_prompt: bool,
+    ) -> tuple[str, list[Message]]:
+        """Returns the text of a conversation, and its messages as the template gets them."""
+        try:
+            normal = self._normalize(messages, has_empty_turns=True)
+            offered = self._hide(normalize_tools(tools))
+        except RecursionError:
+            raise ConversationError("the conversation is nested too deeply; flatten it") from None
+        for message in normal:
+            for mark in (WEIGHT, ASKED):
+                message.pop(mark, None)
+        merged = {**self._variables, **(variables or {})}
+        return self.template.render(normal, offered, merged, has_prompt=has_prompt), normal
 
     def _normalize(self, messages: Sequence[Mapping[str, Any]], *, has_empty_turns: bool = False) -> list[Message]:
         normal = normalize_messages(messages, has_empty_turns=has_empty_turns)

@@ -38,6 +38,7 @@ Example: genesis import Qwen/Qwen3-0.6B runs/qwen
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NF4 = "nf4"
 _STORED = "stored"
+_TRANSFORMERS, _REWARD_MODEL = "transformers", "reward_model"
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     check_can_prove("import")
     check_is_named(arguments.model, "the model")
     check_is_new(arguments.out)
-    if arguments.kind is not None:
+    if arguments.kind == _TRANSFORMERS:
         _check_foreign(arguments)
     download = _find_download(arguments.model)
     directory = find_export(arguments.model) if download is None else download.directory
@@ -55,15 +56,14 @@ def main(argv: list[str]) -> int:
         "dtype": None if arguments.dtype == _STORED else _DTYPES.get(arguments.dtype, torch.float32),
         "download": download,
     }
-    if arguments.kind is None:
-        options["is_nf4"] = arguments.dtype == _NF4
+    if arguments.kind != _TRANSFORMERS:
+        options |= {"has_new_head": arguments.kind == _REWARD_MODEL, "is_nf4": arguments.dtype == _NF4}
         compared = {"compares_models": arguments.proof != "weights", "is_whole": arguments.proof == "full"}
         proof = import_directory(directory, arguments.out, **options, **compared)
     else:
         proof = import_module("genesis.export.foreign").import_foreign(directory, arguments.out, **options)
-        if proof["documents"] == "rows":
-            print("documents: each gets a padded row of its own, since this model does not keep packed ones apart")
     print(f"{arguments.out}: a checkpoint of {arguments.model}")
+    _print_kind(arguments.kind, proof)
     code = describe_code(directory)
     if code is not None:
         print(f"code of the model was not run: {code}; only the classes of Genesis and transformers were used")
@@ -97,6 +97,17 @@ def _check_foreign(arguments: argparse.Namespace) -> None:
     if arguments.dtype in (_NF4, _STORED):
         raise UserError(
             f"--dtype {arguments.dtype} is for the decoder of Genesis: give bfloat16 beside --as transformers"
+        )
+
+
+def _print_kind(kind: str | None, proof: Mapping[str, Any]) -> None:
+    """Prints what a model of another kind has of its own."""
+    if proof.get("documents") == "rows":
+        print("documents: each gets a padded row of its own, since this model does not keep packed ones apart")
+    if kind == _REWARD_MODEL:
+        print(
+            "scores: the score head, one row in the place of the output weight, starts from random: train it (beside "
+            "adapters by --model.adapter.also_train '[head]')"
         )
 
 
@@ -142,9 +153,10 @@ def _build_parser() -> Parser:
     parser.add_argument(
         "--as",
         dest="kind",
-        choices=("transformers",),
-        help="train the model by transformers' own classes, whatever its family: it can be trained and exported, but "
-        "not served here (default: by the decoder of Genesis)",
+        choices=(_TRANSFORMERS, _REWARD_MODEL),
+        help="transformers: train the model by transformers' own classes, whatever its family; it can be trained and "
+        "exported, but not served here. reward_model: begin a reward model, whose score head starts from random "
+        "(default: the model as it is, by the decoder of Genesis)",
     )
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
     parser.add_argument(

@@ -68,9 +68,12 @@ def main(argv: list[str]) -> int:
             adapter=entry.path if is_beside else None,
             bases=bases,
             chat_template=arguments.chat_template,
+            allows_scores=True,
         )
 
     def has_chat(entry: Entry) -> bool:
+        if read_config(entry.base or entry.path).num_scores is not None:
+            return False  # a reward model does not talk
         return arguments.chat_template is not None or has_chat_template(entry.base or entry.path, arguments.tokenizer)
 
     with bind(arguments.host, arguments.port) as sock:
@@ -144,7 +147,8 @@ def _count_text_bytes(catalogue: Catalogue, max_models: int, dtype: torch.dtype)
     configs = [read_config(entry.base or entry.path) for entry in catalogue.newest().values()]
     for config in configs:
         refuse_body(config)
-    sizes = [config.count_cache_bytes(1, config.max_seq_len, dtype.itemsize) for config in configs]
+    writers = (config for config in configs if config.num_scores is None)
+    sizes = [config.count_cache_bytes(1, config.max_seq_len, dtype.itemsize) for config in writers]
     return max(sizes, default=0) * min(max_models, len(catalogue.entries()))
 
 

@@ -324,6 +324,8 @@ def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int
 
 def _read_value(document: Document, name: str) -> int:
     value = (document.record or {}).get(name)
+    if isinstance(value, float) and value.is_integer():  # as a column of margins has it
+        value = int(value)
     if not isinstance(value, int | np.bool_ | np.integer) or not 0 <= value <= MAX_VALUE:
         raise ConversationError(
             f"{name}, the value_field, is {value!r}: it must be true, false or a whole number from 0 to {MAX_VALUE}"

@@ -46,6 +46,7 @@ class CorpusData:
         columns: Further tensors of the training sequences, if an objective needs any; set them before the corpus is
             opened for training.
         has_answers: Whether conversations with values are read as single answers; set it before the corpus is opened.
+        has_ends: The same for `PairSet.has_ends`.
     """
 
     tokens_per_second: Final = None
@@ -64,7 +65,7 @@ class CorpusData:
         self._ranks = Ranks()
         self._pads_pairs = False
         self.columns: SequenceColumns | None = None
-        self.has_answers = False
+        self.has_answers = self.has_ends = False
         self._windows: TrainWindows | PairWindows | None = None
         self._packed_tokens: dict[str, int] = {}
 
@@ -121,7 +122,7 @@ class CorpusData:
         identity = corpus.manifest.tokens_hash
         if kind == "answers":  # the length of a sequence cuts mismatched ones
             return PairSet(train, validation, f"{identity} {self.options.seq_len}", is_valued=True)
-        return PairSet(train, validation, identity)
+        return PairSet(train, validation, identity, has_ends=self.has_ends)
 
     @property
     def kind(self) -> DataKind:

@@ -10,6 +10,10 @@ crosses a document:
 
 `MicroBatch.extra` then has `answers`, the number of each token's document in the micro-batch, and `pairs`, the number
 of each pair among all pairs of the corpus, those of the validation set last; -1 where a validation set has none left.
+
+The last token of an answer is a label alone, except for an objective that scores whole answers: `extra` then also has
+`ends`, the place of each answer's last token in the flattened micro-batch (0 without an answer), and the values of the
+pairs.
 """
 
 from collections.abc import Sequence
@@ -20,6 +24,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 from numpy import ndarray
+from torch import Tensor
 
 from genesis.data.loader import VALUES, Ranks, SequenceFormat
 from genesis.data.order import SequenceOrder
@@ -32,6 +37,8 @@ CHOSEN_TOKENS: Final = "chosen_tokens"
 """The unit of valid labels in chosen answers."""
 ANSWERS: Final = "answers"
 """The tensor of each token's answer in `MicroBatch.extra`."""
+ENDS: Final = "ends"
+"""The tensor of the place of each answer's last token in `MicroBatch.extra`."""
 MISMATCHED: Final = "mismatched."
 """Begins the names of the tensors of mismatched answers in `MicroBatch.extra`."""
 
@@ -70,6 +77,7 @@ class PairWindows:
             position + self.global_batch_size,
             is_padded=self.is_padded,
             is_valued=self.pairs.is_valued,
+            has_ends=self.pairs.has_ends,
         )
 
 
@@ -118,6 +126,7 @@ class SomePairWindows:
             end,
             is_padded=self.is_padded,
             is_valued=self.pairs.is_valued,
+            has_ends=self.pairs.has_ends,
         )
 
 
@@ -129,10 +138,12 @@ def build_pair_window(
     *,
     is_padded: bool,
     is_valued: bool = False,
+    has_ends: bool = False,
 ) -> AccumulationWindow:
     """Returns the window of some pairs, in their order; None is a pair that a validation set lacks.
 
-    With `is_valued` they are single answers: their mismatched answers are what `read_mismatched` returns.
+    With `is_valued` they are single answers: their mismatched answers are what `read_mismatched` returns. With
+    `has_ends`, the last token of each answer is an input, too.
     """
     micro_batches = []
     num_valid_tokens, num_bytes, num_chosen = 0, 0, 0
@@ -140,15 +151,18 @@ def build_pair_window(
         run = pairs[first : first + micro_batch_size]
         sides = [(None, None) if pair is None else (pair.chosen, pair.rejected) for pair in run]
         own = [chosen for chosen, _ in sides] if is_valued else [answer for pair in sides for answer in pair]
-        micro_batch = _build_micro_batch(own, sequence_format, is_padded=is_padded)
+        micro_batch = _build_micro_batch(own, sequence_format, is_padded=is_padded, has_ends=has_ends)
         labels, owners = micro_batch.labels.numpy(), micro_batch.extra[ANSWERS].numpy()
         is_valid = labels != IGNORE_INDEX
         num_valid_tokens += int(np.count_nonzero(is_valid))
         num_chosen += int(np.count_nonzero(is_valid & (owners % 2 == 0)))
         num_bytes += int(sequence_format.token_num_bytes[labels[is_valid]].sum(dtype=np.int64))
         extra = {**micro_batch.extra, PAIRS: torch.tensor([-1 if pair is None else pair.number for pair in run])}
-        if is_valued:
+        if has_ends:
+            extra[ENDS] = _find_ends(own, sequence_format.seq_len if is_padded else None)
+        if is_valued or has_ends:
             extra[VALUES] = torch.tensor([-1 if pair is None else pair.value for pair in run])
+        if is_valued:
             other = [_cut(mismatched, sequence_format.seq_len) for _, mismatched in sides]
             tensors = _build_micro_batch(other, sequence_format, is_padded=is_padded).tensors
             extra |= {MISMATCHED + name: tensor for name, tensor in tensors.items()}
@@ -178,21 +192,31 @@ def _cut(answer: Answer | None, seq_len: int) -> Answer | None:
     return None if answer is None else Answer(answer.tokens[:seq_len], answer.has_label[:seq_len])
 
 
+Arrays = tuple[ndarray, ndarray, ndarray, ndarray, ndarray]
+"""Inputs, labels, documents, offsets of documents, and the answer of each token."""
+Shifted = tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]
+"""The inputs and the labels of an answer."""
+
+
+def _find_ends(answers: Sequence[Answer | None], seq_len: int | None) -> Int64[Tensor, " A"]:
+    """Returns the place of each answer's last token: in rows of `seq_len`, or one answer behind the other."""
+    lengths = np.array([0 if answer is None else len(answer.tokens) for answer in answers], np.int64)
+    ends = np.cumsum(lengths) if seq_len is None else np.arange(len(answers)) * seq_len + lengths
+    return torch.from_numpy(np.where(lengths, ends - 1, 0))
+
+
 def _build_micro_batch(
-    answers: Sequence[Answer | None], sequence_format: SequenceFormat, *, is_padded: bool
+    answers: Sequence[Answer | None], sequence_format: SequenceFormat, *, is_padded: bool, has_ends: bool = False
 ) -> MicroBatch:
-    arrays = _pad_answers(answers, sequence_format) if is_padded else _join_answers(answers, sequence_format)
+    shifted = [None if answer is None else _shift(answer, has_end=has_ends) for answer in answers]
+    arrays = _pad_answers(shifted, sequence_format) if is_padded else _join_answers(shifted, sequence_format)
     inputs, labels, documents, offsets, owners = map(torch.from_numpy, arrays)
     return MicroBatch(inputs, labels, documents, offsets, {ANSWERS: owners})
 
 
-Arrays = tuple[ndarray, ndarray, ndarray, ndarray, ndarray]
-"""Inputs, labels, documents, offsets of documents, and the answer of each token."""
-
-
-def _join_answers(answers: Sequence[Answer | None], sequence_format: SequenceFormat) -> Arrays:
+def _join_answers(answers: Sequence[Shifted | None], sequence_format: SequenceFormat) -> Arrays:
     """Returns one row with all answers, or with one token of padding if there is none."""
-    present = [(owner, *_shift(answer)) for owner, answer in enumerate(answers) if answer is not None]
+    present = [(owner, *answer) for owner, answer in enumerate(answers) if answer is not None]
     if not present:
         empty = np.array([sequence_format.padding_id])
         present = [(0, empty, np.full(1, IGNORE_INDEX))]
@@ -206,7 +230,7 @@ def _join_answers(answers: Sequence[Answer | None], sequence_format: SequenceFor
     )
 
 
-def _pad_answers(answers: Sequence[Answer | None], sequence_format: SequenceFormat) -> Arrays:
+def _pad_answers(answers: Sequence[Shifted | None], sequence_format: SequenceFormat) -> Arrays:
     """Returns a row for each answer; the padding after it is one more document of the row."""
     shape = len(answers), sequence_format.seq_len
     inputs, labels = np.full(shape, sequence_format.padding_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
@@ -214,7 +238,7 @@ def _pad_answers(answers: Sequence[Answer | None], sequence_format: SequenceForm
     for row, answer in enumerate(answers):
         start, length = row * shape[1], 0
         if answer is not None:
-            own_inputs, own_labels = _shift(answer)
+            own_inputs, own_labels = answer
             length = len(own_inputs)
             inputs[row, :length], labels[row, :length], documents[row, length:] = own_inputs, own_labels, 1
             offsets.append(start + length)
@@ -224,6 +248,7 @@ def _pad_answers(answers: Sequence[Answer | None], sequence_format: SequenceForm
     return inputs, labels, documents, np.array(offsets, np.int32), owners
 
 
-def _shift(answer: Answer) -> tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]:
-    """Returns the inputs and the labels of an answer; its last token is a label alone."""
-    return answer.tokens[:-1], np.where(answer.has_label[1:], answer.tokens[1:], IGNORE_INDEX)
+def _shift(answer: Answer, *, has_end: bool) -> Shifted:
+    """Returns the inputs and the labels of an answer; its last token is a label alone, or with `has_end` an input."""
+    labels = np.where(answer.has_label[1:], answer.tokens[1:], IGNORE_INDEX)
+    return (answer.tokens, np.append(labels, IGNORE_INDEX)) if has_end else (answer.tokens[:-1], labels)

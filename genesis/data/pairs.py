@@ -43,13 +43,13 @@ class Pair(NamedTuple):
         number: The number.
         chosen: The chosen answer; of a single answer, that itself.
         rejected: The rejected answer; of a single answer, the mismatched one.
-        value: The value of a single answer; -1 of a pair.
+        value: The value of a single answer, or the margin of a pair: 0 where the corpus has none.
     """
 
     number: int
     chosen: Answer
     rejected: Answer
-    value: int = -1
+    value: int = 0
 
 
 class AnswerSource(ABC):
@@ -124,11 +124,11 @@ class PairedSource(AnswerSource):
         Raises:
             UserError: The documents are not two answers to one prompt.
         """
-        (chosen, _), (rejected, _) = (self._read_document(2 * number + side) for side in (0, 1))
+        (chosen, margin), (rejected, _) = (self._read_document(2 * number + side) for side in (0, 1))
         fault = find_pair_fault(chosen, rejected)
         if fault is not None:
             raise UserError(f"pair {number:,} of source {self.name} {fault}; {_REMEDY}")
-        return chosen, rejected, -1
+        return chosen, rejected, margin
 
 
 class ValuedSource(AnswerSource):
@@ -192,6 +192,7 @@ class PairSet:
         validation: The sources of the validation set.
         corpus_hash: The identity of the tokens.
         is_valued: Whether the sources have single answers.
+        has_ends: Whether windows have the last token of each answer as an input.
     """
 
     def __init__(
@@ -201,8 +202,9 @@ class PairSet:
         corpus_hash: str = "",
         *,
         is_valued: bool = False,
+        has_ends: bool = False,
     ) -> None:
-        self.corpus_hash, self.is_valued = corpus_hash, is_valued
+        self.corpus_hash, self.is_valued, self.has_ends = corpus_hash, is_valued, has_ends
         self.train, self.validation = tuple(train), tuple(validation)
         self._sources = (*self.train, *self.validation)
         self._starts = [0, *accumulate(source.num_sequences for source in self._sources)]

@@ -34,9 +34,9 @@ _SPAN_BYTES = 1 << 40
 _TURNS = ("messages", "conversations", "conversation", "prompt")
 
 
-EXACT_MATCH, MATH_ANSWER, OVERLONG = "exact_match", "math_answer", "overlong"
+EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL = "exact_match", "math_answer", "overlong", "reward_model"
 """The reward functions of Genesis itself, which need no permission."""
-OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG)
+OWN_REWARDS: Final = (EXACT_MATCH, MATH_ANSWER, OVERLONG, REWARD_MODEL)
 _MAX_REWARD_SECONDS: Final = 1_000_000
 _REWARD_NAME: Final = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _OF_OTHERS: Final = re.compile(r"(?:.*_)?(?:spread|no_signal)")
@@ -49,11 +49,13 @@ class RewardOptions:
 
     Args:
         function: `module:function` or `file.py:function`, which is run only with `--allow_reward_code`; or exact_match,
-            math_answer or overlong.
+            math_answer, overlong or reward_model.
         name: Its name in the log; by default that of the function.
         weight: Its factor in the sum of the rewards.
         column: The field of the record with the right answer, for exact_match and math_answer.
         buffer_tokens: For overlong: over how many tokens before the longest length the reward falls from 0 to -1.
+        model: For reward_model: a run, RUN/best, RUN/STEP or an export with a reward model, whose score of the prompt
+            with the answer is the reward.
     """
 
     function: str
@@ -61,6 +63,7 @@ class RewardOptions:
     weight: float = 1.0
     column: str = "answer"
     buffer_tokens: int | None = None
+    model: str | None = None
 
     def __post_init__(self) -> None:
         check_is_named(self.function, "function of data.prompts.rewards")
@@ -75,6 +78,12 @@ class RewardOptions:
             raise UserError(
                 f"buffer_tokens of reward {self.label} is {self.buffer_tokens}; {OVERLONG} needs a number of tokens, "
                 "and other rewards have none"
+            )
+        check_is_named(self.model, "model of data.prompts.rewards")
+        if (self.function == REWARD_MODEL) != (self.model is not None):
+            raise UserError(
+                f"model of reward {self.label} is {self.model}; {REWARD_MODEL} needs the run or the export of a reward "
+                "model (in data.prompts.rewards), and other rewards have none"
             )
         if self.buffer_tokens is not None and self.buffer_tokens < 1:
             raise UserError(f"buffer_tokens of reward {self.label} is {self.buffer_tokens}; it must be at least 1")

@@ -121,6 +121,8 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
     adapter = read_adapter(manifest, checkpoint)
     assert manifest.base is not None
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
+    if config.num_scores is not None:
+        raise UserError(f"{checkpoint} is a reward model, whose adapters alone have no score: export it with --merge")
     family = find_names(config)
     _check_base_name(options.base_name, family)
     given, permission = options.tokenizer, options.may_be_unproved

@@ -28,6 +28,7 @@ from genesis.huggingface.family import OUTPUT_WEIGHT
 from genesis.model.decoder import DecoderConfig, refuse_body
 from genesis.model.initial import draw_block
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.model.scores import refuse_scores
 from genesis.tokenizer.addition import TokenAddition
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import extend_tokenizer
@@ -145,6 +146,7 @@ def _read_config(checkpoint: Path, manifest: Manifest) -> DecoderConfig:
     model = manifest.recipe.get("model")
     config = build_decoder_config(model.get("decoder") if isinstance(model, dict) else None, where)
     refuse_body(config)  # its embedding has a name that is not ours
+    refuse_scores(config, checkpoint)  # tokens are added before it begins
     num_tensors = sum(name.startswith(DECODER_PREFIX) for name in manifest.tensors)
     build_empty_decoder(config, num_tensors, checkpoint)
     return config

@@ -14,6 +14,7 @@ from genesis.data.paths import list_candidates, read_path
 from genesis.data.usage import DataUsage, read_data_usage
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
+from genesis.export.reading import Reading
 from genesis.export.tensors import Source
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.stored import list_nf4_tensors
@@ -70,6 +71,8 @@ _OWN_FORM: Final = (
 
 def name_auto_class(config: DecoderConfig) -> str:
     """Returns the name of transformers' class that opens an exported model."""
+    if config.num_scores is not None:
+        return "AutoModelForSequenceClassification"
     return config.body.auto_class if isinstance(config.body, TransformersConfig) else "AutoModelForCausalLM"
 
 
@@ -100,7 +103,7 @@ def write_card(
     findings = find_results(last) if len(sources) == 1 else []  # an average is a different model, without results
     sections = [
         f"# {name}",
-        f"A {'Llama-style language model' if config.body is None else 'language model of transformers'} of "
+        f"A {_name_kind(config)} of "
         f"{numbered(describe(config).num_parameters, 'parameters')} with a context of "
         f"{numbered(config.max_seq_len, 'tokens')}, exported in {dtype}.",
         (_USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout]).replace(
@@ -135,7 +138,23 @@ def write_card(
         "## Versions at the save\n" + _table(("package", "version"), sorted(manifest.versions.items())),
         f"## Recipe\n```yaml\n{dump_yaml(hide_paths(manifest.recipe))}```",
     ]
-    return _write_head(layout, name, findings) + "\n\n".join(sections) + "\n"
+    task = "text-generation" if config.num_scores is None else "text-classification"
+    return _write_head(layout, name, findings, task) + "\n\n".join(sections) + "\n"
+
+
+def _name_kind(config: DecoderConfig) -> str:
+    if config.num_scores is not None:
+        return "reward model (a Llama-style decoder with one score)"
+    return "Llama-style language model" if config.body is None else "language model of transformers"
+
+
+def describe_scores(reading: Reading) -> str:
+    """Returns what the score of a reward model is, and how transformers gets several at once."""
+    score = "The score of a text is its logit: `model(**tokenizer(text, return_tensors='pt')).logits[0, 0]`."
+    pad = reading.ids_of_scores["pad_token_id"]
+    if reading.tokenizer is None or pad is None or pad == reading.tokenizer.pad_id:
+        return score
+    return f"{score} To score several at once, pad with token {pad}: `tokenizer.pad_token_id = {pad}`."
 
 
 def describe_nf4() -> str:
@@ -175,12 +194,12 @@ def hide_paths(content: Any, key: str = "") -> Any:
     return content
 
 
-def _write_head(layout: Layout, name: str, findings: Sequence[Finding]) -> str:
+def _write_head(layout: Layout, name: str, findings: Sequence[Finding], task: str) -> str:
     head: dict[str, Any] = {"tags": ["genesis"]}
     if layout == "huggingface":
-        head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        head |= {"library_name": "transformers", "pipeline_tag": task}
     if layout == "gguf":
-        head |= {"library_name": "gguf", "pipeline_tag": "text-generation"}
+        head |= {"library_name": "gguf", "pipeline_tag": task}
     if index := build_model_index(name, findings):
         head["model-index"] = index
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"

@@ -11,7 +11,7 @@ import torch
 
 from genesis.base.errors import UserError
 from genesis.export.adapter import read_adapter
-from genesis.export.card import describe_reading, write_card
+from genesis.export.card import describe_reading, describe_scores, write_card
 from genesis.export.proof import (
     Layout,
     check_proof_memory,
@@ -113,8 +113,10 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             )
             write_generation_config(reading, staging)
         elif family is not None:
-            _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **reading.ids, "dtype": options.dtype})
-            write_generation_config(reading, staging)
+            ids = reading.ids if config.num_scores is None else reading.ids_of_scores
+            _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": options.dtype})
+            if config.num_scores is None:
+                write_generation_config(reading, staging)
         else:
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         if not is_foreign:
@@ -122,6 +124,8 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             files = plan_files(names, manifest, dtype, options.max_file_bytes, woven)
             write_weights(staging, files, sources, dtype)
         described = describe_reading(tokenizer, staging) if tokenizer and form == "huggingface" else ""
+        if config.num_scores is not None and options.layout == "huggingface":
+            described = " ".join(filter(None, (described, describe_scores(reading))))
         card = write_card(out.name, sources, config, options.dtype, options.layout, reading.origin, form, described)
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")

@@ -57,6 +57,7 @@ from genesis.huggingface.stored import list_weights
 from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
+from genesis.model.scores import refuse_scores
 from genesis.tokenizer.files import write_files
 from genesis_callbacks.base.manifest import read_committed_hash
 
@@ -90,6 +91,7 @@ def export_gguf(checkpoints: Sequence[Path], out: Path, options: ExportOptions) 
             "the model is of transformers, and no GGUF is written of it: leave out --gguf, and give the export to "
             "llama.cpp's convert_hf_to_gguf.py"
         )
+    refuse_scores(config, sources[-1].path)
     family = find_family(config)
     name_tensors(sources, family)
     planned = plan_file(sources, family, config, options.dtype)

@@ -5,6 +5,7 @@ continues from the weights in another run, with the `recipe.yaml` next to them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +25,13 @@ from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, check_space, staged
 from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.huggingface.directory import CONFIG_NAME, read_json
-from genesis.huggingface.family import IMPORTED_AS, Family
+from genesis.huggingface.family import IMPORTED_AS, OUTPUT_WEIGHT, Family
 from genesis.huggingface.mxfp4 import is_mxfp4
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import count_dropped, read_weights
 from genesis.model.adapter import check_nf4, list_nf4_weights
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.initial import INIT_STD, fill_normal
 from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, dump_decoder_config
 from genesis.tokenizer.fast_form import FAST_NAME
@@ -88,6 +90,7 @@ def import_directory(
     download: Download | None = None,
     compares_models: bool = True,
     is_whole: bool = False,
+    has_new_head: bool = False,
 ) -> dict[str, Any]:
     """Creates the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
@@ -105,6 +108,8 @@ def import_directory(
         download: The download that `directory` comes from; the proof names its repository and commit.
         compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
         is_whole: Whether the proof leaves nothing out, however long it takes.
+        has_new_head: Whether the checkpoint is a reward model: the output weight is replaced by one row of initial
+            values, with which scores begin at random.
 
     Raises:
         UserError: The model cannot be represented, the disk has too little space, or `out` exists.
@@ -117,6 +122,12 @@ def import_directory(
         raise UserError(f"cannot read {error.filename} ({error.strerror}): remove it, or correct the path") from None
     # Of the user's own files, before weights in FP8 are copied, which may take hours.
     family, config = read_shape(directory)
+    if has_new_head and is_nf4:
+        raise UserError(
+            "a score head is not trained beside a base in NF4: give --dtype float32 beside --as reward_model"
+        )
+    if has_new_head and config.num_scores is not None:
+        raise UserError(f"{directory} is a reward model already: leave out --as reward_model, which keeps its scores")
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     with blaming(directory / CONFIG_NAME, "correct its sizes"), torch.device("meta"):
         decoder = Decoder(config)
@@ -131,6 +142,7 @@ def import_directory(
             compares_models=compares_models,
             is_whole=is_whole,
             is_dequantised=plain != directory or is_mxfp4(read_json(directory / CONFIG_NAME)),
+            has_new_head=has_new_head,
         )
 
 
@@ -147,6 +159,7 @@ def _import_plain(
     compares_models: bool,
     is_whole: bool,
     is_dequantised: bool,
+    has_new_head: bool,
 ) -> dict[str, Any]:
     config, kept = decoder.config, decoder.list_float32()
     found = read_weights(
@@ -154,6 +167,8 @@ def _import_plain(
         scratch=out.parent if out.parent.is_dir() else None,
         check_size=lambda num_values: _check_size(num_values, out, compares_models=compares_models),
     )
+    if has_new_head:
+        found, config = _replace_head(found, config)
     quantised = set(list_nf4_weights(decoder)) if is_nf4 else set[str]()
     if is_nf4 or dtype is None:
         others = {tensor.dtype for name, tensor in found.items() if name not in kept | quantised}
@@ -177,7 +192,7 @@ def _import_plain(
         (staging / _WIDENED_NAME).unlink(missing_ok=True)
         place = None if tokenizer is None else staging
         held = str(checkpoint.relative_to(staging))
-        alike = {} if tokenizer is None else count_alike_stops(found, tokenizer)
+        alike = {} if tokenizer is None or config.num_scores else count_alike_stops(found, tokenizer)
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof = run_proof(
             *(directory, [checkpoint], place, "huggingface"),
@@ -189,6 +204,13 @@ def _import_plain(
         proof |= describe_source(download) | {"alike_stops": {str(token): number for token, number in alike.items()}}
         write_proof(staging, proof)
     return proof
+
+
+def _replace_head(state: Mapping[str, Tensor], config: DecoderConfig) -> tuple[dict[str, Tensor], DecoderConfig]:
+    """Returns the tensors and the shape of a reward model with the blocks of a model that writes text."""
+    head = torch.empty(1, config.dim, dtype=state["embedding.weight"].dtype)
+    fill_normal(head, INIT_STD, f"0 {OUTPUT_WEIGHT}")
+    return {**state, OUTPUT_WEIGHT: head}, replace(config, num_scores=1)
 
 
 def _quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 weights      every tensor in the directory equals, bit for bit, the checkpoints' (average) tensor cast to its dtype
 tokenizer    equal ids and decoded text for every byte, every assigned character, texts in many scripts, all pieces
 logits       of transformers' model and our decoder, both in float32 from the directory's weights, on real text; one
-             sequence is longer than a sliding window and than the context before rotary scaling
+             sequence is longer than a sliding window and than the context before rotary scaling; of a reward model
+             the scores
 generation   greedy text of both models; where it differs, the two tokens must be equally likely up to rounding
 adapters     if merged: logits of the merged weights equal those of the base with separate adapters
 """
@@ -33,6 +34,7 @@ from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
 from genesis.generate.sampling_options import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
 from genesis.huggingface.latent import latents_of
 from genesis.huggingface.shape import read_shape
@@ -42,6 +44,7 @@ from genesis.model.adapter import cut_adapter, is_adapter_tensor, merge_rows, na
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.nf4 import quantise
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.model.scores import score_text
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
@@ -70,15 +73,17 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     names = read_file_names(directory)
     ours = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
     packages = (*PACKAGES, *(() if ours is None else ours.packages))
-    family = read_shape(directory)[0] if layout == "huggingface" else None
     manifest = read_manifest(checkpoints[0])
     config = build_decoder_config(manifest.recipe["model"]["decoder"], where=str(checkpoints[0]))
+    family, own = read_shape(directory) if layout == "huggingface" else (None, config)
+    has_new_head = own.num_scores != config.num_scores  # a reward model that begins with a model that writes text
     size = plan_proof(count_parameters(manifest), find_long_length(config), is_whole=request["is_whole"])
     result: dict[str, Any] = {
         "weights": _compare_weights(
             *(directory, names, checkpoints, family, config),
             is_merged=request["is_merged"],
             is_import=request["is_import"],
+            has_new_head=has_new_head,
         ),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
@@ -87,7 +92,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # passed to transformers
     result["tokenizer"] = prove_tokenizer(directory, ours, request["is_import"], size) if ours and is_open else None
     if request["compares_models"]:
-        result |= _compare_models(directory, names, config, family, ours, size)
+        result |= _compare_models(directory, names, own if has_new_head else config, family, ours, size)
     if request["compares_models"] and request["is_import"] and list_nf4_tensors(manifest):
         result["nf4"] = _compare_nf4(checkpoints[0], directory, names, family, ours, size)
     if request["compares_models"] and request["is_merged"]:
@@ -112,11 +117,14 @@ def _compare_weights(
     *,
     is_merged: bool,
     is_import: bool,
+    has_new_head: bool,
 ) -> dict[str, Any]:
     recorded = [(path, read_manifest(path)) for path in checkpoints]
     manifest = recorded[0][1]
     shapes = list_weights(manifest)
     missing = {name for name in shapes if not is_adapter_tensor(name)}
+    if has_new_head:
+        missing.remove(DECODER_PREFIX + OUTPUT_WEIGHT)
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values: Counter[str] = Counter()
     held = lru_cache(_NUM_CACHED)(partial(_read_average, recorded))
@@ -127,7 +135,7 @@ def _compare_weights(
             ours = DECODER_PREFIX + found
             if ours not in missing:
                 if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
-                    continue  # a copy of tied embeddings, already compared by the import
+                    continue  # a copy of tied embeddings, already compared by the import, or replaced by a new head
                 raise UserError(f"{name} is in the directory but not in the checkpoint")
             is_bytes = is_import and bool(find_nf4_tensors(manifest, ours))
             whole = _collect(rows, ours, expert, values if is_bytes else values.new_empty(0), shapes[ours])
@@ -262,6 +270,8 @@ def _compare_models(
     size: ProofSize,
 ) -> dict[str, Any]:
     sequences = build_sequences(config, tokenizer, size)
+    if config.num_scores is not None:
+        return {"logits": _compare_scores(directory, names, config, family, sequences)}
     prompt = sequences[0][:_PROMPT_TOKENS]
     num_new = min(size.num_new_tokens, config.max_seq_len - len(prompt))
     kept = [min(len(sequence), size.sequence_tokens) for sequence in sequences]
@@ -307,6 +317,36 @@ def _compare_models(
     }
 
 
+def _compare_scores(
+    directory: Path, names: dict[str, str], config: DecoderConfig, family: Family, sequences: list[list[int]]
+) -> dict[str, Any]:
+    """Compares the scores that a reward model gives to each sequence, and to its first half."""
+    halves = [part for one in sequences for part in (one, one[: (len(one) + 1) // 2])]
+    pad = read_json(directory / CONFIG_NAME).get("pad_token_id")
+    texts = [one for one in halves if one[-1] != pad]  # where transformers would look for another last token
+    model = _open_theirs(directory, family)
+    with torch.no_grad(), stage("scores of transformers", len(texts), "sequences") as shown:
+        theirs = [float(model(input_ids=torch.tensor([one])).logits) for one in shown.each(texts)]
+    del model
+    gc.collect()  # one model at a time
+    decoder = _build_decoder(directory, names, config, family)
+    with stage("scores of genesis", len(texts), "sequences") as shown:
+        ours = [score_text(decoder, one) for one in shown.each(texts)]
+    largest = max(map(abs, theirs))
+    difference = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
+    if not difference <= tolerance:
+        raise UserError(f"scores differ by {difference:.3g}, more than the rounding tolerance {tolerance:.3g}")
+    return {
+        "compared": "scores of transformers and genesis in float32, from the weights in this directory",
+        "num_sequences": len(texts),
+        "longest_context": max(map(len, texts)),
+        "largest_logit": largest,
+        "largest_difference": difference,
+        "tolerance": tolerance,
+    }
+
+
 def _compare_nf4(
     checkpoint: Path,
     directory: Path,
@@ -316,7 +356,7 @@ def _compare_nf4(
     size: ProofSize,
 ) -> dict[str, Any]:
     """Measures how far the logits of quantised weights are from those of the weights: a figure, and no bound."""
-    quantised = load_decoder(checkpoint, dtype=torch.float32).decoder
+    quantised = load_decoder(checkpoint, dtype=torch.float32, allows_scores=True).decoder
     config = quantised.config
     decoder = _build_decoder(directory, names, config, family)
     sequences = build_sequences(config, tokenizer, size)
@@ -348,7 +388,7 @@ def _compare_nf4(
 
 def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None, size: ProofSize) -> dict[str, Any]:
     """Compares the logits of the base with separate adapters with those of merged weights before rounding."""
-    adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
+    adapted = load_decoder(checkpoint, dtype=torch.float32, allows_scores=True).decoder
     adapter_config = read_adapter_config(read_manifest(checkpoint).recipe, where=str(checkpoint))
     assert adapter_config is not None, "the checkpoint has adapters"
     with torch.device("meta"):
@@ -405,16 +445,21 @@ def find_long_length(config: DecoderConfig) -> int:
     return min(max(bounds) + SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
 
 
-def _ask_transformers(
-    directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int, family: Family
-) -> tuple[list[Tensor], list[int]]:
+def _open_theirs(directory: Path, family: Family) -> Any:
+    """Returns transformers' model, after checking that the directory has all tensors and no others."""
     with stage("loading transformers' model"):
         model, loading = load_model(directory)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = [name for name in sorted(map(str, loading[kind])) if not family.is_dropped(name)]
         if names:
             raise UserError(f"transformers reports {kind.replace('_', ' ')}: {', '.join(names)}")
-    model.eval()
+    return model.eval()
+
+
+def _ask_transformers(
+    directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int, family: Family
+) -> tuple[list[Tensor], list[int]]:
+    model = _open_theirs(directory, family)
     build: Any = GenerationConfig
     greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.generation_config = greedy  # or transformers would fill in the eos of the directory, and end there

@@ -41,6 +41,21 @@ class Reading:
         names = ("bos", "eos", "pad")
         return {f"{name}_token_id": getattr(self.tokenizer, f"{name}_id", None) for name in names}
 
+    @property
+    def ids_of_scores(self) -> dict[str, int | None]:
+        """Returns the same for a reward model, which transformers asks for the last token that is no padding.
+
+        A tokenizer may pad with the token that ends its texts, which must be found, or with none: then with bos, or
+        with another control symbol.
+        """
+        tokenizer, ids = self.tokenizer, self.ids
+        if tokenizer is None:
+            return ids
+        ends = find_stop_ids(tokenizer, self.learned)
+        controls = (token for token in range(tokenizer.vocab_size) if tokenizer.is_control(token))
+        known = (token for token in (tokenizer.pad_id, tokenizer.bos_id) if token is not None)
+        return {**ids, "pad_token_id": next((token for token in (*known, *controls) if token not in ends), None)}
+
 
 def check_choice(tokenizer: Path | None, *, may_be_unproved: bool) -> None:
     """Refuses the permission of an unproved tokenizer without a tokenizer.

@@ -14,6 +14,7 @@ _NUM_EPOCHS: Final = 3
 _RATES: Final = {"lr": 2e-5, "adapter_lr": 2e-4}
 """Adapters start at zero and are small: in 20 updates on conversations the rate of all weights taught them nearly
 nothing (a held-out loss of 3.12 became 3.01), ten times this rate 2.13."""
+_REWARD_MODEL: Final = "genesis.objectives.RewardModel"
 _HEAD: Final = """\
 # Trains from the imported weights, with your own corpus:
 #   genesis fit --config {recipe} --data.corpus corpora/NAME
@@ -57,6 +58,7 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
         "model": {
             "decoder": dump_decoder_config(config),
             "optimizer": {"class_path": DEFAULT, "init_args": {**_RATES}},
+            **({"objective": {"class_path": _REWARD_MODEL}} if config.num_scores else {}),
         },
         "data": {
             **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),

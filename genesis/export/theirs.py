@@ -12,13 +12,20 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from genesis.base.errors import blaming
 from genesis.huggingface.directory import CODE_KEYS, CODE_NAMES, CONFIG_NAME, DATA_SUFFIXES, read_json
 from genesis.huggingface.mxfp4 import is_mxfp4, join_mxfp4
+from genesis.huggingface.shape import is_scoring
 from genesis.huggingface.weights import iterate_tensors, read_file_names
 
 # Commands show stages of their own.
@@ -48,9 +55,10 @@ def load_model(directory: Path, auto: Any = None) -> tuple[Any, dict[str, Any]]:
 
     Args:
         directory: The directory.
-        auto: The class of transformers that opens it. None for the text model of its type alone, and for the whole
-            model where transformers has none, as of `mistral3`.
+        auto: The class of transformers that opens it. None for the text model of its type alone, for the whole model
+            where transformers has none, as of `mistral3`, and for a reward model.
     """
+    options: dict[str, Any] = {}
     with _without_code(directory) as data:
         if auto is None:
             content = read_json(directory / CONFIG_NAME)
@@ -58,7 +66,9 @@ def load_model(directory: Path, auto: Any = None) -> tuple[Any, dict[str, Any]]:
                 return _load_dequantised(data, content)
             has_text_alone = content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             auto = AutoModelForCausalLM if has_text_alone else AutoModelForImageTextToText
-        closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+            if is_scoring(content):
+                auto, options["num_labels"] = AutoModelForSequenceClassification, 1  # `read_shape` reads no others
+        closed = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True} | options
         model, report = auto.from_pretrained(data, dtype=torch.float32, output_loading_info=True, **closed)
     return model, report
 

@@ -30,6 +30,7 @@ from genesis.model.decoder import Decoder, DecoderConfig, build_model, refuse_bo
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF, TORCH_ATTENTION_PROOF, prepare_kernels
 from genesis.model.language_model import LanguageModel
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis.model.scores import refuse_scores
 from genesis.tokenizer.huggingface import TEMPLATE_NAME
 from genesis.tokenizer.open import find_format, has_hash, has_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ def load_decoder(
     bases: SharedBases | None = None,
     chat_template: Path | None = None,
     allows_body: bool = False,
+    allows_scores: bool = False,
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
@@ -115,6 +117,7 @@ def load_decoder(
         chat_template: The file of a chat template to use instead of the model's; a warning is logged if the model has
             learned another one.
         allows_body: Whether the checkpoint may be of a model that another library defines, which has no cache.
+        allows_scores: Whether it may be a reward model, which writes no text.
 
     Raises:
         UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, an export
@@ -127,7 +130,7 @@ def load_decoder(
             raise UserError(
                 f"{path} is an export, beside which no adapters are loaded; convert it with `genesis import`"
             )
-        config, state, found = _read_export(reference.path, tokenizer)
+        config, state, found = _read_export(reference.path, tokenizer, allows_scores=allows_scores)
         learned = _find_exported_template(reference.path, found)
         decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
         prepare_kernels(config, torch.device(device))
@@ -146,6 +149,8 @@ def load_decoder(
         config = _read_run_config(checkpoint, manifest)
         if not allows_body:
             refuse_body(config)
+        if not allows_scores:
+            refuse_scores(config, checkpoint)
         decoder, in_base = _read_checkpoint(checkpoint, manifest, config, adapter, shared)
         prepare_kernels(config, torch.device(device))
         decoder = decoder.to(device=device, dtype=dtype).eval()
@@ -403,12 +408,14 @@ def _read_checkpoint(
     return _fill_decoder(decoder, state, checkpoint), in_base
 
 
-def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
+def _read_export(directory: Path, tokenizer: Path | None, *, allows_scores: bool) -> _Read:
     proved = check_files(directory)
     for name in list_file_names():
         if (directory / name).exists() and name not in proved:
             raise UserError(f"{directory / name} did not exist when the export was proved; remove it")
     config, family = _read_export_config(directory)
+    if not allows_scores:
+        refuse_scores(config, directory)
     state = read_weights(directory, config, family)
     own = open_tokenizer(directory) if find_format(directory) is not None else None
     given = None if tokenizer is None else open_tokenizer(tokenizer)

@@ -11,7 +11,7 @@ from genesis.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from genesis.huggingface.directory import CONFIG_NAME, read_json, reads_directory
 from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.ernie4_5 import ERNIE4_5
-from genesis.huggingface.family import Family, TensorNames, attention_of
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, TensorNames, attention_of
 from genesis.huggingface.gemma3 import GEMMA3
 from genesis.huggingface.glm4_moe import GLM4_MOE
 from genesis.huggingface.gpt_oss import GPT_OSS
@@ -79,6 +79,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_5_MOE,
 )
 _MAX_LAYERS: Final = 1_000
+_CAUSAL, _SCORING = "ForCausalLM", "ForSequenceClassification"
+_SCORED_AS: Final = {"gemma3_text": "Gemma3Text", "qwen3_5_text": "Qwen3_5Text"}
+"""The beginnings of the names of transformers' classes for reward models, where they are not those of causal models."""
+_WITHOUT_SCORES: Final = frozenset(
+    {"granite", "granitemoehybrid", "ernie4_5", "glm4_moe", "dots1", "olmoe", "qwen3_5_moe_text"}
+)
+"""Families without a class for reward models in transformers."""
 FP8_BLOCK: Final = 128
 """Rows, and columns, of a block of a weight in FP8 that has a scale."""
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
@@ -112,10 +119,48 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
             "`genesis import --as transformers` imports any causal model of transformers, to train and not to serve it"
         )
     content = {**family.defaults, **content}
+    if is_scoring(content):
+        family = score_by(family, path)
     num_layers = content.get("num_hidden_layers")
     if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
         raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
     return _drop_extra_layers(path, content, family), _build_shape(path, content, family)
+
+
+def is_scoring(content: Mapping[str, Any]) -> bool:
+    """Returns whether a `config.json` is that of a classifier, as which transformers has reward models."""
+    names = content.get("architectures")
+    return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_SCORING)
+
+
+def score_by(family: Family, where: object) -> Family:
+    """Returns the family of the same models with a score in the place of logits.
+
+    Args:
+        family: The family of the models that write text.
+        where: What has such a model, for the message.
+
+    Raises:
+        UserError: transformers has no class for them.
+    """
+    if family.model_type in _WITHOUT_SCORES:
+        raise UserError(
+            f"{where}: transformers has no class for reward models of type {family.model_type}; export as --format "
+            "safetensors, or start from a model of another type, such as llama or qwen3"
+        )
+    name = _SCORED_AS.get(family.model_type, family.architecture.removesuffix(_CAUSAL))
+    return replace(family, architecture=name + _SCORING, tensors={**family.tensors, OUTPUT_WEIGHT: "score.weight"})
+
+
+def _read_num_scores(path: Path, content: Mapping[str, Any]) -> int:
+    """Returns the number of labels of a model for classification, which must be that of a reward model."""
+    labels = content.get("id2label")
+    number = content.get("num_labels", len(labels) if isinstance(labels, dict) else 2)  # transformers' default
+    if number != 1:
+        raise UserError(
+            f"{path}: num_labels is {number!r}, and a reward model has 1: classifiers of several labels are not read"
+        )
+    return 1
 
 
 def _drop_extra_layers(path: Path, content: dict[str, Any], family: Family) -> Family:
@@ -173,7 +218,7 @@ def find_family(config: DecoderConfig) -> Family:
             f"no family of Hugging Face's has this decoder; the closest is {closest.model_type}, but "
             f"{' and '.join(differences)}; export as --format safetensors"
         )
-    return closest
+    return closest if config.num_scores is None else score_by(closest, "the model")
 
 
 class BodyNames:
@@ -219,6 +264,8 @@ def find_names(config: DecoderConfig) -> TensorNames:
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for transformers, plain JSON."""
     content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    if config.num_scores is not None:
+        content |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # transformers' names of one label
     feed_forward = config.parts.feed_forward
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
@@ -264,6 +311,8 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         raise UserError(f"{path}: {null[0]} is null; give its value")
     shape = {field: content[key] for key, field in plain.items()}
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
+    if is_scoring(content):
+        shape["num_scores"] = _read_num_scores(path, content)
     eps = content["rms_norm_eps"]
     if family.latent is not None:
         rope = read_rope(path, content, family)

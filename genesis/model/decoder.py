@@ -116,6 +116,8 @@ class DecoderConfig:
             describe becomes these two.
         body: A whole model that another library defines, in the place of all parts; None for a decoder of parts.
         scales: Constant factors of embedding, parts and logits; None if all of them are 1.
+        num_scores: 1 for a reward model, whose output weight has this number of rows and is never the embedding: it
+            scores texts (`genesis.model.scores`). None for a model that writes them.
 
     Raises:
         UserError: The shape is invalid.
@@ -139,6 +141,7 @@ class DecoderConfig:
     mixers: tuple[SequenceMixerConfig, ...] | None = None
     body: BodyConfig | None = None
     scales: Scales | None = None
+    num_scores: int | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -146,6 +149,7 @@ class DecoderConfig:
             self._check_body_alone()
             return
         self._settle_mixers()
+        self._settle_scores()
         if self.scales == Scales():
             object.__setattr__(self, "scales", None)  # equal decoders get equal fields, as for mixers
         for name, (part, _) in SHORT_FIELDS.items():
@@ -168,6 +172,13 @@ class DecoderConfig:
         if given is not None:
             raise UserError(f"{given} is {getattr(self, given)}, and body is given, which has no such part: remove one")
 
+    def _settle_scores(self) -> None:
+        """Unties the output weight of a reward model: equal decoders get equal fields, as for mixers."""
+        if self.num_scores not in (None, 1):
+            raise UserError(f"num_scores is {self.num_scores}: it must be 1, or null for a model that writes text")
+        if self.num_scores is not None:
+            object.__setattr__(self, "has_tied_embeddings", False)
+
     def _settle_mixers(self) -> None:
         """Replaces a list of mixers by the fields that earlier releases can also read, if they can describe it."""
         if self.mixers is None:
@@ -185,6 +196,11 @@ class DecoderConfig:
         if short is not None:
             object.__setattr__(self, "attention", short[0])
             object.__setattr__(self, "linear_attention", short[1])
+
+    @property
+    def num_output_rows(self) -> int:
+        """The rows of the output weight."""
+        return self.vocab_size if self.num_scores is None else self.num_scores
 
     @property
     def parts(self) -> Parts:
@@ -433,11 +449,11 @@ class Decoder(LanguageModel):
         self.context: HeadExchange | None = None
         self.norm = config.parts.norm.build(config.dim)
         if not config.has_tied_embeddings:
-            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+            self.output = nn.Linear(config.dim, config.num_output_rows, bias=False)
 
     @property
     def output_weight(self) -> Float[Tensor, "V D"]:
-        """The weight that turns hidden states into logits."""
+        """The weight that turns hidden states into logits, or into scores."""
         return self.embedding.weight if self.config.has_tied_embeddings else self.output.weight
 
     def draws_random_numbers(self, block: nn.Module) -> bool:

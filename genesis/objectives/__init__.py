@@ -6,5 +6,6 @@ from genesis.objectives.grpo import GRPO
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.kto import KTO
 from genesis.objectives.preference import CPO, DPO, ORPO, SimPO
+from genesis.objectives.reward_model import RewardModel
 
-__all__ = ["CPO", "DPO", "GRPO", "GSPO", "KTO", "ORPO", "CrossEntropy", "Distillation", "SimPO"]
+__all__ = ["CPO", "DPO", "GRPO", "GSPO", "KTO", "ORPO", "CrossEntropy", "Distillation", "RewardModel", "SimPO"]

@@ -152,10 +152,13 @@ class Objective(ABC):
         masks_cut_answers: Of prompts: whether it does not learn answers that the longest length has cut.
         reports_loss: Whether its loss shows how well training goes, so that telemetry watches it.
         label_options: The options under which it minimises the cross-entropy of its labels alone; None without such.
+        scores_texts: Whether it trains a model that scores texts (`DecoderConfig.num_scores`), and not one that writes
+            them; of pairs, it then gets the last token of each answer, too (`genesis.data.pair_windows.ENDS`).
         initial_loss: The loss for each unit of the first term while model and reference are equal; None without a
             reference.
         head_memory: What its head keeps, for a plan: `fused` makes the gradient of a cross-entropy in the forward,
-            `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions.
+            `tokens` keeps losses of tokens (`genesis.model.loss.token_losses`), `distributions` whole distributions,
+            `scores` one number for each text.
         memory_note: A line for a plan about a reference that is no second model; empty without one.
         has_teacher: Whether it may run another model beside the trained one.
         runs_model: Whether `prepare` runs the trained model: in a pipeline all ranks then call it before a window, else
@@ -176,7 +179,8 @@ class Objective(ABC):
     reports_loss: ClassVar[bool] = True
     label_options: ClassVar[Mapping[str, Any] | None] = None
     initial_loss: float | None = None
-    head_memory: ClassVar[Literal["fused", "tokens", "distributions"]] = "tokens"
+    scores_texts: ClassVar[bool] = False
+    head_memory: ClassVar[Literal["fused", "tokens", "distributions", "scores"]] = "tokens"
     memory_note: ClassVar[str] = ""
     has_teacher: ClassVar[bool] = False
     runs_model: ClassVar[bool] = False

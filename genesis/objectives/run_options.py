@@ -31,6 +31,9 @@ class RunOptions:
         has_float8: Whether products run in float8, which needs whole layers on each rank.
         has_nf4: Whether the frozen base of adapters is in NF4, whose blocks no rank can divide.
         row_block: Values of a row that share an element of the optimizer's moments; 1 if none do, or nothing trains.
+
+    Raises:
+        UserError: The objective trains a model that scores texts, and this one writes them, or the other way round.
     """
 
     decoder: DecoderConfig
@@ -41,6 +44,19 @@ class RunOptions:
     has_float8: bool = False
     has_nf4: bool = False
     row_block: int = 1
+
+    def __post_init__(self) -> None:
+        name = self.objective.__name__
+        if self.objective.scores_texts and self.decoder.num_scores is None:
+            raise UserError(
+                f"{name} trains a model that scores texts, and this one writes them: start from the result of `genesis "
+                "import MODEL OUT --as reward_model`, or set model.decoder.num_scores to 1"
+            )
+        if self.decoder.num_scores is not None and not self.objective.scores_texts:
+            raise UserError(
+                f"the model scores texts (model.decoder.num_scores), and {name} trains one that writes them: set "
+                "model.objective to genesis.objectives.RewardModel"
+            )
 
 
 def check_optimizer_offload(run: RunOptions, share: float) -> None:

@@ -20,7 +20,7 @@ from genesis.serve.harmony import HarmonyReader
 from genesis.serve.prompt import EncodedPrompt, Facts
 from genesis.serve.request import CompletionRequest
 from genesis.serve.tools import HARMONY, ToolReader, find_form, find_symbols
-from genesis.serve.worker import PromptScores, Result, Ticket, Worker
+from genesis.serve.worker import PromptScores, Result, TextScore, Ticket, Worker
 
 _END = b"data: [DONE]\n\n"
 
@@ -153,6 +153,7 @@ class Completion:
                 if isinstance(result, UserError):
                     raise result
                 if self._choices[index].finish_reason is None:
+                    assert not isinstance(result, TextScore), "of a reward model, which `check_can_answer` refuses"
                     if isinstance(result, PromptScores):
                         part = self._show_prompt(index, result)
                     else:

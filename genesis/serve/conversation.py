@@ -1,7 +1,7 @@
-"""Turns a client's conversation into the text after which the model writes the next turn."""
+"""Turns a client's conversation into the text after which the model writes the next turn, or that it scores."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ _CALLS: Final = "tool_calls"
 
 
 def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> str:
-    """Returns the text of a conversation with the beginning of the assistant's turn.
+    """Returns the text of a conversation with the beginning of the assistant's turn, or of a whole one to score.
 
     Control symbols that the client spells are hidden in the text, as `ChatRenderer.write_prompt` describes.
 
@@ -45,8 +45,9 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
     try:
         options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(template, datetime.date.today()), options.variables)
-        text = renderer.write_prompt(prompt.messages, prompt.tools)
-        _refuse_left_out(renderer, prompt, text)
+        write = renderer.write_whole if prompt.is_whole else renderer.write_prompt
+        text = write(prompt.messages, prompt.tools)
+        _refuse_left_out(write, prompt, text)
         return text
     except (ConversationError, EndlessTemplateError) as error:
         raise ApiError(str(error), param="messages", code="invalid_conversation") from None
@@ -56,7 +57,7 @@ def write_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template
         raise ApiError(str(error), status=503, code="not_rendered") from None
 
 
-def _refuse_left_out(renderer: ChatRenderer, prompt: ChatPrompt, text: str) -> None:
+def _refuse_left_out(write: Callable[..., str], prompt: ChatPrompt, text: str) -> None:
     """Refuses tools, and calls of them, that the template does not write: the model would never see them.
 
     Many templates leave out the reasoning of earlier turns on purpose, so that it may be sent.
@@ -64,7 +65,7 @@ def _refuse_left_out(renderer: ChatRenderer, prompt: ChatPrompt, text: str) -> N
 
     def is_same(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bool:
         try:
-            return renderer.write_prompt(messages, tools) == text
+            return write(messages, tools) == text
         except ConversationError:  # a template that fails without them writes them
             return False
 

@@ -25,7 +25,7 @@ from genesis.serve.connections import MAX_CONNECTIONS
 from genesis.serve.errors import ApiError, busy, stopping
 from genesis.serve.prompt import EncodedPrompt, Facts, encode_prompts, write_prompts
 from genesis.serve.repeats import RepeatFilter
-from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
+from genesis.serve.request import CompletionRequest, parse_chat, parse_completion, parse_score
 from genesis.serve.tools import find_form, write_choice
 from genesis.serve.turns import Turns
 from genesis.tokenizer.open import build_tokenizer
@@ -68,6 +68,7 @@ class Job(NamedTuple):
     facts: Facts | None = None
     tokenizer_hash: str | None = None
     grammar: str | None = None
+    is_score: bool = False
 
 
 class Preparer:
@@ -107,18 +108,19 @@ class Preparer:
         finally:
             self._num_held_bytes -= num_bytes
 
-    async def read(self, body: bytes, *, is_chat: bool, client: str) -> CompletionRequest:
+    async def read(self, body: bytes, *, is_chat: bool, client: str, is_score: bool = False) -> CompletionRequest:
         """Returns the request in a body; a large one has no prompts.
 
         Args:
             body: JSON.
             is_chat: Whether the request is a conversation.
             client: The client's name in the line of turns.
+            is_score: Whether whole conversations are scored.
 
         Raises:
             ApiError: The request is invalid, or too many of its size wait.
         """
-        job = Job(body, is_chat, self._max_texts)
+        job = Job(body, is_chat, self._max_texts, is_score=is_score)
         if len(body) <= SMALL_BYTES:
             return _read(job)
         found = await self._find_lane(len(body)).run(client, job, None)
@@ -137,7 +139,8 @@ class Preparer:
         Raises:
             ApiError: A prompt does not fit the model, or too many of its size wait.
         """
-        job, num_bytes = Job(body, asked.is_chat, self._max_texts, facts._replace(tokenizer=None)), len(body)
+        plain, num_bytes = facts._replace(tokenizer=None), len(body)
+        job = Job(body, asked.is_chat, self._max_texts, plain, is_score=asked.is_score)
         if asked.prompts:
             if asked.is_chat:  # several templates are rendered at a time: an endless one delays no other
                 asked = await asyncio.to_thread(write_prompts, asked, facts)
@@ -319,7 +322,7 @@ def _read(job: Job) -> CompletionRequest:
     if isinstance(job.asked, CompletionRequest):
         return job.asked
     parse: Callable[[bytes, int], CompletionRequest] = parse_chat if job.is_chat else parse_completion
-    return parse(job.asked, job.max_texts)
+    return (parse_score if job.is_score else parse)(job.asked, job.max_texts)
 
 
 # ---- in the process

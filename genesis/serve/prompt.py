@@ -27,6 +27,8 @@ class Facts(NamedTuple):
     shared_bytes: int
     chat_template: str | None = None
     stop_ids: frozenset[int] = frozenset()
+    has_scores: bool = False
+    """Whether it is a reward model, which gives scores to texts."""
 
 
 class EncodedPrompt(NamedTuple):

@@ -1,4 +1,4 @@
-"""Parses the bodies of `POST /v1/completions` and `/v1/chat/completions` strictly."""
+"""Parses the bodies of `POST /v1/completions`, `/v1/chat/completions` and `/v1/score` strictly."""
 
 import json
 import re
@@ -71,6 +71,14 @@ _CHAT = FieldTable(
 )
 
 
+_SCORE = FieldTable(
+    '{"model": ..., "text_1": question, "text_2": answer}',
+    ("model", "messages", "text_1", "text_2", "tools", "chat_template_kwargs"),
+    ignored=("user",),
+    not_supported={},
+)
+
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation whose next turn the model writes.
@@ -79,11 +87,13 @@ class ChatPrompt:
         messages: The messages, as the client gave them.
         tools: The definitions of the tools; None for none.
         variables: Further variables of the chat template.
+        is_whole: Whether no turn follows: the conversation is scored.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None
     variables: Mapping[str, Any]
+    is_whole: bool = False
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -111,6 +121,7 @@ class CompletionRequest:
         tools: The schema of each tool's arguments by its name; none if the model may call none.
         must_call: Whether the answer must be a call of one of the tools.
         has_one_call: Whether the answer ends with its first call.
+        is_score: Whether the prompts are whole conversations, for which a reward model gives scores.
     """
 
     model: str
@@ -131,6 +142,7 @@ class CompletionRequest:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     must_call: bool = False
     has_one_call: bool = False
+    is_score: bool = False
 
     @property
     def num_texts(self) -> int:
@@ -227,6 +239,77 @@ def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
         must_call=choice == "required",
         has_one_call=fields.value("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"),
     )
+
+
+def parse_score(body: bytes, max_texts: int) -> CompletionRequest:
+    """Returns the request in the body of `POST /v1/score`: a conversation, or questions and answers.
+
+    Args:
+        body: JSON.
+        max_texts: The largest allowed number of texts.
+
+    Raises:
+        ApiError: The body is not JSON, or a field is unknown, of a wrong type, or not supported.
+    """
+    fields = parse_object(body, _SCORE)
+    given = [name for name in ("messages", "text_1", "text_2") if fields.value(name) is not None]
+    if given not in (["messages"], ["text_1", "text_2"]):
+        refuse(
+            given[0] if given else "messages",
+            "must be given alone, or text_1 and text_2 instead: a conversation, or questions and answers to them",
+        )
+    tools, _ = _read_tools(fields)
+    if given == ["messages"]:
+        conversations = [_read_messages(fields)]
+        if conversations[0][-1].get("role") != "assistant":
+            refuse("messages", "does not end with a turn of the assistant, the answer that is scored: add it")
+    else:
+        conversations = [
+            ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+            for question, answer in _read_text_pairs(fields)
+        ]
+    if len(conversations) > max_texts:
+        refuse("text_2", f"has {numbered(len(conversations), 'texts')}: a request may have {max_texts}")
+    variables = _read_variables(fields)
+    return CompletionRequest(
+        model=fields.required_text("model"),
+        is_chat=True,
+        num_prompts=len(conversations),
+        prompts=tuple(ChatPrompt(one, tools, variables, is_whole=True) for one in conversations),
+        max_new_tokens=0,
+        sampling=SamplingOptions(temperature=0.0),
+        num_choices=1,
+        stop=(),
+        seed=None,
+        num_top_logprobs=None,
+        has_echo=False,
+        is_stream=False,
+        has_usage=False,
+        is_score=True,
+    )
+
+
+def _read_text_pairs(fields: Fields) -> list[tuple[str, str]]:
+    """Returns questions with their answers: one question to each answer, or one for all of them."""
+    found: dict[str, list[str]] = {}
+    for name in ("text_1", "text_2"):
+        value = fields.value(name)
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            refuse(name, f"is {show(value)}: it must be a text, or a list of texts")
+        if not all(map(_is_unicode, texts)):
+            refuse(name, "contains a lone surrogate, which is not a character")
+        found[name] = texts
+    questions, answers = found.values()
+    if len(questions) == 1:
+        questions = questions * len(answers)
+    if len(questions) != len(answers):
+        refuse(
+            "text_1",
+            f"has {numbered(len(questions), 'texts')}, and text_2 has {len(answers)}: give one question, or one for "
+            "each answer",
+        )
+    return list(zip(questions, answers, strict=True))
 
 
 def _read_messages(fields: Fields) -> tuple[Mapping[str, Any], ...]:

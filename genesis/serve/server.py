@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions, chat completions and models for a catalogue, and the page that uses them."""
+"""The HTTP server: OpenAI's completions, chat completions and models, vLLM's scores, and the page that uses them."""
 
 import asyncio
 import errno
@@ -25,6 +25,7 @@ from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
 from genesis.serve.preparer import MAX_BODY_BYTES, Preparer
 from genesis.serve.repeats import RepeatFilter
+from genesis.serve.scoring import Scoring, check_can_answer
 
 _SEND_BUFFER_BYTES: Final = 2**16
 """Size of the kernel's send buffer, which bounds the unsent data of a client that has stopped reading."""
@@ -85,6 +86,7 @@ class Server:
                 web.get("/v1/models/{model:.+}", self._show_model),
                 web.post("/v1/completions", partial(self._complete, is_chat=False)),
                 web.post("/v1/chat/completions", partial(self._complete, is_chat=True)),
+                web.post("/v1/score", partial(self._complete, is_chat=True, is_score=True)),
             ]
         )
         return app
@@ -165,7 +167,7 @@ class Server:
         name = request.match_info["model"]
         return web.json_response(_describe_model(name, await asyncio.to_thread(self._catalogue.find, name)))
 
-    async def _complete(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, *, is_chat: bool, is_score: bool = False) -> web.StreamResponse:
         deadline = asyncio.get_running_loop().time() + self.limits.max_request_seconds
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
@@ -173,13 +175,18 @@ class Server:
                     body = await self._read(request, hold)
                     connection = find_connection(request)
                     stack.enter_context(connection.work())
-                    asked = await self.preparer.read(body, is_chat=is_chat, client=connection.client)
+                    asked = await self.preparer.read(body, is_chat=is_chat, is_score=is_score, client=connection.client)
                     entry = await asyncio.to_thread(self._catalogue.find, asked.model)
                     worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts, connection.client))
                     facts = worker.loaded.result()
+                    check_can_answer(asked, facts)
                     prompts = await self.preparer.encode(asked, body, facts, client=connection.client)
                 del body
                 grammar = await self.preparer.compile(asked, facts, client=connection.client)
+            if asked.is_score:
+                scoring = stack.enter_context(Scoring(entry.id, worker, prompts, connection.client))
+                async with asyncio.timeout_at(deadline):
+                    return web.json_response(await scoring.collect())
             # On a public server nobody learns by the time of an answer what others have asked.
             scope = connection.client if self._guard.is_public else ""
             completion = stack.enter_context(

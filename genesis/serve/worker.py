@@ -22,6 +22,7 @@ from genesis.generate.load import Loaded
 from genesis.generate.prefix_store import PrefixStore
 from genesis.generate.prompt_scores import ScoredToken, score_prompt
 from genesis.model.decoder import Decoder
+from genesis.model.scores import score_text
 from genesis.serve.errors import ApiError, out_of_memory, stopping
 from genesis.serve.prompt import Facts
 from genesis.serve.turns import Turns
@@ -33,6 +34,12 @@ _JOINING_TOKENS = 2048
 others, and running texts, by more than one of them."""
 
 
+class TextScore(NamedTuple):
+    """The score that a reward model gives to a text."""
+
+    value: float
+
+
 class PromptScores(NamedTuple):
     """The tokens of a prompt with their log-probabilities; `is_last` if no new token follows."""
 
@@ -40,7 +47,7 @@ class PromptScores(NamedTuple):
     is_last: bool
 
 
-Result = NewToken | PromptScores | UserError
+Result = NewToken | PromptScores | TextScore | UserError
 
 
 @dataclass(eq=False)
@@ -158,8 +165,12 @@ class Worker:
             loaded = self._load()
             _check_is_finite(loaded)
             chat_template, stop_ids = loaded.chat_template, loaded.stop_ids
-            store = PrefixStore(self._prefix_bytes) if self._prefix_bytes else None
-            batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_blocks=True, store=store)
+            has_scores = loaded.decoder.config.num_scores is not None
+            if has_scores:  # texts are scored one by one
+                batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_cache=False)
+            else:
+                store = PrefixStore(self._prefix_bytes) if self._prefix_bytes else None
+                batch = Batch(loaded.decoder, self._num_rows, stop_ids, has_blocks=True, store=store)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True
@@ -175,6 +186,7 @@ class Worker:
             shared_bytes=loaded.shared_bytes,
             chat_template=chat_template,
             stop_ids=stop_ids,
+            has_scores=has_scores,
         )
         self._post(self._finish_loading, facts)
         decoder = loaded.decoder
@@ -234,10 +246,17 @@ class Worker:
         if ticket is None:
             return
         assert ticket.num_prompt_logprobs is not None
+        prompt, result = ticket.request.prompt, None
         try:
-            tokens = score_prompt(decoder, ticket.request.prompt, ticket.num_prompt_logprobs)
+            if decoder.config.num_scores is not None:
+                result = TextScore(score_text(decoder, prompt))
+            else:
+                tokens = score_prompt(decoder, prompt, ticket.num_prompt_logprobs)
         except (MemoryError, RuntimeError) as error:
             self._refuse(ticket, error)
+            return
+        if result is not None:
+            self._post(self._deliver, [(ticket, result)])
             return
         is_last = ticket.request.max_new_tokens == 0
         if not is_last:
@@ -319,9 +338,11 @@ def _check(result: Result) -> Result:
         log_probs = [result.log_prob]
     elif isinstance(result, PromptScores):
         log_probs = [token.log_prob for token in result.tokens]
+    elif isinstance(result, TextScore):
+        log_probs = [result.value]
     if not all(log_prob is None or math.isfinite(log_prob) for log_prob in log_probs):
         return ApiError(
-            "the model's probabilities are not finite, its weights have diverged: request an earlier checkpoint",
+            "what the model computes is not finite, its weights have diverged: request an earlier checkpoint",
             status=500,
             code="model_diverged",
         )

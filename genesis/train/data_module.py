@@ -45,7 +45,7 @@ from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.fixed_rows import has_fixed_rows
 from genesis.train.planned_steps import DATA_MAX_EPOCHS, TRAINER_MAX_EPOCHS, count_steps
-from genesis.train.reward import Rewards
+from genesis.train.reward import Rewards, identify_reward_models
 from genesis.train.rollout import Rollouts, check_strategy
 from genesis_callbacks.host_group import HostGroup
 
@@ -269,6 +269,12 @@ class CorpusDataModule(pl.LightningDataModule):
         return num_answers * options.global_batch_size, options.micro_batch_size
 
     @property
+    def identity(self) -> dict[str, str]:
+        """The entries that identify the data, and the models that reward answers, in a checkpoint."""
+        rewards = () if self._prompts is None else self._prompts.prompt_options.all_rewards
+        return {**self.training.identity, **identify_reward_models(rewards)}
+
+    @property
     def has_ragged_pairs(self) -> bool:
         """Whether the option asks for rows of several lengths."""
         return self._pads_pairs_option is False
@@ -284,6 +290,7 @@ class CorpusDataModule(pl.LightningDataModule):
         """Reads the data as an objective learns from them. Call it before anything asks for their packing."""
         if isinstance(self.training, CorpusData):
             self.training.has_answers = objective.learns_from == "answers"
+            self.training.has_ends = objective.scores_texts
 
     def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
@@ -328,7 +335,12 @@ class CorpusDataModule(pl.LightningDataModule):
                     f"data.prompts.max_resamples is {options.max_resamples}, but with advantage batch_std answers to a "
                     "prompt are learned also where their rewards are equal; set it to 0, or choose another advantage"
                 )
-            rewards = Rewards(options.all_rewards, options.reward_seconds, is_allowed=self.allows_reward_code)
+            rewards = Rewards(
+                options.all_rewards,
+                options.reward_seconds,
+                is_allowed=self.allows_reward_code,
+                device=self.trainer.strategy.root_device,
+            )
             self._rollouts = Rollouts(self._prompts, rewards, self.trainer)
 
     def _set_max_steps(self) -> None:

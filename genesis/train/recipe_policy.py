@@ -32,6 +32,7 @@ _FREE: Final = (
     # The identity of prompts has the hashes of what these lead to.
     *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
     *("data.prompts.num_rows", "data.prompts.num_logged_prompts", "data.prompts.reward_seconds"),
+    "data.prompts.rewards.*.model",
     # Saving, logging and display.
     *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
@@ -82,6 +83,9 @@ def _fill_prompts(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(data, Mapping) or not isinstance(data.get("prompts"), Mapping):
         return recipe
     prompts = {"rewards": [], "max_resamples": 0, **data["prompts"]}
+    rewards = prompts["rewards"]
+    if isinstance(rewards, list):
+        prompts["rewards"] = [{"model": None, **one} if isinstance(one, Mapping) else one for one in rewards]
     return {**recipe, "data": {**data, "prompts": prompts}}
 
 

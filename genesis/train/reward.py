@@ -6,12 +6,14 @@
 `messages` is the prompt as a list of messages, `text` the answer without the token that ended it, and `columns` a dict
 of the other fields of the prompt's record. The result is a finite number. The function must give the same number for
 the same arguments, or a resumed run differs from one that was never stopped. It runs in a process of its own, which is
-killed if an answer takes too long.
+killed if an answer takes too long. A reward model (`genesis.objectives.RewardModel`) is loaded in this process, beside
+the model that trains, and scores one answer after the other, so that a score does not depend on others.
 
 References:
     Yu et al., DAPO, arXiv:2503.14476, equation 13 (`overlong`).
 """
 
+import math
 import re
 import sys
 import weakref
@@ -21,11 +23,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from genesis.base.errors import UserError
+from genesis.base.errors import UserError, numbered
 from genesis.base.processes import PipedWorker
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_renderer
 from genesis.data.prompts import EXACT_MATCH, MATH_ANSWER, OVERLONG, OWN_REWARDS, Prompt, RewardOptions
+from genesis.generate.load import load_decoder
+from genesis.generate.teacher import find_teacher
+from genesis.model.scores import score_text
 from genesis.train.reward_worker import Fault
 
 _IMPORT_SECONDS: Final = 600.0
@@ -41,13 +49,22 @@ class Rewards:
         options: The rewards.
         seconds: How long a user's function may take for an answer.
         is_allowed: Whether the command line allows the user's code.
+        device: Where reward models compute.
 
     Raises:
-        UserError: A function is not allowed, or not found, or its module fails.
+        UserError: A function is not allowed, or not found, or its module fails, or a model is no reward model.
     """
 
-    def __init__(self, options: Sequence[RewardOptions], seconds: float, *, is_allowed: bool) -> None:
+    def __init__(
+        self,
+        options: Sequence[RewardOptions],
+        seconds: float,
+        *,
+        is_allowed: bool,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._options, self._seconds = tuple(options), seconds
+        self._models = {one.model: ModelReward(one.model, device) for one in options if one.model is not None}
         self._functions = [one.function for one in options if one.function not in OWN_REWARDS]
         for name in self._functions:
             place, _, function = name.rpartition(":")
@@ -97,6 +114,8 @@ class Rewards:
         if option.function == OVERLONG:
             assert option.buffer_tokens is not None, "checked by the options"
             return score_length(num_tokens, most_tokens, option.buffer_tokens)
+        if option.model is not None:
+            return self._models[option.model].score(prompt, text)
         if option.function in OWN_REWARDS:
             expected = prompt.columns.get(option.column)
             if not isinstance(expected, str | int | float):
@@ -128,6 +147,62 @@ class Rewards:
                 reason += ", or raise data.prompts.reward_seconds"
         self._end()
         raise UserError(f"the reward function {function} {reason}")
+
+
+class ModelReward:
+    """A reward model that scores answers, in float32 or as its files have it. Communicates with no rank.
+
+    Args:
+        path: A run, RUN/best, RUN/STEP or an export.
+        device: Where it computes.
+
+    Raises:
+        UserError: There is no reward model, or it has no chat template.
+    """
+
+    def __init__(self, path: str, device: torch.device | str) -> None:
+        self._path = path
+        loaded = load_decoder(Path(path), device=device, allows_scores=True)
+        self._decoder = loaded.decoder
+        if self._decoder.config.num_scores is None:
+            raise UserError(
+                f"{path} is no reward model: name one that genesis.objectives.RewardModel has trained by `model` of "
+                "data.prompts.rewards"
+            )
+        self._renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False, learned=loaded.learned)
+
+    def score(self, prompt: Prompt, text: str) -> float:
+        """Returns the score of a prompt with an answer.
+
+        Raises:
+            UserError: The conversation cannot be rendered, or is longer than the context, or the score is not finite.
+        """
+        messages = [*prompt.messages, {"role": "assistant", "content": text}]
+        try:
+            ids = self._renderer.tokenizer.encode_with_controls(self._renderer.write_whole(messages))
+        except UserError as error:
+            raise UserError(f"the reward model {self._path} cannot read an answer to {prompt.place}: {error}") from None
+        longest = self._decoder.config.max_seq_len
+        if len(ids) > longest:
+            raise UserError(
+                f"{prompt.place}: an answer has {numbered(len(ids), 'tokens')} with its prompt, and the reward model "
+                f"{self._path} reads {longest:,}: lower data.prompts.max_new_tokens"
+            )
+        with torch.autocast(self._decoder.output_weight.device.type, enabled=False):
+            found = score_text(self._decoder, ids)
+        if not math.isfinite(found):
+            raise UserError(f"the reward model {self._path} gives {found} to an answer to {prompt.place}: replace it")
+        return found
+
+
+def identify_reward_models(options: Sequence[RewardOptions]) -> dict[str, str]:
+    """Returns the entry of checkpoints' identity with the hashes of reward models; nothing without such.
+
+    Raises:
+        UserError: A model does not exist.
+    """
+    hashes = [find_teacher(one.model).hash for one in options if one.model is not None]
+    return {"reward_models": " ".join(hashes)} if hashes else {}
 
 
 def score_length(num_tokens: int, most_tokens: int, buffer_tokens: int) -> float:

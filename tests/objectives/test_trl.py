@@ -1,4 +1,4 @@
-"""DPO beside TRL's trainer: the same weights and the same batch give the same loss, gradients and log."""
+"""DPO and reward models beside TRL's trainers: equal weights and an equal batch give equal loss, gradients and log."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from genesis.huggingface.llama import LLAMA
-from genesis.huggingface.shape import write_shape
+from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.decoder import Decoder
+from genesis.objectives import RewardModel
 from genesis.objectives.preference import CPO, DPO, ORPO, PairObjective, SimPO
 from tests.chat.support import write_tokenizer
 from tests.objectives.support import TINY, make_decoder, make_pairs, window_of
 from tests.objectives.test_preference import gradients_of, run, table_of
+from tests.objectives.test_reward_model import SCORER, make_rated_pairs, make_scorer, step
 
 PAIRS = make_pairs(6)
 
@@ -135,3 +137,47 @@ def test_losses_without_a_reference_and_their_gradients_equal_those_of_trl(
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     gradients = [torch.autograd.grad(losses.sum(), log_probs)[0] for losses in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"center_rewards_coefficient": 0.2}], ids=["margins", "centred"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_loss_and_gradients_of_a_reward_model_equal_those_of_trl(options: dict[str, float], tmp_path: Path) -> None:
+    trl, transformers = import_module("trl"), import_module("transformers")
+    collate = import_module("trl.trainer.reward_trainer").DataCollatorForPreference
+    decoder, pairs = make_scorer(), make_rated_pairs()
+    content = write_shape(find_family(SCORER), SCORER)
+    config = transformers.LlamaConfig(**content, pad_token_id=0, attn_implementation="eager")
+    theirs = transformers.LlamaForSequenceClassification(config)
+    theirs.load_state_dict(find_family(SCORER).to_theirs(decoder.state_dict()))
+    write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer/tokenizer.json"), eos_token="</s>", pad_token="<pad>"
+    )
+    arguments = trl.RewardConfig(
+        output_dir=str(tmp_path / "trl"),
+        use_cpu=True,
+        report_to="none",
+        bf16=False,
+        gradient_checkpointing=False,
+        **options,
+    )
+    rows = import_module("datasets").Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    trainer = trl.RewardTrainer(model=theirs, args=arguments, train_dataset=rows, processing_class=tokenizer)
+    theirs.config.pad_token_id = 0
+    examples = [
+        {"chosen_ids": pair.chosen.tokens.tolist(), "rejected_ids": pair.rejected.tokens.tolist(), "margin": pair.value}
+        for pair in pairs
+    ]
+    wanted = trainer.compute_loss(theirs.train(), collate(pad_token_id=0)(examples))
+    wanted.backward()
+    loss, logged = step(RewardModel(**options), decoder, pairs, 2, is_padded=False, missing=0)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
+    due = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    found = find_family(SCORER).to_theirs({name: one.grad for name, one in decoder.named_parameters()})
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, due[name], rtol=1e-4, atol=1e-5)
+    (accuracy,), (margin,) = (trainer._metrics["train"][name] for name in ("accuracy", "margin"))
+    assert logged["reward_accuracy"] == pytest.approx(accuracy)
+    assert logged["reward_margin"] == pytest.approx(margin, abs=1e-5)

@@ -1,6 +1,7 @@
 """Rollouts of policy gradients: ratios of tokens, several rewards, replaced prompts; on ranks, killed and resumed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from genesis.data.prompts import RewardOptions
 from genesis.objectives import GRPO
 from genesis.objectives.objective import Objective
 from genesis_callbacks.testing import run_ranks
+from tests.tiny_runs import build_decoder, save
 from tests.train.rollouts import STEPS, answer, build_data, build_module, read_log, write_case
 from tests.train.support import build_trainer
 from tests.train.test_rollout import AXES, KillBeforeStep, KillInGeneration, assert_same_bits, list_answers
@@ -160,3 +162,38 @@ def test_a_function_that_hangs_ends_the_run_in_one_line(tmp_path: Path) -> None:
         UserError, match=r"took longer than 0\.5 s for answer 1 to .*prompts\.jsonl, line \d; correct it"
     ):
         build_trainer("auto", 1, STEPS, []).fit(build_module(data), data)
+
+
+def answer_scored(directory: str, case: str, strategy: str, *arguments: Any) -> dict[str, Any]:
+    rewards = (
+        RewardOptions("reward_model", "helpful", weight=2.0, model=f"{case}/scorer"),
+        RewardOptions("reward_model", "harmless", model=f"{case}/other"),
+        RewardOptions(f"{case}/reward.py:coarse", weight=0.1),
+    )
+    options: dict[str, Any] = {"prompts": {"reward": None, "rewards": rewards}, "module": {"objective": GRPO("grpo")}}
+    return answer(directory, case, strategy, *arguments, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.each
+def test_reward_models_as_rewards_repeat_after_a_kill_and_on_two_ranks(tmp_path: Path) -> None:
+    case = write_case(tmp_path / "case", REWARD)
+    for seed, name in enumerate(("scorer", "other")):
+        shutil.copytree(case / "tokenizer", case / name)
+        save(case / name / "checkpoints", 1, build_decoder(seed, num_scores=1), {}, num_scores=1)
+    (straight,) = run_ranks(answer_scored, 1, str(tmp_path / "straight"), str(case), "replicated")
+    log = read_log(tmp_path / "straight")
+    assert len(log) == STEPS
+    for row in log:
+        total = 2 * row["train/reward_helpful"] + row["train/reward_harmless"] + 0.1 * row["train/reward_coarse"]
+        assert row["train/reward"] == pytest.approx(total, abs=1e-5)
+        assert {"train/reward_helpful_spread", "train/reward_harmless_no_signal"} <= row.keys()
+    arguments = (str(tmp_path / "killed"), str(case), "replicated", STEPS)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(answer_scored, 1, *arguments, KillInGeneration())
+    (resumed,) = run_ranks(answer_scored, 1, *arguments)
+    assert_same_bits(straight, resumed)
+    ranks = run_ranks(answer_scored, 2, str(tmp_path / "two"), str(case), "replicated")
+    for step in range(STEPS):
+        for extra in ("reward", "reward_of.helpful", "advantage"):
+            assert [value for rank in ranks for value in rank["extras"][step][extra]] == straight["extras"][step][extra]

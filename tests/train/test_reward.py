@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 from genesis.base.errors import UserError
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_renderer
 from genesis.data.prompts import Prompt, PromptOptions, RewardOptions
 from genesis.data.sources import SourceOptions
-from genesis.train.reward import Rewards, match_numbers, score_length
+from genesis.generate.load import load_decoder
+from genesis.model.scores import score_text
+from genesis.train.reward import Rewards, identify_reward_models, match_numbers, score_length
 from genesis.train.reward_worker import Fault, call_function
+from genesis_callbacks.base.manifest import read_committed_hash
 from tests.commands import ForkedCommand
+from tests.tiny_runs import build_decoder, save
+from tests.tokenizer.test_huggingface import qwen
 
 CODE = """
 from dataclasses import dataclass
@@ -388,3 +395,49 @@ def test_a_signal_to_all_processes_of_a_run_leaves_the_rewards(tmp_path: Path) -
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         rewards._worker.process.send_signal(number)
     assert rewards.score(make_prompt(), "So.", 1, 3, 20).tolist() == [1.0]
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("scorer") / "run"
+    directory.mkdir()
+    qwen(directory)
+    return save(directory / "checkpoints", 1, build_decoder(5, num_scores=1), {}, num_scores=1).parents[1]
+
+
+def test_a_reward_model_scores_the_prompt_with_the_answer(scorer: Path) -> None:
+    options = (
+        RewardOptions("reward_model", "helpful", weight=0.5, model=str(scorer)),
+        RewardOptions("exact_match", column="answer"),
+    )
+    rewards = Rewards(options, 60.0, is_allowed=False)
+    prompt = make_prompt(answer="So.")
+    loaded = load_decoder(scorer, allows_scores=True)
+    renderer = open_renderer(loaded.text_tokenizer, ChatOptions())
+    for text in ("So.", "No <|im_end|> at all"):
+        found = rewards.score(prompt, text, 1, 3, 8)
+        ids = renderer.render([*prompt.messages, {"role": "assistant", "content": text}]).ids.tolist()
+        assert found.tolist() == [score_text(loaded.decoder, ids), float(text == "So.")]
+    assert rewards.names == ("helpful", "exact_match")
+    with pytest.raises(UserError, match=r"prompts\.jsonl, line 7: an answer has .* and the reward model .* reads 256"):
+        rewards.score(prompt, "long " * 300, 1, 3, 8)
+
+
+def test_what_is_no_reward_model_is_refused_at_the_start(scorer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing"):
+        Rewards((RewardOptions("reward_model", model="nothing"),), 60.0, is_allowed=False)
+    (tmp_path / "run").mkdir()
+    qwen(tmp_path / "run")
+    save(tmp_path / "run/checkpoints", 1, build_decoder(5), {})
+    with pytest.raises(UserError, match="is no reward model: name one that"):
+        Rewards((RewardOptions("reward_model", model=str(tmp_path / "run")),), 60.0, is_allowed=False)
+    for given in ({"function": "reward_model"}, {"function": "exact_match", "model": str(scorer)}):
+        with pytest.raises(UserError, match=r"model of reward .* needs the run or the export of a reward model"):
+            RewardOptions(**given)
+
+
+def test_the_identity_of_a_run_has_the_hash_of_its_reward_models(scorer: Path) -> None:
+    options = (RewardOptions("exact_match"), RewardOptions("reward_model", model=str(scorer)))
+    (checkpoint,) = (scorer / "checkpoints").iterdir()
+    assert identify_reward_models(options) == {"reward_models": read_committed_hash(checkpoint)}
+    assert identify_reward_models(options[:1]) == {}

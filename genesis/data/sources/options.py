@@ -45,7 +45,8 @@ class SourceOptions:
         ignored_keys: Fields of records and keys of messages that have no effect, though they look like marks on what
             is learned, such as [toxic, redacted].
         value_field: Field of each record of a conversation that is true, false or a whole number from 0 to 254, such as
-            whether its answer is good. Objectives that ask for it, as KTO does, get it with the conversation.
+            whether its answer is good. Objectives that ask for it, as KTO does, get it with the conversation. Of a
+            pair, how much better the chosen answer is, for RewardModel.
     """
 
     name: str
@@ -74,10 +75,10 @@ class SourceOptions:
         if self.ignored_keys and self.chat is None:
             raise UserError(f"source {self.name} has ignored_keys, and only conversations have marks; leave it out")
 
-        if self.value_field is not None and self.chat in (None, "pairs"):
+        if self.value_field is not None and self.chat is None:
             raise UserError(
-                f"source {self.name} has value_field, and its records are no single conversations, which have a value "
-                "each; leave it out"
+                f"source {self.name} has value_field, and only conversations and pairs of answers have a value: leave "
+                "it out"
             )
 
     @property

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from genesis.base.errors import numbered
 from genesis.data.loader import VALUES
-from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, MISMATCHED, PAIRS
+from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, ENDS, MISMATCHED, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder, Scales, refuse_body
 from genesis.model.initial import INIT_STD
@@ -412,7 +412,7 @@ def _merge(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
     """Returns one micro-batch with all rows; answers that share one row stay in one row."""
     first = micro_batches[0]
     is_joined = ANSWERS in first.extra and len(first.input_ids) == 1
-    num_answers = 0
+    num_answers = num_tokens = 0
     num_documents = dict.fromkeys(_PARTS, 0)
     shifted = []
     for micro in micro_batches:
@@ -424,8 +424,12 @@ def _merge(micro_batches: Sequence[MicroBatch]) -> MicroBatch:
                 num_documents[part] += int(micro.tensors[ids].max()) + 1
             if owners in tensors:
                 tensors[owners] = tensors[owners] + num_answers
+        if ENDS in micro.extra:
+            tensors[f"extra.{ENDS}"] = tensors[f"extra.{ENDS}"] + num_tokens
+        num_tokens += micro.input_ids.numel()
         if ANSWERS in micro.extra:
-            num_answers += (1 if VALUES in micro.extra else 2) * len(micro.extra[PAIRS])
+            is_single = VALUES in micro.extra and ENDS not in micro.extra
+            num_answers += (1 if is_single else 2) * len(micro.extra[PAIRS])
         shifted.append(tensors)
     merged = {
         name: torch.cat([tensors[name] for tensors in shifted], 1 if is_joined and shifted[0][name].ndim > 1 else 0)

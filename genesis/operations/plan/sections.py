@@ -28,6 +28,7 @@ from genesis.model.loss import sum_cross_entropy, token_losses
 from genesis.model.mixture import Mixture
 from genesis.model.part import Part, Statistics
 from genesis.model.precision import FULL
+from genesis.model.scores import compute_scores
 from genesis.model.shares import share_context, share_matrices
 from genesis.model.stages import NumberedBlocks
 from genesis.model.statistics import list_auxiliary_losses
@@ -198,10 +199,13 @@ def _choose_head(workload: Workload, setting: Setting) -> Head:
         return lambda hidden, weight, _: read_classes(
             hidden, weight, vocab_size=len(weight), top_k=workload.teacher_top_k, temperature=1.0
         )
-    if workload.objective.head_memory == "distributions":
-        return partial(_distill, top_k=workload.teacher_top_k)
-    if workload.objective.head_memory == "fused":
-        return sum_cross_entropy
+    by_memory: dict[str, Head] = {
+        "distributions": partial(_distill, top_k=workload.teacher_top_k),
+        "fused": sum_cross_entropy,
+        "scores": lambda hidden, weight, labels: compute_scores(hidden, weight, labels.new_zeros(1)).sum(),
+    }
+    if workload.objective.head_memory in by_memory:
+        return by_memory[workload.objective.head_memory]
     if workload.objective.learns_from == "prompts":
         return lambda hidden, weight, labels: score_tokens(hidden, weight, labels, hidden.new_empty(1), WHOLE).sum()
     return lambda hidden, weight, labels: token_losses(hidden, weight, labels).sum()

@@ -69,7 +69,7 @@ class StepTime:
 def _count_flops(decoder: DecoderConfig, seq_len: int, adapter: AdapterConfig | None) -> tuple[float, float]:
     """Returns FLOPs of a token, and those of the forward of all blocks."""
     costs = describe(replace(decoder, max_seq_len=seq_len))
-    head = 6 * decoder.vocab_size * decoder.dim
+    head = 6 * decoder.num_output_rows * decoder.dim
     blocks_forward = (costs.flops_per_token + costs.attention_flops_per_token - head) / 3.0
     return count_flops_per_token(decoder, seq_len, adapter), blocks_forward
 

@@ -200,6 +200,18 @@ def test_preferences_pass(tmp_path: Path) -> None:
     assert {check.name for check in found.checks if check.status == "does not apply"} == {"loss"}
 
 
+def test_a_reward_model_computes_what_it_must(tmp_path: Path) -> None:
+    (tmp_path / "pairs").mkdir()
+    corpus = write_pair_corpus(tmp_path / "pairs")
+    shape = {**DECODER, "vocab_size": 400, "max_seq_len": SEQ_LEN, "num_scores": 1}
+    model = {"decoder": shape, "objective": {"class_path": "genesis.objectives.RewardModel"}}
+    data = {"corpus": str(corpus), "seq_len": SEQ_LEN}
+    found = examine_recipe(write_recipe(tmp_path, corpus, model=model, data=data))
+    passed = {check.name for check in found.checks if check.status == "passed"}
+    wanted = {"labels", "documents", "later tokens", "accumulation", "checkpoint", "resume", "overfit", "sharded"}
+    assert wanted <= passed, failures(found)
+
+
 @pytest.mark.parametrize("path", ["tests.outside.kto.KTO", "genesis.objectives.KTO"])
 def test_an_objective_on_answers_with_values_learns_one_batch_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
