@@ -20,6 +20,7 @@ from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup
 from genesis.optim import AdamW, AdamW8bit, Algorithm, GroupedOptimizer, Muon, build_optimizer
+from genesis.optim.muon import COEFFICIENTS, NUM_STEPS
 from genesis_callbacks.testing import run_ranks
 
 with warnings.catch_warnings():
@@ -167,11 +168,11 @@ def _torch_optimizers(decoder: Decoder, options: Algorithm) -> list[torch.optim.
 @pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_updates_are_those_of_torchs_optimizers(options: Algorithm) -> None:
     ours, theirs = _decoder(), _decoder()
-    # Few steps: how bfloat16 products are rounded depends on the processor, and ten steps have made 6e-3 of it. Without
-    # Nesterov's momentum, five steps differ by 2e-2.
+    # Few steps: on a CPU torch's products are of bfloat16 and ours of float32, rounded later, which makes 6e-3 of it.
+    # Without Nesterov's momentum, five steps differ by 2e-2.
     _train(ours, [build_optimizer(ours, options)], range(5))
     _train(theirs, _torch_optimizers(theirs, options), range(5))
-    tolerance = 0.0 if not options.whole_matrices else 5e-3
+    tolerance = 0.0 if not options.whole_matrices else 1e-2
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, atol=tolerance, rtol=0)
 
@@ -191,7 +192,7 @@ def test_torchs_optimizers_go_on_from_our_state() -> None:
     _train(ours, [optimizer], range(3, 6))
     _train(theirs, [adamw, muon], range(3, 6))
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, atol=5e-3, rtol=0)
+        torch.testing.assert_close(mine, other, atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("options", [ADAMW, ADAMW8BIT, MUON], ids=["adamw", "adamw8bit", "muon"])
@@ -356,3 +357,16 @@ def test_a_rank_that_holds_no_row_of_a_parameter_keeps_step_with_the_others(opti
         assert ages == {3.0}
         for mine, other in zip(alone, weights, strict=True):
             torch.testing.assert_close(mine, other, atol=5e-3, rtol=0)
+
+
+def test_muons_directions_on_a_cpu_are_those_of_products_of_bfloat16() -> None:
+    """Newton-Schulz in float64 is the reference: five roundings to bfloat16 a step leave about one percent."""
+    matrices = torch.randn(3, 48, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = Muon().direct(matrices)
+    exact = matrices.double() / matrices.double().norm(dim=(-2, -1), keepdim=True)
+    a, b, c = COEFFICIENTS
+    for _ in range(NUM_STEPS):
+        gram = exact @ exact.mT
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() < 0.02 * exact.norm()
